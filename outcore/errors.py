@@ -1,0 +1,81 @@
+"""Every exception outcore raises on purpose.
+
+OutcoreError
+├── BadSize            a size, rate or time that cannot be read
+├── BadFile            a JSON file that is broken, of another kind, or of a future version
+├── BudgetTooSmall     no plan fits; carries the bytes that would
+├── PlanMismatch       a plan made for another step
+├── ScheduleError      verify found a use after free or an unordered access
+├── StoreError         pinned host memory or the swap file failed (full, unwritable, cannot be pinned)
+├── ReplayError        a value cannot be recomputed exactly
+├── TilingError        a product that cannot be planned or finished
+├── ElasticError       a worker, centre or launch that failed
+└── TuningError        a batch size or learning rate cannot be advised
+
+A message says what happened, with both numbers where there are two, then what to do.
+"""
+
+from __future__ import annotations
+
+
+class OutcoreError(Exception):
+    """The root: `except outcore.OutcoreError` catches everything outcore raises on purpose."""
+
+
+class BadSize(OutcoreError, ValueError):
+    """A size, rate or time that cannot be read."""
+
+
+class BadFile(OutcoreError, ValueError):
+    """A JSON file that is broken, of another kind, or of a future version."""
+
+
+class BudgetTooSmall(OutcoreError):
+    """No plan fits the budget. `needed_bytes` is the smallest budget that would."""
+
+    def __init__(self, needed_bytes: int, budget_bytes: int, at_op: str, *, where: str = "device") -> None:
+        from outcore.units import format_bytes
+
+        self.needed_bytes = needed_bytes
+        self.budget_bytes = budget_bytes
+        self.at_op = at_op
+        self.where = where
+        super().__init__(
+            f"no plan fits {format_bytes(budget_bytes)} on {where}: {at_op} alone needs "
+            f"{format_bytes(needed_bytes)} ({needed_bytes} bytes); raise the budget or lower the batch size"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _remake_budget_too_small, (self.needed_bytes, self.budget_bytes, self.at_op, self.where)
+
+
+def _remake_budget_too_small(needed_bytes: int, budget_bytes: int, at_op: str, where: str) -> BudgetTooSmall:
+    return BudgetTooSmall(needed_bytes, budget_bytes, at_op, where=where)
+
+
+class PlanMismatch(OutcoreError):
+    """A plan made for another step."""
+
+
+class ScheduleError(OutcoreError):
+    """`verify` found a use after free or an unordered access between streams."""
+
+
+class StoreError(OutcoreError):
+    """Pinned host memory or the swap file failed."""
+
+
+class ReplayError(OutcoreError):
+    """A value cannot be recomputed exactly."""
+
+
+class TilingError(OutcoreError):
+    """A product that cannot be planned or finished."""
+
+
+class ElasticError(OutcoreError):
+    """A worker, centre or launch that failed."""
+
+
+class TuningError(OutcoreError):
+    """A batch size or learning rate cannot be advised."""

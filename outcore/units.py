@@ -1,0 +1,77 @@
+"""Text <-> bytes, seconds, rates. The only parser and the only formatter of quantities.
+
+Sizes are binary: KiB, MiB, GiB, TiB. The decimal spellings (KB, MB, GB, TB) are read as decimal; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import re
+
+from outcore.errors import BadSize
+
+KIB = 1024
+MIB = 1024**2
+GIB = 1024**3
+
+_FACTORS = {"": 1, "B": 1, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": 1024**4}
+_FACTORS |= {"KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4}
+_SIZE = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*$")
+_HINT = 'write a size such as "16GiB", "900MiB" or "80%", or a number of bytes'
+
+
+def parse_bytes(size: int | str, *, of_bytes: int | None = None) -> int:
+    """`"16GiB"`, `"16 GB"`, `17179869184` or, where `of_bytes` is the whole, `"80%"` -> bytes (above zero)."""
+    if isinstance(size, bool) or not isinstance(size, (int, str)):
+        raise BadSize(f"{size!r} is not a size: {_HINT}")
+    if isinstance(size, int):
+        num_bytes = size
+    elif size.strip().endswith("%"):
+        num_bytes = _parse_share(size, of_bytes)
+    else:
+        found = _SIZE.match(size)
+        if found is None or found[2].upper() not in _FACTORS:
+            raise BadSize(f"{size!r} is not a size: {_HINT}")
+        num_bytes = int(float(found[1]) * _FACTORS[found[2].upper()])
+    if num_bytes <= 0:
+        raise BadSize(f"{size!r} is not above zero: {_HINT}")
+    return num_bytes
+
+
+def _parse_share(size: str, of_bytes: int | None) -> int:
+    try:
+        percent = float(size.strip()[:-1])
+    except ValueError:
+        raise BadSize(f"{size!r} is not a size: {_HINT}") from None
+    if of_bytes is None:
+        raise BadSize(f"{size!r} is a share of something unknown here; write a size such as '16GiB'")
+    if not 0 < percent <= 100:
+        raise BadSize(f"{size!r} is not between 0 % and 100 %: {_HINT}")
+    return int(of_bytes * percent / 100)
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`format_bytes(1536) == "1.50 KiB"`."""
+    sign, size = ("-" if num_bytes < 0 else ""), abs(float(num_bytes))
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{sign}{int(size)} B" if unit == "B" else f"{sign}{size:.2f} {unit}"
+        size /= 1024
+    return f"{sign}{size:.2f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """`format_seconds(0.0123) == "12.3 ms"`."""
+    if abs(seconds) >= 100:
+        return f"{seconds:.0f} s"
+    if abs(seconds) >= 1:
+        return f"{seconds:.2f} s"
+    if abs(seconds) >= 1e-3:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e6:.0f} µs"
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """`format_rate(55.4e9) == "55.4 GB/s"`: link rates are decimal, as vendors and papers write them."""
+    if bytes_per_s >= 1e9:
+        return f"{bytes_per_s / 1e9:.1f} GB/s"
+    return f"{bytes_per_s / 1e6:.0f} MB/s"
