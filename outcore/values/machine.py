@@ -1,0 +1,44 @@
+"""What a machine can hold and how fast it moves bytes: Machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from outcore.values.codec import Saved
+
+
+@dataclass(frozen=True)
+class Machine(Saved):
+    """Capacities and rates, measured on the machine itself or marked as given.
+
+    The tiers: `device` is where the step computes (a GPU's memory, or RAM when there is no GPU); `host` is pinned RAM
+    (zero bytes when the device is the CPU: its next tier is the disk); `disk` is a swap file.
+    """
+
+    KIND: ClassVar[str] = "machine"
+
+    device: str  # "cuda NVIDIA H200" or "cpu"
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    swap_out_bytes_per_s: float  # device -> host
+    swap_in_bytes_per_s: float  # host -> device
+    disk_write_bytes_per_s: float  # device (or host) -> disk
+    disk_read_bytes_per_s: float
+    duplex_share: float = 1.0  # the part of its rate each direction keeps while both run
+    copy_latency_s: float = 10e-6  # one copy's fixed cost
+    speed: float = 1.0  # op seconds of a trace are divided by this: 1 on the machine that recorded it
+    name: str = ""
+    measured_at: str = ""  # date, or "" when nothing here was measured
+    given: tuple[str, ...] = ()  # fields that were given, not measured
+
+    def out_s(self, num_bytes: int, tier: str) -> float:
+        """Seconds to swap `num_bytes` out to `tier`."""
+        rate = self.swap_out_bytes_per_s if tier == "host" else self.disk_write_bytes_per_s
+        return self.copy_latency_s + num_bytes / rate
+
+    def in_s(self, num_bytes: int, tier: str) -> float:
+        """Seconds to swap `num_bytes` in from `tier`."""
+        rate = self.swap_in_bytes_per_s if tier == "host" else self.disk_read_bytes_per_s
+        return self.copy_latency_s + num_bytes / rate

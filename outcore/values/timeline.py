@@ -1,0 +1,37 @@
+"""What a step did to time and memory: Timeline. Predicted and measured are one type, so that they can be compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from outcore.values.codec import Saved
+
+
+@dataclass(frozen=True)
+class Span:
+    stream: str  # compute, swap_out, swap_in
+    start_s: float
+    end_s: float
+    what: str  # "aten.relu.default", "rerun aten.relu.default", "swap_out 17", "stall"
+
+
+@dataclass(frozen=True)
+class Timeline(Saved):
+    KIND: ClassVar[str] = "timeline"
+
+    measured: bool
+    step_s: float
+    peak_bytes: int  # device, everything included
+    peak_at: str  # the op or tick of the peak, in words
+    stall_s: float = 0.0  # compute waited for copies
+    recompute_s: float = 0.0
+    swapped_bytes: int = 0  # one way
+    recomputed_bytes: int = 0
+    kept_bytes: int = 0
+    host_peak_bytes: int = 0
+    disk_peak_bytes: int = 0
+    reserved_bytes: int = 0  # what the allocator held at its peak; 0: not known
+    actions: tuple[str, ...] = ()  # in the order they were executed: "tick kind value-or-op"
+    spans: tuple[Span, ...] = ()
+    memory: tuple[tuple[float, int], ...] = ()  # (seconds since the step began, device bytes)

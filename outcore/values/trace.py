@@ -1,0 +1,103 @@
+"""What one training step did, op by op: Trace.
+
+A step is a sequence of *slots*, numbered from 0: every slot is one op or one tick. Ticks are the step's clock: `pack`,
+when autograd saves a tensor, and `unpack`, when it asks for it back. Lifetimes are given in slots: a storage is alive
+during the slots `born` to `dies`, both included.
+
+Identity is the storage and its version. A *value* is (storage, version); an in-place op makes the next version; a view
+is no value. A storage's lifetime here is its natural one: how long the program itself holds it, with autograd holding
+nothing, because the step was recorded with everything swapped out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Literal
+
+from outcore.values.codec import Saved
+
+
+@dataclass(frozen=True)
+class Op:
+    """One kernel call as the dispatcher saw it."""
+
+    slot: int
+    name: str  # "aten.relu_.default"
+    phase: Literal["forward", "backward"]
+    seconds: float
+    reads: tuple[int, ...]  # values; a value the op overwrites is among them
+    writes: tuple[int, ...]  # values it makes: fresh storages, and next versions of what it overwrote
+    workspace_bytes: int = 0  # allocated at the op's peak beyond every storage that lives during its slot
+    replay: Literal["no", "pure", "random"] = "no"  # may be run again: never, as it is, with its generator state
+    module: str = ""  # "layer1.0.conv2"
+
+
+@dataclass(frozen=True)
+class Value:
+    """One version of one storage."""
+
+    storage: int
+    version: int
+    producer: int  # index of the op that wrote it; -1: it was there before the step (parameter, buffer, input)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """One block of device memory. What was there before the step (`external`) is in the trace's `before_bytes`."""
+
+    bytes: int  # as the allocator counts it
+    born: int
+    dies: int
+    external: bool = False
+    movable: bool = True  # False: a subclass, sparse, or otherwise nothing we may swap or recompute
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Autograd saves a tensor (`pack`) or asks for one back (`unpack`)."""
+
+    slot: int
+    kind: Literal["pack", "unpack"]
+    value: int
+    pack: int  # the number of the pack, counted from 0; an unpack names the pack it answers
+    dies: int  # unpack: the last slot in which autograd holds what it got; pack: -1
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+
+
+@dataclass(frozen=True)
+class Trace(Saved):
+    """One recorded step."""
+
+    KIND: ClassVar[str] = "trace"
+
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    storages: tuple[Storage, ...]
+    ticks: tuple[Tick, ...]
+    before_bytes: int  # allocated on the device when the step began: parameters, optimizer state, inputs
+    device: str = ""
+    torch: str = ""
+    model: str = ""
+    recorded_at: str = ""
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.ops) + len(self.ticks)
+
+    def bytes_of(self, value: int) -> int:
+        return self.storages[self.values[value].storage].bytes
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The same for every step that runs the same ops on the same shapes with the same wiring, however fast."""
+        digest = hashlib.sha256()
+        for op in self.ops:
+            digest.update(f"{op.slot} {op.name} {op.reads} {op.writes}\n".encode())
+        for tick in self.ticks:
+            digest.update(f"{tick.slot} {tick.kind} {tick.value} {tick.pack} {tick.shape} {tick.dtype}\n".encode())
+        for storage in self.storages:
+            digest.update(b"%d " % (0 if storage.external else storage.bytes))
+        return digest.hexdigest()[:16]
