@@ -89,7 +89,7 @@ def _encode(item: Any) -> Any:
 
 
 def _decode_object(cls: type[T], body: dict[str, Any]) -> T:
-    hints = _hints(cls)
+    hints = _hints(cast(Any, cls))
     given = {name: _decode(hints[name], part) for name, part in body.items() if name in hints and name not in _HEADER}
     return cls(**given)
 
