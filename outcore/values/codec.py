@@ -63,7 +63,7 @@ def _read_object(text: str, kind: str, version: int) -> dict[str, Any]:
         raise BadFile(
             f"this {kind} file has version {body.get('version')}, this outcore reads up to {version}; upgrade outcore"
         )
-    return body
+    return {name: part for name, part in body.items() if name not in ("outcore", "version")}
 
 
 def _fields(cls: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
@@ -90,11 +90,7 @@ def _encode(item: Any) -> Any:
 
 def _decode_object(cls: type[T], body: dict[str, Any]) -> T:
     hints = _hints(cast(Any, cls))
-    given = {name: _decode(hints[name], part) for name, part in body.items() if name in hints and name not in _HEADER}
-    return cls(**given)
-
-
-_HEADER = ("outcore", "version", "KIND", "VERSION")
+    return cls(**{name: _decode(hints[name], part) for name, part in body.items() if name in hints})
 
 
 def _decode(hint: Any, part: Any) -> Any:
