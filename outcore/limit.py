@@ -1,0 +1,369 @@
+"""The front door: limit(model, memory=...) -> the object a training loop holds.
+
+The first step of a kind is recorded, in the leanest state. When a step of that kind comes again it is planned, and from
+then on the plan is followed. Kinds are told apart by what the model is called with (shapes, types, modes) before the
+first op runs; a step that turns out differently than its kind runs on safely, unplanned, and is recorded anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import tempfile
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outcore.errors import BudgetTooSmall, OutcoreError, PlanMismatch
+from outcore.planning import lower, make_plan, simulate, verify
+from outcore.recording.intercept import Interception
+from outcore.recording.machine import device_bytes, host_bytes_granted, measure_machine
+from outcore.recording.record import Recorder
+from outcore.reporting.text import report
+from outcore.running.execute import Execution, Program
+from outcore.running.meter import LiveBytes, resident_bytes
+from outcore.running.store import Store
+from outcore.units import MIB, parse_bytes
+from outcore.values import Budget, Machine, Plan, Schedule, Timeline, Trace
+
+log = logging.getLogger("outcore")
+
+Key = tuple[Any, ...]
+MARGIN_SHARE = 0.015  # of a CUDA budget, left to the allocator's rounding and holes
+NUM_MEASURED = 3  # planned steps of a kind that are measured closely; later ones run without any meter
+NUM_TRIES = 3  # recordings of a kind whose steps keep changing, before it is left unplanned
+
+
+def limit(
+    model: torch.nn.Module,
+    memory: int | str,
+    *,
+    host: int | str = "auto",
+    disk: str | Path | None = None,
+    planner: str = "hybrid",
+    plan: Plan | None = None,
+    measure: bool = False,
+) -> Limited:
+    """Makes the training steps of `model` fit into `memory` bytes of its device, with the same numbers.
+
+    `memory` is the peak of allocated bytes over the whole step, parameters, gradients and optimizer state included:
+    `"16GiB"`, a number of bytes, or `"80%"` of the device. `host` limits pinned host memory, `disk` names a folder for
+    a swap file that is used when the host's share is spent (on the CPU it is the only place to swap to, and defaults to
+    the folder for temporary files). `plan` is used instead of planning if it was made for the same step. `measure`
+    keeps measuring every step; without it only the first planned steps are measured closely.
+    """
+    return Limited(model, memory, host=host, disk=disk, planner=planner, plan=plan, measure=measure)
+
+
+@dataclasses.dataclass
+class Kind:
+    """Steps that do the same work."""
+
+    trace: Trace | None = None
+    plan: Plan | None = None
+    schedule: Schedule | None = None
+    program: Program | None = None
+    predicted: Timeline | None = None
+    measured: Timeline | None = None
+    num_steps: int = 0  # planned steps so far
+    num_left: int = 0  # steps that left the plan
+    unplanned: bool = False  # given up
+
+
+class Limited:
+    """A model under a memory budget. Wrap each training step: `with ooc.step(): ...`."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        memory: int | str,
+        *,
+        host: int | str = "auto",
+        disk: str | Path | None = None,
+        planner: str = "hybrid",
+        plan: Plan | None = None,
+        measure: bool = False,
+    ) -> None:
+        from outcore.planning import PLANNERS
+
+        if planner not in PLANNERS:
+            raise OutcoreError(f"there is no planner {planner!r}; choose one of {', '.join(PLANNERS)}")
+        self.model = model
+        self.device = _device_of(model)
+        memory_bytes = parse_bytes(memory, of_bytes=device_bytes(self.device))
+        folder = str(disk) if disk is not None else (tempfile.gettempdir() if self.device.type == "cpu" else None)
+        host_bytes = host_bytes_granted() if host == "auto" else parse_bytes(host, of_bytes=host_bytes_granted())
+        self.machine: Machine = measure_machine(self.device, folder)
+        on_cuda = self.device.type == "cuda"
+        self.budget = Budget(memory_bytes, host_bytes if on_cuda else 0, self.machine.disk_bytes)
+        self.planner = planner
+        self.store = Store(self.device, self.budget.host_bytes, self.budget.disk_bytes, folder)
+        self.measure = measure
+        self.kinds: dict[Key, Kind] = {}
+        self._given_plan = plan
+        self._last: Kind | None = None
+        self._run: Recorder | Execution | None = None
+        self._kind: Kind | None = None
+        self._meter: LiveBytes | None = None
+        self._started: Any = None
+        self._log: list[str] | None = None
+        self._pending: Callable[[], None] | None = None
+        self._interception = Interception(lambda: self._start(("no forward",), ()))
+        self._active = False
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._hooks = [
+            model.register_forward_pre_hook(self._on_forward, with_kwargs=True),
+            torch.optim.optimizer.register_optimizer_step_post_hook(self._on_optimizer),
+        ]
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self) -> Iterator[Limited]:
+        """One training step: forward(s) and backward(s). The optimizer may step inside or after it."""
+        if self._active:
+            raise OutcoreError("ooc.step() was entered inside ooc.step(); leave the first one before the next")
+        self._settle()
+        self._active = True
+        self._interception.start()
+        failed = True
+        try:
+            yield self
+            failed = False
+        finally:
+            self._interception.stop()
+            self._active = False
+            self._end(failed=failed)
+
+    def _on_forward(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if self._active and self._run is None and torch.is_grad_enabled():
+            inputs = tuple(item for item in _flat((args, kwargs)) if isinstance(item, torch.Tensor))
+            self._start(self._key(inputs, args, kwargs), inputs)
+
+    def _key(self, inputs: tuple[torch.Tensor, ...], args: Any, kwargs: Any) -> Key:
+        """What tells kinds of steps apart before the first op."""
+        device_type = self.device.type
+        return (
+            tuple((tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in inputs),
+            tuple(item for item in _flat((args, kwargs)) if isinstance(item, bool | int | str | type(None))),
+            self.model.training,
+            torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
+            any(parameter.grad is not None for parameter in self.model.parameters()),
+        )
+
+    def _start(self, key: Key, inputs: tuple[torch.Tensor, ...]) -> None:
+        kind = self._kind = self.kinds.setdefault(key, Kind())
+        before_bytes = self._before_bytes(inputs)
+        self._meter = self._log = None
+        if kind.trace is None and not kind.unplanned:
+            self._run = Recorder(self.model, self.store, self.device, before_bytes)
+            self._interception.listen(self._run, ops=True)
+            return
+        if kind.trace is not None and (kind.plan is None or before_bytes > kind.plan.before_bytes + MIB):
+            self._make_plan(kind, before_bytes)
+        program = kind.program or Program.empty()
+        closely = self.measure or kind.num_steps < NUM_MEASURED
+        if closely:
+            self._log = []
+            self._watch_memory(before_bytes)
+        self._run = Execution(program, self.store, meter=self._meter, log=self._log)
+        self._interception.listen(self._run, ops=bool(program.captured) or self._meter is not None)
+        self._started = self._now()
+
+    def _end(self, *, failed: bool) -> None:
+        run, kind, self._run, self._kind = self._run, self._kind, None, None
+        if run is None or kind is None:
+            return
+        if isinstance(run, Recorder):
+            if failed:
+                run.close()
+            else:
+                kind.trace = run.finish()
+                kind.plan = None
+                self._last = kind
+            return
+        if self._meter is not None:
+            self._meter.stop()
+        if failed:
+            return
+        if not run.on_plan and not kind.unplanned:
+            self._on_left(kind, run)
+            return
+        kind.num_steps += 1
+        self._last = kind
+        if self._log is not None:
+            self._note_measured(kind)
+
+    def _on_left(self, kind: Kind, run: Execution) -> None:
+        kind.num_left += 1
+        log.info("a step left its plan: %s", run.left_plan_because)
+        kind.trace = kind.plan = kind.program = None
+        if kind.num_left >= NUM_TRIES:
+            kind.unplanned = True
+            warnings.warn(
+                f"outcore: steps called alike keep doing different work ({run.left_plan_because}); they run unplanned "
+                "from here on, everything swapped: correct, but slow",
+                stacklevel=4,
+            )
+
+    # -- planning -----------------------------------------------------------------------------------------------------
+
+    def _make_plan(self, kind: Kind, before_bytes: int) -> None:
+        assert kind.trace is not None
+        trace = kind.trace = dataclasses.replace(kind.trace, before_bytes=before_bytes)
+        kind.plan = self._plan_for(trace)
+        kind.schedule = lower(trace, kind.plan, self.machine)
+        verify(trace, kind.schedule)
+        kind.predicted = simulate(trace, kind.schedule, self.machine)
+        kind.program = Program(trace, kind.schedule)
+        kind.num_steps = 0
+        self.store.reserve(kind.predicted.host_peak_bytes)
+
+    def _plan_for(self, trace: Trace) -> Plan:
+        given, self._given_plan = self._given_plan, None
+        if given is not None:
+            if given.fingerprint != trace.fingerprint:
+                raise PlanMismatch(
+                    f"the plan was made for another step (fingerprint {given.fingerprint}, this step is "
+                    f"{trace.fingerprint}); plan this one anew: leave out plan=..."
+                )
+            return given
+        margin = MARGIN_SHARE if self.device.type == "cuda" else 0.0
+        inner = dataclasses.replace(self.budget, device_bytes=int(self.budget.device_bytes * (1 - margin)))
+        try:
+            return make_plan(trace, self.machine, inner, planner=self.planner)
+        except BudgetTooSmall as error:
+            needed = int(error.needed_bytes / (1 - margin)) + 1
+            raise BudgetTooSmall(needed, self.budget.device_bytes, error.at_op, where=str(self.device)) from None
+
+    # -- measuring ----------------------------------------------------------------------------------------------------
+
+    def _before_bytes(self, inputs: tuple[torch.Tensor, ...]) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device)
+        resident = resident_bytes(self.model, self._optimizers, self.device)
+        return resident + sum(tensor.nbytes for tensor in inputs if tensor.device.type == "cpu")
+
+    def _watch_memory(self, before_bytes: int) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return
+        self._meter = LiveBytes()
+        self._meter.current_bytes = self._meter.peak_bytes = before_bytes
+        for item in gc.get_objects():
+            if type(item) in (torch.Tensor, torch.nn.Parameter) and item.layout is torch.strided:
+                self._meter.know(item)
+
+    def _now(self) -> Any:
+        if self.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.device)
+            return stream.record_event(torch.cuda.Event(enable_timing=True))
+        return time.perf_counter()
+
+    def _note_measured(self, kind: Kind) -> None:
+        """Measured values are read when somebody asks or the next step begins: the device is not made to wait."""
+        ended, started, meter, actions = self._now(), self._started, self._meter, tuple(self._log or ())
+
+        def read() -> None:
+            if self.device.type == "cuda":
+                ended.synchronize()
+                step_s = started.elapsed_time(ended) / 1e3
+                peak = torch.cuda.max_memory_allocated(self.device)
+                reserved = torch.cuda.max_memory_reserved(self.device)
+            else:
+                assert meter is not None
+                step_s, peak, reserved = ended - started, meter.peak_bytes, 0
+            assert kind.predicted is not None
+            kind.measured = dataclasses.replace(
+                kind.predicted,
+                measured=True,
+                step_s=step_s,
+                peak_bytes=peak,
+                peak_at="",
+                stall_s=0.0,
+                recompute_s=0.0,
+                host_peak_bytes=self.store.peak_bytes["host"],
+                disk_peak_bytes=self.store.peak_bytes["disk"],
+                reserved_bytes=reserved,
+                actions=actions,
+                spans=(),
+                memory=(),
+            )
+
+        self._pending = read
+
+    def _settle(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending()
+
+    def _on_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        owned = {id(parameter) for parameter in self.model.parameters()}
+        if any(id(p) in owned for group in optimizer.param_groups for p in group["params"]):
+            self._optimizers.add(optimizer)
+
+    # -- what a user looks at -----------------------------------------------------------------------------------------
+
+    @property
+    def trace(self) -> Trace | None:
+        """The last step's recording."""
+        return self._last.trace if self._last else None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The last step's plan: made when a recorded step comes again."""
+        return self._last.plan if self._last else None
+
+    @property
+    def schedule(self) -> Schedule | None:
+        return self._last.schedule if self._last else None
+
+    @property
+    def predicted(self) -> Timeline | None:
+        """What the plan promised."""
+        return self._last.predicted if self._last else None
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """What was measured on the last step that was measured closely."""
+        self._settle()
+        return self._last.measured if self._last else None
+
+    def __str__(self) -> str:
+        self._settle()
+        return report(self.budget, self.trace, self.plan, self.predicted, self.timeline, where=str(self.device))
+
+    def close(self) -> None:
+        """Takes the hooks off the model and gives host memory and the swap file back."""
+        self._settle()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self.store.close()
+
+
+def _device_of(model: torch.nn.Module) -> torch.device:
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type in ("cuda", "cpu"):
+            device = tensor.device
+            return torch.device("cuda", device.index or 0) if device.type == "cuda" else torch.device("cpu")
+        raise OutcoreError(f"outcore runs on CUDA and CPU; this model is on {tensor.device}")
+    raise OutcoreError("this model has no parameters; limit() takes the device from them")
+
+
+def _flat(item: Any) -> Iterator[Any]:
+    if isinstance(item, dict):
+        for part in item.values():
+            yield from _flat(part)
+    elif isinstance(item, list | tuple):
+        for part in item:
+            yield from _flat(part)
+    else:
+        yield item

@@ -1,0 +1,1 @@
+"""The user's step -> Trace; this machine -> Machine."""

@@ -1,0 +1,85 @@
+"""How a step is hooked: the only file that knows.
+
+A dispatch mode sees the ops, saved-tensor hooks see what autograd keeps (pack) and asks back (unpack). Both only pass
+on to a listener: the recorder, or the execution of a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Listener(Protocol):
+    def op(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any: ...
+    def pack(self, tensor: torch.Tensor) -> Any: ...
+    def unpack(self, handle: Any) -> torch.Tensor: ...
+
+
+class OpMode(TorchDispatchMode):
+    """Passes every op to the listener."""
+
+    def __init__(self, listener: Listener) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.listener = listener
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # Without this, compiled functions called under a mode silently run eager, and the skip is remembered.
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self.listener.op(func, args, kwargs or {})
+
+
+class Interception:
+    """Hooks set around a step. `on_first` is called when something is saved and nobody listens; it must `listen`."""
+
+    def __init__(self, on_first: Callable[[], None]) -> None:
+        self._on_first = on_first
+        self._listener: Listener | None = None
+        self._hooks: Any = None
+        self._mode: Any = None
+
+    def start(self) -> None:
+        """Sets the saved-tensor hooks."""
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._hooks.__enter__()
+
+    def listen(self, listener: Listener, *, ops: bool) -> None:
+        """From here on `listener` gets the packs and unpacks and, with `ops`, the ops."""
+        self._listener = listener
+        if ops:
+            self._mode = OpMode(listener)
+            self._mode.__enter__()
+
+    def stop(self) -> None:
+        """Takes every hook away again, also in the middle of an exception."""
+        mode, self._mode = self._mode, None
+        if mode is not None:
+            mode.__exit__(None, None, None)
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.__exit__()
+        self._listener = None
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if self._listener is None:
+            self._on_first()
+        assert self._listener is not None
+        return self._listener.pack(tensor)
+
+
+def _unpack(handle: Any) -> torch.Tensor:
+    unpacked: torch.Tensor = handle.run.unpack(handle)
+    return unpacked
+
+
+def in_backward() -> bool:
+    """Is autograd's engine running in this thread?"""
+    return bool(torch._C._current_graph_task_id() != -1)

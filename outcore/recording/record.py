@@ -1,0 +1,407 @@
+"""The user's step -> Trace.
+
+The step runs for real, in the leanest state: what autograd saves is swapped out on the spot, so recording needs the
+memory of no more than one op and its tensors. When half the host's room is used, values that can be rerun directly from
+what was swapped are dropped instead; when all of it is used, so is whatever else can be dropped.
+
+Because nothing is held for autograd, the lifetimes seen are the program's own. On CUDA, ops are timed by event pairs,
+in batches that are queued behind a short spin of the device: the host is then ahead and does not show up in the times.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import date
+from functools import partial
+from typing import Any
+
+import torch
+
+from outcore.recording.intercept import in_backward
+from outcore.running.cells import Cell, Handle, Kept, check_unchanged, is_plain
+from outcore.running.execute import SMALL_BYTES, bring, op_name, swap_out_now
+from outcore.running.replay import (
+    OpOverload,
+    below_everything,
+    capture,
+    outputs_of,
+    reads_of,
+    replay_kind,
+    scratch_args,
+    tensors_in,
+)
+from outcore.running.store import Store
+from outcore.values import Op, Storage, Tick, Trace, Value
+
+_MARK = "_outcore_recorded"
+_BATCH = 48  # ops queued behind one spin
+_SPIN_CYCLES = 14_000_000  # about 8 ms: longer than the host takes to queue a batch
+_ROUND_BYTES = 512  # the CUDA allocator's grain
+
+
+class _Storage:
+    """A storage as it is being recorded."""
+
+    __slots__ = ("born", "bytes", "current", "dies", "external", "movable", "num_versions")
+
+    def __init__(self, num_bytes: int, born: int, *, external: bool, movable: bool) -> None:
+        self.bytes = num_bytes
+        self.born = born
+        self.dies = -1
+        self.external = external
+        self.movable = movable
+        self.current = -1  # the value of its newest version
+        self.num_versions = 0
+
+
+class Clock:
+    """Seconds of each op, read when the step is over."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pairs: list[tuple[Any, Any]] = []
+
+    def start(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        if len(self._pairs) % _BATCH == 0:
+            torch.cuda._sleep(_SPIN_CYCLES)
+        return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(enable_timing=True))
+
+    def stop(self, started: Any) -> None:
+        if self.device.type != "cuda":
+            self._pairs.append((started, time.perf_counter()))
+            return
+        ended = torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(enable_timing=True))
+        self._pairs.append((started, ended))
+
+    def seconds(self) -> list[float]:
+        if self.device.type != "cuda":
+            return [end - start for start, end in self._pairs]
+        torch.cuda.synchronize(self.device)
+        return [start.elapsed_time(end) / 1e3 for start, end in self._pairs]
+
+
+class Recorder:
+    """One step, recorded."""
+
+    def __init__(
+        self, model: torch.nn.Module, store: Store, device: torch.device, before_bytes: int, *, name: str = ""
+    ) -> None:
+        self.store = store
+        self.device = device
+        self.before_bytes = before_bytes
+        self.name = name or type(model).__name__
+        self._slot = -1
+        self._ops: list[dict[str, Any]] = []
+        self._ticks: list[dict[str, Any]] = []
+        self._values: list[Value] = []
+        self._storages: list[_Storage] = []
+        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._next_ref = 0
+        self._live_bytes = 0
+        self._num_packs = 0
+        self._pack_values: list[int] = []
+        self._cells: dict[int, weakref.ref[Cell]] = {}
+        self._clock = Clock(device)
+        self._modules = ModuleNames(model)
+        self._serial = object()
+        self._know_what_is_there()
+        self._reset_peak()
+
+    # -- storages and values ------------------------------------------------------------------------------------------
+
+    def _know_what_is_there(self) -> None:
+        """Marks every tensor Python can see: what turns up later without a mark was made by an op we did not see."""
+        for item in gc.get_objects():
+            if type(item) in (torch.Tensor, torch.nn.Parameter) and item.layout is torch.strided:
+                try:
+                    item.untyped_storage().__dict__[_MARK] = (self._serial, None)
+                except (RuntimeError, NotImplementedError):  # a tensor without storage: nothing of ours
+                    continue
+
+    def _storage_of(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor's storage; an unknown one gets the next number."""
+        mark = tensor.untyped_storage().__dict__.get(_MARK)
+        if mark is not None and mark[0] is self._serial and mark[1] is not None:
+            return int(mark[1])
+        known = mark is not None and mark[0] is self._serial
+        here = tensor.device.type == self.device.type
+        return self._add_storage(tensor, external=known or not here, producer=-1)
+
+    def _add_storage(self, tensor: torch.Tensor, *, external: bool, producer: int) -> int:
+        storage = tensor.untyped_storage()
+        number = len(self._storages)
+        movable = is_plain(tensor) and tensor.device.type == self.device.type
+        seen = _Storage(self._count(tensor), max(self._slot, 0), external=external, movable=movable)
+        self._storages.append(seen)
+        storage.__dict__[_MARK] = (self._serial, number)
+        if not external:
+            self._watch(storage, seen.bytes, partial(self._storage_died, seen))
+        self._add_value(number, producer)
+        return number
+
+    def _count(self, tensor: torch.Tensor) -> int:
+        if tensor.device.type != self.device.type:
+            return 0
+        num_bytes = tensor.untyped_storage().nbytes()
+        return -(-num_bytes // _ROUND_BYTES) * _ROUND_BYTES if self.device.type == "cuda" else num_bytes
+
+    def _add_value(self, storage: int, producer: int) -> int:
+        seen = self._storages[storage]
+        self._values.append(Value(storage, seen.num_versions, producer))
+        seen.num_versions += 1
+        seen.current = len(self._values) - 1
+        return seen.current
+
+    def _value_of(self, tensor: torch.Tensor) -> int:
+        return self._storages[self._storage_of(tensor)].current
+
+    def _watch(self, storage: torch.UntypedStorage, num_bytes: int, on_death: Callable[[], None]) -> None:
+        number, self._next_ref = self._next_ref, self._next_ref + 1
+        self._live_bytes += num_bytes
+        self._refs[number] = weakref.ref(storage, partial(self._died, number, num_bytes, on_death))
+
+    def _died(self, number: int, num_bytes: int, on_death: Callable[[], None], _: object) -> None:
+        if self._refs.pop(number, None) is not None:
+            self._live_bytes -= num_bytes
+            on_death()
+
+    def _storage_died(self, storage: _Storage) -> None:
+        storage.dies = self._slot
+
+    # -- ops ----------------------------------------------------------------------------------------------------------
+
+    def op(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        self._slot += 1
+        index = len(self._ops)
+        read = reads_of(func, args, kwargs)
+        reads = tuple(self._value_of(tensor) for tensor in read)
+        for position in scratch_args(func, args):
+            if isinstance(args[position], torch.Tensor):
+                self._storage_of(args[position])
+        replay = replay_kind(func, args, kwargs) if all(is_plain(tensor) for tensor in read) else "no"
+        recipe = capture(index, func, args, kwargs, self._cell_of) if replay != "no" else None
+        live_before = self._live_bytes
+        started = self._clock.start()
+        result = func(*args, **kwargs)
+        self._clock.stop(started)
+        fresh, overwritten = outputs_of(func, args, kwargs, result)
+        fresh = [tensor for tensor in fresh if tensor.layout is torch.strided]
+        writes = [self._storages[self._add_storage(t, external=False, producer=index)].current for t in fresh]
+        writes += [self._add_value(self._storage_of(tensor), index) for tensor in overwritten]
+        if recipe is not None:
+            self._own_outputs(recipe, writes, fresh, overwritten)
+        made = sum(self._count(tensor) for tensor in fresh)
+        self._ops.append(
+            {
+                "slot": self._slot,
+                "name": op_name(func),
+                "phase": "backward" if in_backward() else "forward",
+                "reads": reads,
+                "writes": tuple(writes),
+                "workspace_bytes": self._workspace(max(live_before + made, self._live_bytes)),
+                "replay": replay if all(is_plain(tensor) for tensor in tensors_in((result,))) else "no",
+                "module": self._modules.current,
+            }
+        )
+        return result
+
+    def _own_outputs(
+        self, recipe: Any, writes: list[int], fresh: list[torch.Tensor], overwritten: list[torch.Tensor]
+    ) -> None:
+        for value, tensor, marks, over in [
+            *((value, tensor, recipe.made, False) for value, tensor in zip(writes, fresh)),
+            *((value, tensor, recipe.overwrote, True) for value, tensor in zip(writes[len(fresh) :], overwritten)),
+        ]:
+            cell = Cell(value, tensor, overwritten=over)
+            cell.recipe = recipe
+            cell.name(tensor)
+            self._cells[value] = weakref.ref(cell)
+            marks.append(self._cells[value])
+
+    def _cell_of(self, tensor: torch.Tensor) -> Cell:
+        value = self._value_of(tensor)
+        mark = self._cells.get(value)
+        cell = mark() if mark is not None else None
+        if cell is None:
+            cell = Cell(value, tensor)
+            if self._storages[self._values[value].storage].external:
+                cell.hold(tensor)
+            else:
+                cell.name(tensor)  # made by something we cannot run again; it can be brought back once it is swapped
+            self._cells[value] = weakref.ref(cell)
+        return cell
+
+    def _workspace(self, live_bytes: int) -> int:
+        if self.device.type != "cuda":
+            return 0
+        peak = torch._C._cuda_memoryStats(self.device.index)["allocated_bytes"]["all"]["peak"]
+        self._reset_peak()
+        return max(0, int(peak) - self.before_bytes - live_bytes)
+
+    def _reset_peak(self) -> None:
+        if self.device.type == "cuda":
+            torch._C._cuda_resetPeakMemoryStats(self.device.index)
+
+    # -- what autograd saves ------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> Handle | Kept:
+        self._slot += 1
+        strided = tensor.layout is torch.strided
+        value = self._value_of(tensor) if strided else self._odd_value(tensor)
+        pack, self._num_packs = self._num_packs, self._num_packs + 1
+        self._pack_values.append(value)
+        self._add_tick("pack", value, pack, tensor)
+        storage = self._storages[self._values[value].storage]
+        if storage.external or not storage.movable or storage.bytes < SMALL_BYTES:
+            return Kept(tensor, pack, self)
+        cell = self._cell_of(tensor)
+        handle = Handle(cell, tensor, pack, self)
+        if cell.parcel is None:
+            with below_everything():
+                self._put_away(cell, tensor)
+        self._reset_peak()
+        return handle
+
+    def _odd_value(self, tensor: torch.Tensor) -> int:
+        """A sparse or otherwise storage-less tensor: a value of its own that nobody touches."""
+        self._storages.append(_Storage(0, self._slot, external=True, movable=False))
+        return self._add_value(len(self._storages) - 1, -1)
+
+    def _put_away(self, cell: Cell, tensor: torch.Tensor) -> None:
+        half_full = self.store.used_bytes("host") * 2 > self.store.host_bytes > 0
+        if half_full and _direct(cell):
+            return
+        cell.hold(tensor)
+        if swap_out_now(cell, self.store):
+            cell.recipe = None
+            cell.name(tensor)
+        elif _rerunnable(cell):
+            cell.data = None
+            cell.name(tensor)
+
+    def unpack(self, handle: Handle | Kept) -> torch.Tensor:
+        self._slot += 1
+        value = self._pack_values[handle.pack]
+        if isinstance(handle, Kept):
+            self._add_tick("unpack", value, handle.pack, handle.tensor)
+            check_unchanged(handle.version, handle.tensor)
+            return handle.tensor
+        with below_everything():
+            present = handle.cell.data is not None
+            data = bring(handle.cell, self.store)
+            tensor = handle.view.of(data)
+        tick = self._add_tick("unpack", value, handle.pack, tensor)
+        if not present:
+            storage = self._values[value].storage
+            data.untyped_storage().__dict__[_MARK] = (self._serial, storage)
+            self._watch(data.untyped_storage(), self._storages[storage].bytes, partial(self._unpacked_died, tick))
+            handle.cell.let_go()
+        self._reset_peak()
+        return tensor
+
+    def _unpacked_died(self, tick: dict[str, Any]) -> None:
+        tick["dies"] = self._slot
+
+    def _add_tick(self, kind: str, value: int, pack: int, tensor: torch.Tensor) -> dict[str, Any]:
+        dies = -1 if kind == "pack" else self._slot
+        tick = {
+            "slot": self._slot,
+            "kind": kind,
+            "value": value,
+            "pack": pack,
+            "dies": dies,
+            "shape": tuple(tensor.shape),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+        }
+        self._ticks.append(tick)
+        return tick
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stops watching. Called also when the step failed."""
+        self._refs.clear()
+        self._modules.close()
+
+    def finish(self) -> Trace:
+        self.close()
+        last = max(self._slot, 0)
+        seconds = self._clock.seconds()
+        return Trace(
+            ops=tuple(Op(seconds=took, **op) for took, op in zip(seconds, self._ops, strict=True)),
+            values=tuple(self._values),
+            storages=tuple(
+                Storage(s.bytes, s.born, last if s.dies < 0 else s.dies, s.external, s.movable) for s in self._storages
+            ),
+            ticks=tuple(Tick(**tick) for tick in self._ticks),
+            before_bytes=self.before_bytes,
+            device=self.device.type if self.device.type == "cpu" else torch.cuda.get_device_name(self.device),
+            torch=torch.__version__,
+            model=self.name,
+            recorded_at=date.today().isoformat(),
+        )
+
+
+def _direct(cell: Cell) -> bool:
+    """Can it be rerun from what is swapped or outside, through at most a few unsaved values?"""
+    if cell.recipe is None:
+        return False
+    frontier, depth = [cell.recipe], 0
+    while frontier and depth < 3:
+        behind = []
+        for recipe in frontier:
+            for source in recipe.reads:
+                if source.parcel is None and source.data is None:
+                    if source.recipe is None:
+                        return False
+                    behind.append(source.recipe)
+        frontier, depth = behind, depth + 1
+    return not frontier
+
+
+def _rerunnable(cell: Cell) -> bool:
+    """Can it be rerun at all, from what is there now?"""
+    todo, seen = [cell], set()
+    while todo:
+        recipe = todo.pop().recipe
+        if recipe is None:
+            return False
+        if id(recipe) not in seen:
+            seen.add(id(recipe))
+            todo.extend(source for source in recipe.reads if source.parcel is None and source.data is None)
+    return True
+
+
+class ModuleNames:
+    """Which module is running, for `explain`. Quiet where parts are compiled: hooks would break their graphs."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.current = ""
+        self._stack: list[str] = []
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._hooks: list[Any] = []
+        if any(type(module).__name__ == "OptimizedModule" for module in model.modules()):
+            return
+        register = torch.nn.modules.module
+        self._hooks = [
+            register.register_module_forward_pre_hook(self._enter),
+            register.register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def _enter(self, module: torch.nn.Module, args: Any) -> None:
+        self._stack.append(self.current)
+        self.current = self._names.get(id(module), self.current)
+
+    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if self._stack:
+            self.current = self._stack.pop()
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []

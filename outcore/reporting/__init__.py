@@ -1,0 +1,1 @@
+"""Timelines -> text, pictures, traces. No torch inside."""

@@ -1,0 +1,1 @@
+"""Schedule + the user's step -> the same step in less memory."""

@@ -1,0 +1,156 @@
+"""One value of the running step, wherever its bytes are: Cell. What autograd holds in a tensor's place: Handle.
+
+Ownership is reference counting. A handle refers to its cell; a cell that was dropped refers to the recipe of the op
+that made it; a recipe refers to the cells it reads. When autograd frees a handle, everything only it needed dies. So a
+cell can always be brought back while anybody can ask for it, on plan or off it.
+
+A storage carries a mark that names its cell. The mark owns the cell as long as the cell does not hold the storage; once
+it does, the mark is a weak one, so that the two never keep each other alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from outcore.running.replay import Recipe
+    from outcore.running.store import Parcel, Store
+
+_MARK = "_outcore_cell"
+_ADOPT = -1
+
+
+class Cell:
+    """A storage version. At least one of `data`, `parcel` and `recipe` is set while it can be asked for."""
+
+    __slots__ = ("__weakref__", "data", "fetched", "num_bytes", "parcel", "recipe", "value", "version")
+
+    def __init__(self, value: int, tensor: torch.Tensor, *, overwritten: bool = False) -> None:
+        self.value = value
+        self.num_bytes = tensor.untyped_storage().nbytes()
+        self.version = _ADOPT if overwritten else tensor._version  # the counter moves only after an in-place op returns
+        self.data: torch.Tensor | None = None  # any tensor on the storage; holding it holds the storage
+        self.parcel: Parcel | None = None
+        self.recipe: Recipe | None = None
+        self.fetched = False  # data is being swapped in and was not waited for
+
+    def name(self, tensor: torch.Tensor) -> None:
+        """Marks the storage of `tensor` as this cell's. A mark, not an address: addresses are reused."""
+        tensor.untyped_storage().__dict__[_MARK] = self
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        self.data = alias(tensor)
+        tensor.untyped_storage().__dict__[_MARK] = weakref.ref(self)
+
+    def let_go(self) -> None:
+        """Ends our hold on the device storage. A copy into it that nobody waited for is waited for first."""
+        if self.fetched:
+            self.arrive()
+        self.data = None
+
+    def arrive(self) -> None:
+        if self.fetched and self.parcel is not None:
+            self.parcel.wait_in()
+        self.fetched = False
+
+    def swap_out(self, store: Store, tiers: tuple[str, ...] = ("host", "disk")) -> bool:
+        """Starts the swap-out; False when there is no room."""
+        assert self.data is not None
+        self.parcel = store.send(as_bytes(self.data), tiers)
+        return self.parcel is not None
+
+    def swap_in(self, store: Store) -> None:
+        assert self.parcel is not None
+        self.data = store.fetch(self.parcel)
+        self.fetched = True
+
+    def __del__(self) -> None:
+        if self.fetched:
+            self.let_go()
+
+
+def cell_of(tensor: torch.Tensor) -> Cell | None:
+    """The cell whose storage and version this tensor has, if any."""
+    mark = tensor.untyped_storage().__dict__.get(_MARK)
+    cell: Cell | None = mark() if isinstance(mark, weakref.ref) else mark
+    if cell is not None and cell.version == _ADOPT:
+        cell.version = tensor._version
+    return cell if cell is not None and cell.version == tensor._version else None
+
+
+class View:
+    """How a tensor lies on its storage."""
+
+    __slots__ = ("dtype", "offset", "size", "stride")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype = tensor.dtype
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+
+    def of(self, data: torch.Tensor) -> torch.Tensor:
+        """The same view on the storage of `data`. Call it below autograd."""
+        if data.dtype is self.dtype:
+            return data.as_strided(self.size, self.stride, self.offset)
+        view = torch.empty(0, dtype=self.dtype, device=data.device)
+        return view.set_(data.untyped_storage(), self.offset, self.size, self.stride)
+
+
+class Handle:
+    """What autograd holds in place of a saved tensor."""
+
+    __slots__ = ("__weakref__", "cell", "pack", "run", "view")
+
+    def __init__(self, cell: Cell, tensor: torch.Tensor, pack: int, run: Any) -> None:
+        self.cell = cell
+        self.view = View(tensor)
+        self.pack = pack
+        self.run = run  # the step that packed it: it may be unpacked after that step's end
+
+
+class Kept:
+    """The handle of a tensor that simply stays: parameters, inputs, small ones."""
+
+    __slots__ = ("pack", "run", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, pack: int, run: Any) -> None:
+        self.tensor = tensor if tensor.grad_fn is None else alias(tensor)
+        self.version = tensor._version
+        self.pack = pack
+        self.run = run
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its graph: holding it must not hold the graph that holds us."""
+    with torch._C._DisableTorchDispatch():
+        return tensor.detach()
+
+
+def as_bytes(data: torch.Tensor) -> torch.Tensor:
+    """The whole storage as a byte tensor."""
+    storage = data.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=data.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def check_unchanged(version: int, tensor: torch.Tensor) -> None:
+    """The check autograd makes on its own saved tensors, and skips where hooks are set."""
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"{tensor.dtype} {tuple(tensor.shape)} is at version {tensor._version}; expected version {version}"
+        )
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """A strided tensor with a storage of its own kind: what may be moved or rebuilt byte by byte."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.is_quantized
+    )

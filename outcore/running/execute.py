@@ -1,0 +1,387 @@
+"""Schedule + the user's step -> the same step in less memory.
+
+The hot path follows a schedule made ready (Program): packs count up the forward's clock, unpacks the backward's, and at
+each tick the schedule's actions run. Only ops that the schedule reruns are looked at in the forward.
+
+Leaving the plan is always safe. Every handle can bring its tensor back by itself, so when a step turns out to be
+another one (a new branch, a new shape), the rest of it runs unplanned: what is saved is swapped at once, what is asked
+for is brought back on the spot.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from outcore.running.cells import Cell, Handle, Kept, cell_of, check_unchanged, is_plain
+from outcore.running.meter import LiveBytes
+from outcore.running.replay import OpOverload, Recipe, below_everything, capture, outputs_of
+from outcore.running.store import Store
+from outcore.values import Action, Schedule, Trace
+
+SMALL_BYTES = 64 * 1024  # not worth a copy of its own: kept
+
+
+class PlannedTick:
+    """What the hot path needs to know of one tick."""
+
+    __slots__ = ("actions", "decision", "dtype", "is_pack", "needs_cell", "pack", "shape", "value")
+
+    def __init__(self, is_pack: bool, pack: int, value: int, shape: tuple[int, ...], dtype: str, decision: str) -> None:
+        self.is_pack = is_pack
+        self.pack = pack
+        self.value = value
+        self.shape = shape
+        self.dtype = getattr(torch, dtype, None)
+        self.decision = decision
+        self.needs_cell = False
+        self.actions: list[Action] = []
+
+
+class Program:
+    """A schedule made ready to be followed."""
+
+    def __init__(self, trace: Trace, schedule: Schedule) -> None:
+        self.fingerprint = trace.fingerprint
+        self.schedule = schedule
+        self.ticks = [
+            PlannedTick(
+                tick.kind == "pack",
+                tick.pack,
+                tick.value,
+                tick.shape,
+                tick.dtype,
+                schedule.decisions.get(tick.value, ""),
+            )
+            for tick in trace.ticks
+        ]
+        for action in schedule.actions:
+            self.ticks[action.tick].actions.append(action)
+        self.captured = {action.op: trace.ops[action.op] for action in schedule.actions if action.kind == "rerun"}
+        self.last_captured = max(self.captured, default=-1)
+        self.names = [op.name for op in trace.ops[: self.last_captured + 1]]
+        sources = {value for op in self.captured.values() for value in (*op.reads, *op.writes)}
+        for tick in self.ticks:
+            tick.needs_cell = tick.decision in ("swap", "recompute") or tick.value in sources
+        self.swapped_bytes = sum(
+            trace.bytes_of(value) for value, decision in schedule.decisions.items() if decision == "swap"
+        )
+
+    @classmethod
+    def empty(cls) -> Program:
+        """No plan: the first tick leaves it."""
+        return cls(Trace((), (), (), (), 0), Schedule("", (), {}))
+
+
+class Execution:
+    """One step that follows a program."""
+
+    def __init__(
+        self, program: Program, store: Store, *, meter: LiveBytes | None = None, log: list[str] | None = None
+    ) -> None:
+        self.program = program
+        self.store = store
+        self.meter = meter
+        self.log = log
+        self.on_plan = True
+        self.left_plan_because = ""
+        self.num_inline = 0  # values that had to be brought back without the schedule's help
+        self._tick = 0
+        self._num_ops = 0
+        self._cells: dict[int, weakref.ref[Cell]] = {}
+        self._recipes: dict[int, weakref.ref[Recipe]] = {}
+
+    # -- the forward's ops --------------------------------------------------------------------------------------------
+
+    def op(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        index = self._num_ops
+        if index > self.program.last_captured or not self.on_plan:
+            result = func(*args, **kwargs)
+        else:
+            self._num_ops = index + 1
+            if op_name(func) != self.program.names[index]:
+                self.leave_plan(f"op {index} is {func}, not {self.program.names[index]}")
+                result = func(*args, **kwargs)
+            elif index in self.program.captured:
+                result = self._capture(index, func, args, kwargs)
+            else:
+                result = func(*args, **kwargs)
+        if self.meter is not None:
+            self._meter(result)
+        return result
+
+    def _capture(self, index: int, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        op = self.program.captured[index]
+        reads = iter(op.reads)
+        recipe = capture(index, func, args, kwargs, lambda tensor: self._source(next(reads, -1), tensor))
+        result = func(*args, **kwargs)
+        fresh, overwritten = outputs_of(func, args, kwargs, result)
+        if len(fresh) + len(overwritten) != len(op.writes):
+            self.leave_plan(f"op {index} ({func}) made {len(fresh) + len(overwritten)} values, not {len(op.writes)}")
+            return result
+        for value, tensor in zip(op.writes, fresh):
+            recipe.made.append(self._output(value, tensor, recipe, overwritten=False))
+        for value, tensor in zip(op.writes[len(fresh) :], overwritten):
+            recipe.overwrote.append(self._output(value, tensor, recipe, overwritten=True))
+        self._recipes[index] = weakref.ref(recipe)
+        return result
+
+    def _source(self, value: int, tensor: torch.Tensor) -> Cell:
+        """The cell a captured op reads. What is not known yet is held: it is outside, or will be saved later."""
+        cell = self._find(value)
+        if cell is not None and cell_of(tensor) is cell:
+            return cell
+        if cell is not None:
+            self.leave_plan(f"value {value} is another tensor than recorded")
+        cell = Cell(value, tensor)
+        cell.hold(tensor)
+        if self.on_plan:
+            self._cells[value] = weakref.ref(cell)
+        return cell
+
+    def _output(self, value: int, tensor: torch.Tensor, recipe: Recipe, *, overwritten: bool) -> weakref.ref[Cell]:
+        cell = Cell(value, tensor, overwritten=overwritten)
+        cell.recipe = recipe
+        cell.name(tensor)
+        self._cells[value] = weakref.ref(cell)
+        return self._cells[value]
+
+    # -- what autograd saves ------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> Handle | Kept:
+        tick = self._next_tick()
+        if tick is None or not tick.is_pack or tensor.shape != tick.shape or tensor.dtype is not tick.dtype:
+            if self.on_plan:
+                self.leave_plan(
+                    f"autograd saved {tensor.dtype} {tuple(tensor.shape)} where the plan has another tensor"
+                )
+            return self._pack_unplanned(tensor)
+        if not tick.needs_cell:
+            handle: Handle | Kept = Kept(tensor, tick.pack, self)
+        else:
+            handle = self._pack_planned(tick, tensor)
+        if tick.actions and self.on_plan:
+            with below_everything():
+                for action in tick.actions:
+                    self._act(action)
+        return handle
+
+    def _pack_planned(self, tick: PlannedTick, tensor: torch.Tensor) -> Handle | Kept:
+        cell = self._find(tick.value)
+        if cell is not None and cell_of(tensor) is not cell:
+            self.leave_plan(f"value {tick.value} is another tensor than recorded")
+            return self._pack_unplanned(tensor)
+        if cell is None:
+            cell = Cell(tick.value, tensor)
+            self._cells[tick.value] = weakref.ref(cell)
+        if cell.parcel is None and cell.data is None and (tick.decision != "recompute" or cell.recipe is None):
+            cell.hold(tensor)
+            cell.recipe = None
+        return Handle(cell, tensor, tick.pack, self)
+
+    def _pack_unplanned(self, tensor: torch.Tensor) -> Handle | Kept:
+        if not is_plain(tensor) or tensor.untyped_storage().nbytes() < SMALL_BYTES or tensor.is_leaf:
+            return Kept(tensor, -1, self)
+        cell = cell_of(tensor)
+        if cell is None:
+            cell = Cell(-1, tensor)
+            cell.hold(tensor)
+        handle = Handle(cell, tensor, -1, self)
+        if cell.data is not None and cell.parcel is None:
+            with below_everything():
+                swap_out_now(cell, self.store)
+        return handle
+
+    def unpack(self, handle: Handle | Kept) -> torch.Tensor:
+        tick = self._next_tick()
+        if self.on_plan and (tick is None or tick.is_pack or tick.pack != handle.pack):
+            self.leave_plan(f"autograd asked for saved tensor {handle.pack} out of the planned order")
+        if isinstance(handle, Kept):
+            if tick is not None and tick.actions and self.on_plan:
+                with below_everything():
+                    for action in tick.actions:
+                        self._act(action)
+            check_unchanged(handle.version, handle.tensor)
+            return handle.tensor
+        with below_everything():
+            return self._unpack_cell(handle, tick if self.on_plan else None)
+
+    def _unpack_cell(self, handle: Handle, tick: PlannedTick | None) -> torch.Tensor:
+        cell = handle.cell
+        tensor: torch.Tensor | None = None
+        if tick is not None:
+            for action in tick.actions:
+                if action.kind == "free" and action.value == tick.value and cell.data is not None:
+                    tensor = handle.view.of(cell.data)
+                self._act(action)
+        if tensor is None:
+            absent = cell.data is None
+            if absent and tick is not None:
+                self.num_inline += 1
+            data = bring(cell, self.store, self._see)
+            if cell.parcel is None and cell.recipe is None:
+                check_unchanged(cell.version, data)
+            tensor = handle.view.of(data)
+            if absent:
+                cell.let_go()
+        return tensor
+
+    # -- the schedule's actions ---------------------------------------------------------------------------------------
+
+    def _next_tick(self) -> PlannedTick | None:
+        if not self.on_plan or self._tick >= len(self.program.ticks):
+            return None
+        self._tick += 1
+        return self.program.ticks[self._tick - 1]
+
+    def _act(self, action: Action) -> None:
+        if self.log is not None:
+            self.log.append(f"{action.tick} {action.kind} {action.op if action.kind == 'rerun' else action.value}")
+        if action.kind == "rerun":
+            self._rerun(action)
+            return
+        cell = self._find(action.value)
+        if cell is not None:
+            _ACTS[action.kind](self, cell, action)
+
+    def _swap_out(self, cell: Cell, action: Action) -> None:
+        if cell.data is not None and cell.parcel is None:
+            cell.swap_out(self.store, (action.tier, "host", "disk"))
+
+    def _wait_out(self, cell: Cell, action: Action) -> None:
+        if cell.parcel is not None:
+            cell.parcel.wait_out()
+
+    def _free(self, cell: Cell, action: Action) -> None:
+        if cell.parcel is not None or cell.recipe is not None:  # else nobody could bring it back
+            cell.let_go()
+
+    def _swap_in(self, cell: Cell, action: Action) -> None:
+        if cell.data is None and cell.parcel is not None:
+            cell.swap_in(self.store)
+            self._see(cell.data)
+
+    def _wait_in(self, cell: Cell, action: Action) -> None:
+        cell.arrive()
+
+    def _rerun(self, action: Action) -> None:
+        mark = self._recipes.get(action.op)
+        recipe = mark() if mark is not None else None
+        if recipe is None:
+            return
+        for cell in recipe.reads:
+            if cell.data is None:
+                self.num_inline += 1
+                bring(cell, self.store, self._see)
+            cell.arrive()
+        rerun(recipe, action.values, in_place=action.in_place, see=self._see)
+
+    def _find(self, value: int) -> Cell | None:
+        mark = self._cells.get(value)
+        return mark() if mark is not None else None
+
+    # -- leaving the plan ---------------------------------------------------------------------------------------------
+
+    def leave_plan(self, because: str) -> None:
+        """From here on the step runs unplanned: whatever was on its way out has to get there."""
+        if not self.on_plan:
+            return
+        self.on_plan = False
+        self.left_plan_because = because
+        with below_everything():
+            for mark in self._cells.values():
+                cell = mark()
+                if cell is not None and cell.parcel is not None and cell.data is not None:
+                    cell.parcel.wait_out()
+                    cell.let_go()
+
+    # -- measuring on the CPU -----------------------------------------------------------------------------------------
+
+    def _see(self, tensor: torch.Tensor | None) -> None:
+        if self.meter is not None and tensor is not None:
+            self.meter.see(tensor)
+
+    def _meter(self, result: Any) -> None:
+        assert self.meter is not None
+        for tensor in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(tensor, torch.Tensor) and is_plain(tensor):
+                self.meter.see(tensor)
+
+
+_ACTS: dict[str, Callable[[Execution, Cell, Action], None]] = {
+    "drop": lambda execution, cell, action: None,
+    "swap_out": Execution._swap_out,
+    "wait_out": Execution._wait_out,
+    "free": Execution._free,
+    "swap_in": Execution._swap_in,
+    "wait_in": Execution._wait_in,
+}
+
+
+@cache
+def op_name(func: OpOverload) -> str:
+    """`aten.relu_.default`."""
+    return str(func)
+
+
+def swap_out_now(cell: Cell, store: Store) -> bool:
+    """Swaps out with nothing in flight afterwards; False when there is no room (the cell then keeps its data)."""
+    if not cell.swap_out(store):
+        return False
+    assert cell.parcel is not None
+    cell.parcel.wait_out()
+    cell.data = None
+    return True
+
+
+def rerun(recipe: Recipe, values: Sequence[int], *, in_place: bool, see: Callable[[torch.Tensor | None], None]) -> None:
+    """Runs an op again and hands the values wanted to their cells."""
+    fresh, overwritten = recipe.run(in_place=in_place)
+    for marks, tensors in ((recipe.made, fresh), (recipe.overwrote, overwritten)):
+        for mark, tensor in zip(marks, tensors):
+            see(tensor)
+            cell = mark()
+            if cell is not None and cell.value in values:
+                cell.data = tensor
+
+
+def bring(cell: Cell, store: Store, see: Callable[[torch.Tensor | None], None] = lambda tensor: None) -> torch.Tensor:
+    """The data of a cell, whatever it takes. What was brought along the way is let go again."""
+    todo, brought = [cell], []
+    while todo:
+        wanted = todo[-1]
+        if wanted.data is None and wanted.parcel is not None:
+            wanted.swap_in(store)
+            see(wanted.data)
+            brought.append(wanted)
+        elif wanted.data is None:
+            recipe = wanted.recipe
+            assert recipe is not None, "a saved value was lost"
+            missing = [source for source in recipe.reads if source.data is None]
+            if missing:
+                todo.extend(missing)
+                continue
+            for source in recipe.reads:
+                source.arrive()
+            _rerun_for(wanted, recipe, see)
+            brought.append(wanted)
+        wanted.arrive()
+        todo.pop()
+    for other in brought:
+        if other is not cell:
+            other.let_go()
+    assert cell.data is not None
+    return cell.data
+
+
+def _rerun_for(wanted: Cell, recipe: Recipe, see: Callable[[torch.Tensor | None], None]) -> None:
+    fresh, overwritten = recipe.run()
+    for marks, tensors in ((recipe.made, fresh), (recipe.overwrote, overwritten)):
+        for mark, tensor in zip(marks, tensors):
+            if mark() is wanted:
+                see(tensor)
+                wanted.data = tensor

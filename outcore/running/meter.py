@@ -1,0 +1,69 @@
+"""How many bytes of the device are in use: by the allocator's own count on CUDA, by our own count on the CPU.
+
+On the CPU no allocator can be asked, so storages are counted as ops make them and discounted when they die. That sees
+every tensor, and nothing a kernel allocates and frees inside itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+
+_SEEN = "_outcore_metered"
+
+
+class LiveBytes:
+    """Storages made since it began, counted while they live."""
+
+    def __init__(self) -> None:
+        self.current_bytes = 0
+        self.peak_bytes = 0
+        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._next = 0
+
+    def see(self, tensor: torch.Tensor, on_death: Callable[[], None] | None = None) -> None:
+        """Counts the storage of `tensor` if it is new."""
+        storage = tensor.untyped_storage()
+        if storage.__dict__.get(_SEEN) is self:
+            return
+        storage.__dict__[_SEEN] = self
+        number, self._next = self._next, self._next + 1
+        size = storage.nbytes()
+        self.current_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+        self._refs[number] = weakref.ref(storage, partial(self._died, number, size, on_death))
+
+    def know(self, tensor: torch.Tensor) -> None:
+        """Marks a storage that was there before: it is not counted when an op returns it."""
+        tensor.untyped_storage().__dict__[_SEEN] = self
+
+    def _died(self, number: int, size: int, on_death: Callable[[], None] | None, _: object) -> None:
+        if self._refs.pop(number, None) is not None:
+            self.current_bytes -= size
+            if on_death is not None:
+                on_death()
+
+    def stop(self) -> None:
+        self._refs.clear()
+
+
+def resident_bytes(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> int:
+    """Bytes on the CPU between steps: parameters, gradients, buffers and optimizer state."""
+    tensors: list[torch.Tensor] = []
+    for parameter in model.parameters():
+        tensors.append(parameter)
+        if parameter.grad is not None:
+            tensors.append(parameter.grad)
+    tensors.extend(model.buffers())
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            tensors.extend(item for item in state.values() if isinstance(item, torch.Tensor))
+    sizes = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+        for tensor in tensors
+        if tensor.device.type == device.type and tensor.layout is torch.strided
+    }
+    return sum(sizes.values())
