@@ -1,0 +1,216 @@
+"""Recorded H200 steps (another format) -> our Trace, and the machine they ran on.
+
+The six steps were recorded in-core, op by op, before the project could record its own. Three things are put right:
+
+- `detach` ops are artefacts of the recording's own pack hook and go.
+- Natural lifetimes were hidden by autograd's holds. A forward storage dies with its last forward read; a storage the
+  step still reads in the backward without an unpack lives until that read.
+- Event pairs overstate short ops where the host was the bottleneck. Views cost nothing; a constant per op is taken off
+  the rest so that the ops add up to the measured step.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from outcore.units import GIB
+from outcore.values import Machine, Op, Storage, Tick, Trace, Value
+
+FOLDER = Path(__file__).resolve().parents[2] / "shared" / "traces"
+BOLD_GIB = {"resnet_640": 16, "gpt_24": 28, "vgg_256": 6, "vit_128": 12, "r3d_64": 6, "resnet152_256": 12}
+IDEAL = {  # over in-core, by a mixed-integer program that assumes perfect overlap
+    "resnet_640": {32: 0.028, 24: 0.071, 16: 0.131, 12: 0.164, 10: 0.181},
+    "gpt_24": {64: 0.035, 48: 0.068, 40: 0.094, 32: 0.120, 28: 0.134, 24: 0.148},
+    "vgg_256": {12: 0.020, 8: 0.061, 6: 0.099},
+    "vit_128": {24: 0.0, 16: 0.004, 12: 0.007, 8: 0.016},
+    "r3d_64": {12: 0.032, 8: 0.071, 6: 0.092},
+    "resnet152_256": {24: 0.042, 16: 0.088, 12: 0.119, 8: 0.150},
+}
+
+
+def h200() -> Machine:
+    """The machine of the recording: links measured, see docs/design/002-planning.md."""
+    return Machine(
+        device="cuda NVIDIA H200",
+        device_bytes=139 * GIB,
+        host_bytes=100 * GIB,
+        disk_bytes=0,
+        swap_out_bytes_per_s=55.3e9,
+        swap_in_bytes_per_s=55.4e9,
+        disk_write_bytes_per_s=2e9,
+        disk_read_bytes_per_s=2e9,
+        duplex_share=50.8 / 55.35,
+        name="H200, PCIe 5 x16",
+        measured_at="2026-11-15",
+        given=("host_bytes", "disk_write_bytes_per_s", "disk_read_bytes_per_s", "copy_latency_s"),
+    )
+
+
+def load(name: str, folder: Path = FOLDER) -> Trace:
+    """`load("vgg_256")`: one recorded step as a Trace."""
+    return convert(json.loads((folder / f"{name}.json").read_text()), name)
+
+
+def convert(raw: dict[str, Any], name: str) -> Trace:
+    step = _Recorded(raw)
+    return Trace(
+        ops=step.ops,
+        values=tuple(step.values),
+        storages=step.storages(),
+        ticks=step.ticks,
+        before_bytes=raw["base_bytes"],
+        device=raw["gpu"],
+        torch=raw["torch"],
+        model=name,
+    )
+
+
+class _Recorded:
+    def __init__(self, raw: dict[str, Any]) -> None:
+        rows = [dict(zip(raw["op_columns"], row, strict=True)) for row in raw["ops"]]
+        self.raw = raw
+        self.number = [at for at, row in enumerate(rows) if not row["name"].startswith(("detach", "profiler"))]
+        self.rows = [rows[at] for at in self.number]
+        self.packed = {value for _, value in raw["packs"]}
+        self.last_read = {read: at for at, row in enumerate(rows) for read in row["reads"]}
+        self.values, self.storage_bytes = self._values()
+        self.slot_of_op, tick_rows = self._slots()
+        self.ops = self._ops()
+        self.ticks = self._ticks(tick_rows)
+
+    def _values(self) -> tuple[list[Value], list[int]]:
+        """Recorded values are versions already: an op that mutates writes the next one of what it read."""
+        at_op = {number: at for at, number in enumerate(self.number)}
+        home: list[tuple[int, int]] = []
+        storage_bytes: list[int] = []
+        for kind, num_bytes, producer in self.raw["values"]:
+            earlier = self._overwritten(producer, num_bytes) if kind == "tensor" and producer >= 0 else None
+            if earlier is not None:
+                home.append((home[earlier][0], home[earlier][1] + 1))
+            else:
+                home.append((len(storage_bytes), 0))
+                storage_bytes.append(num_bytes)
+        producers = [at_op.get(producer, -1) if kind == "tensor" else -1 for kind, _, producer in self.raw["values"]]
+        return [Value(*place, producer) for place, producer in zip(home, producers)], storage_bytes
+
+    def _overwritten(self, producer: int, num_bytes: int) -> int | None:
+        """Which of its reads an op overwrote; reads are sorted, so: one of that size nobody saved or read later."""
+        row = dict(zip(self.raw["op_columns"], self.raw["ops"][producer], strict=True))
+        if not row["mutates"]:
+            return None
+        fitting = [read for read in row["reads"] if self.raw["values"][read][1] == num_bytes]
+        unused = [read for read in fitting if read not in self.packed and self.last_read[read] <= producer]
+        return (unused or fitting or [None])[0]
+
+    def _slots(self) -> tuple[list[int], list[tuple[int, int, int, int]]]:
+        """Ticks go before the op they were counted at. -> slot per op, (slot, is unpack, value, pack) per tick."""
+        packs = [(number, 0, value, pack) for pack, (number, value) in enumerate(self.raw["packs"])]
+        unpacks = [(number, 1, self.raw["packs"][pack][1], pack) for number, pack in self.raw["unpacks"]]
+        pending = sorted(packs + unpacks, key=lambda tick: tick[0])
+        slot_of_op, ticks, slot = [], [], 0
+        for number in [*self.number, len(self.raw["ops"])]:
+            while pending and pending[0][0] <= number:
+                ticks.append((slot, *pending.pop(0)[1:]))
+                slot += 1
+            slot_of_op.append(slot)
+            slot += 1
+        return slot_of_op[:-1], ticks
+
+    def _ops(self) -> tuple[Op, ...]:
+        seconds = _device_seconds(self.rows, self.raw["step_s"])
+        ops = []
+        for at, row in enumerate(self.rows):
+            new_bytes = sum(
+                self.storage_bytes[self.values[value].storage] for value in row["writes"] if not self.values[value].version
+            )
+            replay = "no" if row["phase"] != "f" else "random" if row["random"] else "pure"
+            ops.append(
+                Op(
+                    slot=self.slot_of_op[at],
+                    name=f"aten.{row['name']}",
+                    phase="forward" if row["phase"] == "f" else "backward",
+                    seconds=seconds[at],
+                    reads=tuple(row["reads"]),
+                    writes=tuple(row["writes"]),
+                    workspace_bytes=max(row["peak_during"] - row["allocated_before"] - new_bytes, 0),
+                    replay=replay,  # type: ignore[arg-type]
+                )
+            )
+        return tuple(ops)
+
+    def _readers(self) -> dict[int, list[int]]:
+        readers: dict[int, list[int]] = {}
+        for at, op in enumerate(self.ops):
+            for value in op.reads:
+                readers.setdefault(value, []).append(at)
+        return readers
+
+    def _ticks(self, rows: list[tuple[int, int, int, int]]) -> tuple[Tick, ...]:
+        readers, ticks = self._readers(), []
+        next_unpack: dict[int, int] = {}
+        for slot, is_unpack, value, pack in reversed(rows):
+            dies = -1
+            if is_unpack:
+                until = next_unpack.get(value, self.ops[-1].slot + 1)
+                slots = [self.ops[at].slot for at in readers.get(value, ()) if slot < self.ops[at].slot]
+                used = [reader for reader in slots if reader < until] or slots[:1]
+                dies = max(used, default=slot)
+                next_unpack[value] = slot
+            ticks.append(Tick(slot, "unpack" if is_unpack else "pack", value, pack, dies))
+        return tuple(reversed(ticks))
+
+    def storages(self) -> tuple[Storage, ...]:
+        """Born with the first write; dead after the last use that is not autograd's."""
+        num = len(self.storage_bytes)
+        born, dies = [-1] * num, [-1] * num
+        saved = {tick.value for tick in self.ticks}
+        for op in self.ops:
+            for value in op.writes:
+                storage = self.values[value].storage
+                born[storage] = op.slot if born[storage] < 0 else born[storage]
+                dies[storage] = max(dies[storage], op.slot)
+            for value in op.reads:
+                forward = self.values[value].producer >= 0 and self.ops[self.values[value].producer].phase == "forward"
+                if not (forward and op.phase == "backward" and value in saved):
+                    dies[self.values[value].storage] = max(dies[self.values[value].storage], op.slot)
+        for tick in self.ticks:
+            if tick.kind == "pack":
+                storage = self.values[tick.value].storage
+                dies[storage] = max(dies[storage], tick.slot)
+        external = [True] * num
+        for value in self.values:
+            external[value.storage] &= value.producer < 0
+        last = self.ops[-1].slot
+        return tuple(
+            Storage(
+                self.storage_bytes[at],
+                max(born[at], 0),
+                last if external[at] or self._is_external(at) else dies[at],
+                external=external[at] or self._is_external(at),
+            )
+            for at in range(num)
+        )
+
+    def _is_external(self, storage: int) -> bool:
+        return any(value.storage == storage and value.version == 0 and value.producer < 0 for value in self.values)
+
+
+def _device_seconds(rows: list[dict[str, Any]], step_s: float) -> list[float]:
+    """Views are free; the same constant off every other op makes the sum the measured step."""
+    measured_s = [row["ms"] / 1e3 if row["writes"] or row["mutates"] else 0.0 for row in rows]
+    low_s, high_s = 0.0, max(measured_s)
+    if sum(measured_s) <= step_s:
+        return measured_s
+    for _ in range(60):
+        off_s = (low_s + high_s) / 2
+        left_s = sum(max(seconds - off_s, seconds * 0.02) for seconds in measured_s)
+        low_s, high_s = (off_s, high_s) if left_s > step_s else (low_s, off_s)
+    return [max(seconds - high_s, seconds * 0.02) for seconds in measured_s]
+
+
+def repeat(trace: Trace, num_times: int) -> Trace:
+    """The same step `num_times` in a row, as gradient accumulation would be: for watching how planning grows."""
+    raise NotImplementedError(replace(trace, model=f"{trace.model} x{num_times}"))

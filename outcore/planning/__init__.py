@@ -1,0 +1,8 @@
+"""Trace + Machine + Budget -> Plan -> Schedule -> Timeline. Pure Python and NumPy, never torch."""
+
+from outcore.planning.lower import lower
+from outcore.planning.planners import PLANNERS, plan
+from outcore.planning.simulate import simulate
+from outcore.planning.verify import verify
+
+__all__ = ["PLANNERS", "lower", "plan", "simulate", "verify"]

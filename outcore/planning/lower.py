@@ -1,0 +1,250 @@
+"""Trace + Plan + Machine -> Schedule.
+
+`unroll` gives the lean program. One sweep over the ticks, with the simulated clock running along, then gives copies
+time to hide:
+
+- A swapped-out storage is freed at the first tick at which its copy has ended; earlier, with a stall, where the bytes
+  up to the next tick would not fit otherwise.
+- A swap-in starts as late as the copy lane allows for being there in time (planned backwards from the last need, with
+  some slack), in order of need, and later still where some slot up to its need has no room for it.
+
+The lean program is the floor: where even that does not fit, the schedule goes over the budget by no more than it does.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from outcore.errors import PlanMismatch
+from outcore.planning.lanes import IN, OUT, Lanes
+from outcore.planning.simulate import Step, memory_of
+from outcore.planning.terrain import Int64s, Terrain, terrain_of
+from outcore.planning.unroll import Unrolled, unroll
+from outcore.values import Action, Budget, Machine, Plan, Schedule, Trace
+
+SLACK_SHARE = 0.1  # a swap-in starts this part of its own duration early
+SLACK_S = 300e-6  # and this much on top
+
+
+def lower(trace: Trace, plan: Plan, machine: Machine) -> Schedule:
+    """The plan as a program for this machine."""
+    if plan.fingerprint != trace.fingerprint:
+        raise PlanMismatch(
+            f"this plan was made for step {plan.fingerprint}, this step is {trace.fingerprint}; plan this step"
+        )
+    steps = lower_steps(terrain_of(trace), plan.decisions, machine, plan.budget)
+    actions = tuple(
+        Action(tick, kind, op=subject, values=held, in_place=in_place)
+        if kind == "rerun"
+        else Action(tick, kind, value=subject, tier=tier)  # type: ignore[arg-type]
+        for tick, kind, subject, tier, held, in_place in steps
+    )
+    return Schedule(trace.fingerprint, actions, dict(plan.decisions))
+
+
+def lower_steps(terrain: Terrain, decisions: Mapping[int, str], machine: Machine, budget: Budget) -> list[Step]:
+    unrolled = unroll(terrain, decisions)
+    tiers = tiers_of(terrain, decisions, budget)
+    lean = lean_steps(terrain, decisions, unrolled, tiers)
+    if not tiers:
+        return lean
+    return _Sweep(terrain, decisions, machine, budget, unrolled, tiers, lean).run()
+
+
+def tiers_of(terrain: Terrain, decisions: Mapping[int, str], budget: Budget) -> dict[int, str]:
+    """Swapped value -> tier: the host while its budget lasts, then the disk. Beyond both it is still called disk."""
+    tiers, host_bytes = {}, budget.host_bytes
+    for value in terrain.evictable:
+        if decisions.get(value) == "swap":
+            fits = terrain.value_bytes[value] <= host_bytes
+            tiers[value] = "host" if fits else "disk"
+            host_bytes -= terrain.value_bytes[value] if fits else 0
+    return tiers
+
+
+def lean_steps(
+    terrain: Terrain, decisions: Mapping[int, str], unrolled: Unrolled, tiers: Mapping[int, str]
+) -> list[Step]:
+    """Every swap-out waited for where it is packed, every swap-in where it is needed."""
+    steps: list[Step] = []
+    packs = {terrain.packs[value][0]: value for value in decisions if decisions[value] != "keep"}
+    for tick in range(len(terrain.tick_slots)):
+        if tick in packs:
+            steps += _pack_steps(tick, packs[tick], tiers.get(packs[tick]), wait=True)
+        for step in unrolled.steps.get(tick, ()):
+            if step[1] == "wait_in":
+                steps.append((tick, "swap_in", step[2], tiers[step[2]], (), False))
+            steps.append(step)
+    return steps
+
+
+def _pack_steps(tick: int, value: int, tier: str | None, *, wait: bool) -> list[Step]:
+    if tier is None:
+        return [(tick, "drop", value, "", (), False)]
+    out: Step = (tick, "swap_out", value, tier, (), False)
+    return [out, *_release(tick, value)] if wait else [out]
+
+
+def _release(tick: int, value: int) -> list[Step]:
+    return [(tick, "wait_out", value, "", (), False), (tick, "free", value, "", (), False)]
+
+
+@dataclass
+class _Flight:
+    """A swap-out under way: its device storage is still held."""
+
+    value: int
+    num_bytes: int
+    dies: int  # the last slot in which something else holds the storage anyway
+
+
+class _Sweep:
+    """Walks the ticks once, deciding where copies are waited for and where swap-ins start."""
+
+    def __init__(
+        self,
+        terrain: Terrain,
+        decisions: Mapping[int, str],
+        machine: Machine,
+        budget: Budget,
+        unrolled: Unrolled,
+        tiers: Mapping[int, str],
+        lean: list[Step],
+    ) -> None:
+        self.terrain, self.machine, self.tiers = terrain, machine, tiers
+        self.budget_bytes = budget.device_bytes
+        self.unrolled = unrolled
+        self.packs = {terrain.packs[value][0]: value for value in decisions if decisions[value] != "keep"}
+        self.slot_bytes = memory_of(terrain, lean, decisions)
+        starts = np.array(terrain.tick_slots, dtype=np.int64)
+        self.range_bytes: Int64s = np.maximum.reduceat(self.slot_bytes, starts)  # from a tick up to the next one
+        self.ahead_bytes: Int64s = np.zeros(len(starts), dtype=np.int64)  # swap-ins started before their need
+        self.flights: deque[_Flight] = deque()
+        self.flight_bytes = 0
+        self.lanes = Lanes(machine.duplex_share)
+        self.delay_s = 0.0
+        self.steps: list[Step] = []
+        self.begun: set[int] = set()
+        self.queue = self._plan_swap_ins()
+
+    def run(self) -> list[Step]:
+        for tick in range(len(self.terrain.tick_slots)):
+            self._release_done(tick)
+            if tick in self.packs:
+                self._pack(tick, self.packs[tick])
+            self._release_for_room(tick)
+            for step in self.unrolled.steps.get(tick, ()):
+                self._perform(step)
+            self._begin_swap_ins(tick)
+        while self.flights:  # nobody asks for these again
+            self._release(len(self.terrain.tick_slots) - 1)
+        return self.steps
+
+    # --- swap-outs
+
+    def _now_s(self, tick: int) -> float:
+        return self.terrain.clock_s[tick] / self.machine.speed + self.delay_s
+
+    def _pack(self, tick: int, value: int) -> None:
+        self.steps += _pack_steps(tick, value, self.tiers.get(value), wait=False)
+        if value in self.tiers:
+            num_bytes = self.terrain.value_bytes[value]
+            work_s = self.machine.out_s(num_bytes, self.tiers[value])
+            self.lanes.issue(OUT, value, self._now_s(tick), work_s)
+            dies = self.terrain.trace.storages[self.terrain.storage[value]].dies
+            self.flights.append(_Flight(value, num_bytes, dies))
+            self.flight_bytes += num_bytes
+
+    def _release_done(self, tick: int) -> None:
+        if self.flights:
+            self.lanes.advance(self._now_s(tick))
+            while self.flights and self.flights[0].value in self.lanes.end_s[OUT]:
+                self._release(tick)
+
+    def _release(self, tick: int) -> None:
+        """Wait for the oldest swap-out and free its storage."""
+        flight = self.flights.popleft()
+        self.flight_bytes -= flight.num_bytes
+        self.delay_s += max(0.0, self.lanes.finish(OUT, flight.value) - self._now_s(tick))
+        self.steps += _release(tick, flight.value)
+
+    def _release_for_room(self, tick: int) -> None:
+        while self.flights and self._bytes_until_next(tick) > self.budget_bytes:
+            self._release(tick)
+
+    def _bytes_until_next(self, tick: int) -> int:
+        """The highest memory from this tick up to the next, with what is in flight."""
+        ahead_bytes = int(self.ahead_bytes[tick])
+        if int(self.range_bytes[tick]) + ahead_bytes + self.flight_bytes <= self.budget_bytes:
+            return 0  # fits even if nothing else held what is in flight
+        slots = self.terrain.tick_slots
+        first, end = slots[tick], slots[tick + 1] if tick + 1 < len(slots) else self.terrain.trace.num_slots
+        level = self.slot_bytes[first:end] + ahead_bytes
+        for flight in self.flights:
+            level[max(flight.dies + 1 - first, 0) :] += flight.num_bytes
+        return int(level.max())
+
+    # --- swap-ins
+
+    def _plan_swap_ins(self) -> deque[tuple[int, int, int]]:
+        """(tick to start at, tick of need, value) in order of need, as late as the lane allows."""
+        ends_s = self._tick_ends()
+        in_order = sorted(self.unrolled.needs, key=lambda value: self.unrolled.needs[value].first)
+        queue: deque[tuple[int, int, int]] = deque()
+        free_s = float("inf")
+        for value in reversed(in_order):
+            need = self.unrolled.needs[value].first
+            copy_s = self.machine.in_s(self.terrain.value_bytes[value], self.tiers[value])
+            need_s = ends_s[need - 1] if need else 0.0
+            free_s = min(free_s, need_s) - copy_s * (1 + SLACK_SHARE)
+            tick = bisect_right(ends_s, free_s - SLACK_S) - 1
+            queue.appendleft((max(tick, self.terrain.packs[value][0]), need, value))
+        return queue
+
+    def _tick_ends(self) -> list[float]:
+        """The clock after each tick's reruns, without stalls."""
+        ops, speed, delay_s, ends_s = self.terrain.trace.ops, self.machine.speed, 0.0, []
+        for tick, clock_s in enumerate(self.terrain.clock_s):
+            for step in self.unrolled.steps.get(tick, ()):
+                if step[1] == "rerun":
+                    delay_s += ops[step[2]].seconds / speed
+            ends_s.append(clock_s / speed + delay_s)
+        return ends_s
+
+    def _begin_swap_ins(self, tick: int) -> None:
+        """Start what is due, first come first served; what finds no room waits for the next tick."""
+        while self.queue and self.queue[0][0] <= tick:
+            _, need, value = self.queue[0]
+            if value not in self.begun:
+                num_bytes = self.terrain.value_bytes[value]
+                taken = self.range_bytes[tick:need] + self.ahead_bytes[tick:need]
+                room = int(taken.max(initial=0)) + self.flight_bytes + num_bytes <= self.budget_bytes
+                if not room or any(flight.value == value for flight in self.flights):
+                    return
+                self.ahead_bytes[tick:need] += num_bytes
+                self._swap_in(tick, value)
+            self.queue.popleft()
+
+    def _swap_in(self, tick: int, value: int) -> None:
+        self.begun.add(value)
+        self.steps.append((tick, "swap_in", value, self.tiers[value], (), False))
+        work_s = self.machine.in_s(self.terrain.value_bytes[value], self.tiers[value])
+        self.lanes.issue(IN, value, self._now_s(tick), work_s)
+
+    def _perform(self, step: Step) -> None:
+        """One step of the lean program, with the clock running along."""
+        tick, kind, subject = step[:3]
+        if kind == "wait_in":
+            while any(flight.value == subject for flight in self.flights):
+                self._release(tick)
+            if subject not in self.begun:
+                self._swap_in(tick, subject)
+            self.delay_s += max(0.0, self.lanes.finish(IN, subject) - self._now_s(tick))
+        elif kind == "rerun":
+            self.delay_s += self.terrain.trace.ops[subject].seconds / self.machine.speed
+        self.steps.append(step)

@@ -1,0 +1,77 @@
+"""Trace + Machine + Budget -> Plan: the front door of planning.
+
+`plan` runs one planner, lowers and simulates what it decided, and refuses what does not fit with a number that does.
+"""
+
+from __future__ import annotations
+
+from outcore.errors import BudgetTooSmall, OutcoreError
+from outcore.planning.bound import bound_step_s
+from outcore.planning.hybrid import hybrid
+from outcore.planning.scoring import Decisions, Planner, Progress, Scored, lean_bytes, score, stored_fits
+from outcore.planning.simple import keep_all, leanest, recompute_all, swap_all
+from outcore.planning.terrain import Terrain, terrain_of
+from outcore.values import Budget, Machine, Plan, Trace
+
+PLANNERS: dict[str, Planner] = {
+    "keep-all": keep_all,
+    "swap-all": swap_all,
+    "recompute-all": recompute_all,
+    "hybrid": hybrid,
+}
+PURE = ("keep-all", "swap-all", "recompute-all")  # what they decide does not depend on the device budget
+
+
+def plan(
+    trace: Trace, machine: Machine, budget: Budget, planner: str = "hybrid", progress: Progress | None = None
+) -> Plan:
+    """Keep, swap or recompute each saved value so that the step fits `budget`. Raises BudgetTooSmall."""
+    if planner not in PLANNERS:
+        raise OutcoreError(f"there is no planner {planner!r}; choose one of {', '.join(PLANNERS)}")
+    terrain, tell = terrain_of(trace), progress or _say_nothing
+    kept = score(terrain, machine, budget, keep_all(terrain, machine, budget, tell))
+    decisions = PLANNERS[planner](terrain, machine, budget, tell)
+    scored = score(terrain, machine, budget, decisions)
+    if scored.peak_bytes > budget.device_bytes or not stored_fits(terrain, budget, decisions):
+        if planner not in PURE:  # a last resort that every planner which mixes has
+            decisions = leanest(terrain, machine, budget, tell)
+            scored = score(terrain, machine, budget, decisions)
+        if scored.peak_bytes > budget.device_bytes:
+            raise _too_small(terrain, budget, decisions)
+    return Plan(
+        fingerprint=trace.fingerprint,
+        planner=planner,
+        budget=budget,
+        decisions=decisions,
+        before_bytes=trace.before_bytes,
+        predicted_step_s=scored.step_s,
+        predicted_peak_bytes=scored.peak_bytes,
+        in_core_step_s=kept.step_s,
+        in_core_peak_bytes=kept.peak_bytes,
+        bound_step_s=min(bound_step_s(terrain, machine, budget), scored.step_s),
+        reasons=_reasons(terrain, scored),
+    )
+
+
+def _say_nothing(what: str, part: float) -> None:
+    pass
+
+
+def _too_small(terrain: Terrain, budget: Budget, decisions: Decisions) -> BudgetTooSmall:
+    slot_bytes = lean_bytes(terrain, budget, decisions)
+    peak_bytes = int(slot_bytes.max(initial=terrain.trace.before_bytes))
+    return BudgetTooSmall(peak_bytes, budget.device_bytes, terrain.op_at(int(slot_bytes.argmax())))
+
+
+def _reasons(terrain: Terrain, scored: Scored) -> dict[int, str]:
+    reasons = {value: f"kept: {why}" for value, why in terrain.kept_for.items()}
+    for value, decision in scored.decisions.items():
+        stall_s = scored.clocked.out_stall_s.get(value, 0.0) + scored.clocked.in_stall_s.get(value, 0.0)
+        if decision == "recompute":
+            seconds = terrain.trace.ops[terrain.producer[value]].seconds
+            reasons[value] = f"its op takes {seconds * 1e6:.0f} µs to run again"
+        elif decision == "swap":
+            reasons[value] = f"compute waits {stall_s * 1e6:.0f} µs for it" if stall_s > 0 else "its copies are hidden"
+        else:
+            reasons[value] = "there is room for it"
+    return reasons

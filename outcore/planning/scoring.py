@@ -1,0 +1,54 @@
+"""Decisions -> Scored: lowered and simulated, the judge of every planner.
+
+A planner is a plain function from (Terrain, Machine, Budget, Progress) to decisions, one per evictable value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from outcore.planning.lower import lean_steps, lower_steps, tiers_of
+from outcore.planning.simulate import Clocked, clock_of, memory_of
+from outcore.planning.terrain import Int64s, Terrain
+from outcore.planning.unroll import unroll
+from outcore.values import Budget, Decision, Machine
+
+Decisions = dict[int, Decision]
+Progress = Callable[[str, float], None]  # what is being done, part done
+Planner = Callable[[Terrain, Machine, Budget, Progress], Decisions]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Decisions with what lowering and simulating them gave."""
+
+    decisions: Mapping[int, Decision]
+    clocked: Clocked
+    slot_bytes: Int64s
+
+    @property
+    def step_s(self) -> float:
+        return self.clocked.step_s
+
+    @property
+    def peak_bytes(self) -> int:
+        return int(self.slot_bytes.max(initial=0))
+
+
+def score(terrain: Terrain, machine: Machine, budget: Budget, decisions: Mapping[int, Decision]) -> Scored:
+    """Lower and simulate: the judge of every planner."""
+    steps = lower_steps(terrain, decisions, machine, budget)
+    return Scored(decisions, clock_of(terrain, steps, machine), memory_of(terrain, steps, decisions))
+
+
+def lean_bytes(terrain: Terrain, budget: Budget, decisions: Mapping[int, Decision]) -> Int64s:
+    """Device bytes per slot of the leanest schedule these decisions have."""
+    steps = lean_steps(terrain, decisions, unroll(terrain, decisions), tiers_of(terrain, decisions, budget))
+    return memory_of(terrain, steps, decisions)
+
+
+def stored_fits(terrain: Terrain, budget: Budget, decisions: Mapping[int, Decision]) -> bool:
+    """What is swapped fits into host and disk."""
+    tiers = tiers_of(terrain, decisions, budget)
+    return sum(terrain.value_bytes[value] for value, tier in tiers.items() if tier == "disk") <= budget.disk_bytes

@@ -1,0 +1,212 @@
+"""Trace -> Terrain: what every planner, the lowering and the simulator ask of a trace, worked out once.
+
+Natural memory per slot, the clock at every tick, which saved values may be evicted and which can be recomputed. The
+rules are those of the runtime, in one place:
+
+- A saved value is *evictable* when its storage is the step's own, may be moved, was made by an op of the step, is not
+  overwritten after its first pack, is not packed again after it was unpacked, is not naturally alive when it is first
+  asked for (evicting it would only make a second copy), and is not tiny.
+- A value is *recomputable* when its producer may be replayed and each read is there: an external nothing overwrites
+  later, a saved value (kept or swapped it is always a source), or something recomputable itself.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outcore.units import KIB
+from outcore.values import Trace
+
+Int64s = NDArray[np.int64]
+FLOOR_BYTES = 64 * KIB  # smaller saved values are kept: a copy's fixed cost is worth more than they are
+FLOOR_SHARE = 4096  # in a small step the floor is this part of all that is saved
+
+
+@dataclass(frozen=True)
+class Terrain:
+    """Derived arrays of one trace. Indices are those of the trace: values, ops, ticks, slots."""
+
+    trace: Trace
+    natural_bytes: Int64s  # per slot: before + storages alive + workspace
+    tick_slots: list[int]
+    clock_s: list[float]  # per tick: op seconds before it, on the machine that recorded
+    total_s: float
+    value_bytes: list[int]
+    producer: list[int]
+    storage: list[int]
+    packs: dict[int, list[int]]  # saved value -> its pack ticks
+    unpacks: dict[int, list[int]]  # saved value -> its unpack ticks
+    handle_end: dict[int, int]  # saved value -> the last slot in which a handle or what it gave is alive
+    evictable: tuple[int, ...]  # in order of first pack
+    recomputable: list[bool]  # per value
+    kept_for: dict[int, str]  # saved value that is no candidate -> why
+
+    def op_at(self, slot: int) -> str:
+        """The op or tick of a slot, in words."""
+        trace = self.trace
+        if not trace.ops:
+            return "the start of the step"
+        at = min(bisect_left([op.slot for op in trace.ops], slot), len(trace.ops) - 1)
+        op = trace.ops[at]
+        where = f" in {op.module}" if op.module else ""
+        before = "" if op.slot == slot else "just before " if op.slot > slot else "just after "
+        return f"{before}op {at} ({op.name}{where})"
+
+
+def terrain_of(trace: Trace) -> Terrain:
+    """The terrain of a trace, worked out at its first use and remembered with it."""
+    held = vars(trace)
+    if "_terrain" not in held:
+        held["_terrain"] = _survey(trace)
+    terrain: Terrain = held["_terrain"]
+    return terrain
+
+
+def _survey(trace: Trace) -> Terrain:
+    value_bytes = [trace.storages[value.storage].bytes for value in trace.values]
+    packs, unpacks = _ticks_by_value(trace)
+    last_slot = trace.num_slots - 1
+    handle_end = {
+        value: max((trace.ticks[tick].dies for tick in unpacks[value]), default=last_slot) for value in packs
+    }
+    kept_for = _reasons_to_keep(trace, packs, unpacks, value_bytes)
+    clock_s, total_s = _clock(trace)
+    return Terrain(
+        trace=trace,
+        natural_bytes=_natural_bytes(trace),
+        tick_slots=[tick.slot for tick in trace.ticks],
+        clock_s=clock_s,
+        total_s=total_s,
+        value_bytes=value_bytes,
+        producer=[value.producer for value in trace.values],
+        storage=[value.storage for value in trace.values],
+        packs=packs,
+        unpacks=unpacks,
+        handle_end=handle_end,
+        evictable=tuple(value for value in packs if value not in kept_for),
+        recomputable=_recomputable(trace, packs),
+        kept_for=kept_for,
+    )
+
+
+def _ticks_by_value(trace: Trace) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    packs: dict[int, list[int]] = {}
+    unpacks: dict[int, list[int]] = {}
+    for index, tick in enumerate(trace.ticks):
+        if tick.kind == "pack":
+            packs.setdefault(tick.value, []).append(index)
+            unpacks.setdefault(tick.value, [])
+        else:
+            unpacks[tick.value].append(index)
+    return packs, unpacks
+
+
+def _natural_bytes(trace: Trace) -> Int64s:
+    change = np.zeros(trace.num_slots + 1, dtype=np.int64)
+    for storage in trace.storages:
+        if not storage.external and storage.dies >= storage.born:
+            change[storage.born] += storage.bytes
+            change[min(storage.dies, trace.num_slots - 1) + 1] -= storage.bytes
+    level: Int64s = np.cumsum(change)[:-1] + trace.before_bytes
+    for op in trace.ops:
+        level[op.slot] += op.workspace_bytes
+    return level
+
+
+def _clock(trace: Trace) -> tuple[list[float], float]:
+    clock_s, now_s, ops, at = [], 0.0, trace.ops, 0
+    for tick in trace.ticks:
+        while at < len(ops) and ops[at].slot < tick.slot:
+            now_s += ops[at].seconds
+            at += 1
+        clock_s.append(now_s)
+    return clock_s, now_s + sum(op.seconds for op in ops[at:])
+
+
+def _last_write_slots(trace: Trace) -> list[int]:
+    """Per storage, the slot of the op that made its newest version (-1: nothing in the step wrote it)."""
+    last = [-1] * len(trace.storages)
+    for op in trace.ops:
+        for value in op.writes:
+            last[trace.values[value].storage] = op.slot
+    return last
+
+
+def _overwritten_after_pack(trace: Trace, packs: dict[int, list[int]]) -> set[int]:
+    last_write = _last_write_slots(trace)
+    return {
+        value
+        for value, ticks in packs.items()
+        if last_write[trace.values[value].storage] > trace.ticks[ticks[0]].slot
+    }
+
+
+def _reasons_to_keep(
+    trace: Trace, packs: dict[int, list[int]], unpacks: dict[int, list[int]], value_bytes: list[int]
+) -> dict[int, str]:
+    own = [value for value in packs if not trace.storages[trace.values[value].storage].external]
+    floor_bytes = min(FLOOR_BYTES, sum(value_bytes[value] for value in own) // FLOOR_SHARE)
+    overwritten = _overwritten_after_pack(trace, packs)
+    reasons: dict[int, str] = {}
+    for value, ticks in packs.items():
+        storage = trace.storages[trace.values[value].storage]
+        first_unpack = unpacks[value][0] if unpacks[value] else len(trace.ticks)
+        if storage.external:
+            reasons[value] = "was there before the step"
+        elif not storage.movable:
+            reasons[value] = "cannot be moved"
+        elif trace.values[value].producer < 0:
+            reasons[value] = "no op of the step made it"
+        elif value in overwritten:
+            reasons[value] = "is overwritten after it was saved"
+        elif ticks[-1] > first_unpack:
+            reasons[value] = "is saved again after it was asked for"
+        elif unpacks[value] and storage.dies >= trace.ticks[first_unpack].slot:
+            reasons[value] = "is alive anyway when it is asked for"
+        elif value_bytes[value] < floor_bytes or value_bytes[value] == 0:
+            reasons[value] = "is small"
+    return reasons
+
+
+def _recomputable(trace: Trace, packs: dict[int, list[int]]) -> list[bool]:
+    sources = _stable_sources(trace, packs)
+    last_write = _last_write_slots(trace)
+    can = [False] * len(trace.values)
+    for op in trace.ops:
+        if op.replay == "no":
+            continue
+        possible = True
+        for read in op.reads:
+            storage = trace.values[read].storage
+            if trace.storages[storage].external:
+                possible = last_write[storage] <= op.slot
+            elif read in packs:
+                possible = read in sources and op.slot > sources[read]
+            else:
+                possible = can[read]
+            if not possible:
+                break
+        if possible:
+            for value in op.writes:
+                can[value] = True
+    return can
+
+
+def _stable_sources(trace: Trace, packs: dict[int, list[int]]) -> dict[int, int]:
+    """Saved value -> the slot after which its readers may be rerun from it.
+
+    A reader older than the last unpack before the value's pack could be rerun when nothing holds the value yet; an
+    overwritten value is no source at all.
+    """
+    overwritten = _overwritten_after_pack(trace, packs)
+    unpack_slots = [tick.slot for tick in trace.ticks if tick.kind == "unpack"]
+    sources = {}
+    for value, ticks in packs.items():
+        if value not in overwritten:
+            at = bisect_left(unpack_slots, trace.ticks[ticks[0]].slot)
+            sources[value] = unpack_slots[at - 1] if at else -1
+    return sources

@@ -1,0 +1,165 @@
+"""Trace + decisions -> the lean program: what every tick must do, at the latest moment it can be done.
+
+Each unpack of a recomputed value becomes the reruns that make it, inputs first; each need of a swapped value becomes a
+swap-in at that very tick, and its swap-out is waited for and freed where it was packed. No schedule for the same
+decisions needs less memory; `lower` then moves frees later and swap-ins earlier, where memory allows, to hide copies.
+
+An op is rerun once per need of its segment: saved outputs that are recomputed too and still to be asked for are held
+until their own last unpack. What no later rerun of the tick reads is freed at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from outcore.planning.simulate import Step
+from outcore.planning.terrain import Terrain
+
+THERE, SWAPPED, RECOMPUTED, UNSAVED = range(4)
+
+
+@dataclass
+class Needs:
+    """The ticks of one swapped value: from `first` on it is on the device, until `last`."""
+
+    first: int
+    last: int
+
+
+@dataclass
+class Unrolled:
+    """Per unpack tick its steps in order; a swap-in is not among them: `needs` says when it must be there."""
+
+    steps: dict[int, list[Step]] = field(default_factory=dict)
+    needs: dict[int, Needs] = field(default_factory=dict)
+
+
+def unroll(terrain: Terrain, decisions: Mapping[int, str]) -> Unrolled:
+    return _Unroller(terrain, decisions).run()
+
+
+class _Unroller:
+    def __init__(self, terrain: Terrain, decisions: Mapping[int, str]) -> None:
+        self.terrain = terrain
+        self.ops = terrain.trace.ops
+        self.decisions = decisions
+        self.present: set[int] = set()  # recomputed values whose copy we hold
+        self.swap_reads: dict[int, list[tuple[int, int]]] = {}  # swapped value -> (tick, position of the reading step)
+        self.found = Unrolled()
+
+    def run(self) -> Unrolled:
+        decisions, unpacks = self.decisions, self.terrain.unpacks
+        for index, tick in enumerate(self.terrain.trace.ticks):
+            decision = decisions.get(tick.value) if tick.kind == "unpack" else None
+            if decision == "recompute":
+                steps: list[Step] = []
+                if tick.value not in self.present:
+                    steps = self._remake(tick.value, index)
+                if unpacks[tick.value][-1] == index:
+                    self.present.discard(tick.value)
+                    steps.append((index, "free", tick.value, "", (), False))
+                self.found.steps[index] = steps
+            elif decision == "swap":
+                self.found.steps[index] = []
+                self.swap_reads.setdefault(tick.value, []).append((index, len(self.ops)))
+        self._place_swap_needs()
+        return self.found
+
+    def _state(self, value: int) -> int:
+        if value not in self.terrain.packs:
+            external = self.terrain.trace.storages[self.terrain.storage[value]].external
+            return THERE if external else UNSAVED
+        decision = self.decisions.get(value)
+        return SWAPPED if decision == "swap" else RECOMPUTED if decision == "recompute" else THERE
+
+    def _remake(self, value: int, tick: int) -> list[Step]:
+        order = self._order_of_reruns(self.terrain.producer[value])
+        last_reader: dict[int, int] = {}
+        for position, op in enumerate(order):
+            for read in self.ops[op].reads:
+                last_reader[read] = position
+        steps: list[Step] = []
+        made: set[int] = set()  # transients of this tick
+        for position, op in enumerate(order):
+            self._note_swap_reads(op, tick, len(steps))
+            steps += self._rerun(op, tick, position, last_reader, made)
+        return steps
+
+    def _order_of_reruns(self, goal: int) -> list[int]:
+        """Depth first, inputs in order; without recursion, because a segment may be thousands of ops long."""
+        order: list[int] = []
+        entered: set[int] = {goal}
+        stack = [(goal, iter(self.ops[goal].reads))]
+        while stack:
+            op, reads = stack[-1]
+            for read in reads:
+                state = self._state(read)
+                if state == UNSAVED or (state == RECOMPUTED and read not in self.present):
+                    maker = self.terrain.producer[read]
+                    if maker not in entered:
+                        entered.add(maker)
+                        stack.append((maker, iter(self.ops[maker].reads)))
+                        break
+            else:
+                order.append(op)
+                stack.pop()
+        return order
+
+    def _note_swap_reads(self, op: int, tick: int, position: int) -> None:
+        for read in self.ops[op].reads:
+            if self._state(read) == SWAPPED:
+                self.swap_reads.setdefault(read, []).append((tick, position))
+
+    def _rerun(self, op: int, tick: int, position: int, last_reader: dict[int, int], made: set[int]) -> list[Step]:
+        """Run `op` again; hold what is read again or asked for later; free what nobody reads any more."""
+        reads, writes, storage = self.ops[op].reads, self.ops[op].writes, self.terrain.storage
+        held = []
+        for value in writes:
+            if value in self.present or self.terrain.trace.storages[storage[value]].external:
+                continue
+            if self._asked_for_later(value, tick):
+                self.present.add(value)
+                held.append(value)
+            elif last_reader.get(value, -1) > position:
+                made.add(value)
+                held.append(value)
+        written = {storage[value] for value in writes}
+        overwritten = [read for read in dict.fromkeys(reads) if storage[read] in written]
+        in_place = bool(overwritten) and all(read in made and last_reader[read] == position for read in overwritten)
+        steps: list[Step] = [(tick, "rerun", op, "", tuple(held), in_place)]
+        for read in dict.fromkeys(reads):
+            if read in made and last_reader[read] == position:
+                made.remove(read)
+                if not (in_place and read in overwritten):
+                    steps.append((tick, "free", read, "", (), False))
+        return steps
+
+    def _asked_for_later(self, value: int, tick: int) -> bool:
+        return self.decisions.get(value) == "recompute" and self.terrain.unpacks[value][-1:] >= [tick]
+
+    def _place_swap_needs(self) -> None:
+        """Wait for a swapped value where it is first read, free it after it is last read."""
+        inserts: dict[int, list[tuple[int, int, Step]]] = {}
+        for value, reads in self.swap_reads.items():
+            (first, first_at), (last, last_at) = reads[0], reads[-1]
+            self.found.needs[value] = Needs(first, last)
+            wait: Step = (first, "wait_in", value, "", (), False)
+            free: Step = (last, "free", value, "", (), False)
+            inserts.setdefault(first, []).append((first_at, 0, wait))
+            inserts.setdefault(last, []).append((last_at + 1, 1, free))
+        for tick, found in inserts.items():
+            self.found.steps[tick] = _merge(self.found.steps[tick], found)
+
+
+def _merge(steps: Sequence[Step], inserts: list[tuple[int, int, Step]]) -> list[Step]:
+    """Insert each step before the position it names; positions count the steps as they were."""
+    inserts.sort(key=lambda insert: insert[:2])
+    merged: list[Step] = []
+    at = 0
+    for position, step in enumerate(steps):
+        while at < len(inserts) and inserts[at][0] <= position:
+            merged.append(inserts[at][2])
+            at += 1
+        merged.append(step)
+    return merged + [insert[2] for insert in inserts[at:]]
