@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from outcore.errors import BudgetTooSmall, OutcoreError, PlanMismatch
-from outcore.planning import lower, make_plan, simulate, verify
+from outcore.planning import PLANNERS, lower, simulate, verify
+from outcore.planning import plan as make_plan
 from outcore.recording.intercept import Interception
 from outcore.recording.machine import device_bytes, host_bytes_granted, measure_machine
 from outcore.recording.record import Recorder
@@ -91,8 +93,6 @@ class Limited:
         plan: Plan | None = None,
         measure: bool = False,
     ) -> None:
-        from outcore.planning import PLANNERS
-
         if planner not in PLANNERS:
             raise OutcoreError(f"there is no planner {planner!r}; choose one of {', '.join(PLANNERS)}")
         self.model = model
@@ -120,7 +120,7 @@ class Limited:
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._hooks = [
             model.register_forward_pre_hook(self._on_forward, with_kwargs=True),
-            torch.optim.optimizer.register_optimizer_step_post_hook(self._on_optimizer),
+            register_optimizer_step_post_hook(_optimizer_watch(weakref.ref(self))),
         ]
 
     # -- the step -----------------------------------------------------------------------------------------------------
@@ -189,6 +189,7 @@ class Limited:
                 kind.plan = None
                 self._last = kind
             return
+        run.close()
         if self._meter is not None:
             self._meter.stop()
         if failed:
@@ -304,7 +305,7 @@ class Limited:
         if pending is not None:
             pending()
 
-    def _on_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         owned = {id(parameter) for parameter in self.model.parameters()}
         if any(id(p) in owned for group in optimizer.param_groups for p in group["params"]):
             self._optimizers.add(optimizer)
@@ -347,6 +348,17 @@ class Limited:
             hook.remove()
         self._hooks = []
         self.store.close()
+
+
+def _optimizer_watch(ref: weakref.ref[Limited]) -> Callable[..., None]:
+    """A global hook that does not keep its owner alive."""
+
+    def watch(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        owner = ref()
+        if owner is not None:
+            owner._on_optimizer(optimizer)
+
+    return watch
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:

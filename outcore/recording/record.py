@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from outcore.recording.intercept import in_backward
-from outcore.running.cells import Cell, Handle, Kept, check_unchanged, is_plain
+from outcore.running.cells import Cell, Handle, Kept, Marked, check_unchanged, clear_marks, is_plain
 from outcore.running.execute import SMALL_BYTES, bring, op_name, swap_out_now
 from outcore.running.replay import (
     OpOverload,
@@ -106,6 +106,7 @@ class Recorder:
         self._num_packs = 0
         self._pack_values: list[int] = []
         self._cells: dict[int, weakref.ref[Cell]] = {}
+        self._marked: Marked = []
         self._clock = Clock(device)
         self._modules = ModuleNames(model)
         self._serial = object()
@@ -184,7 +185,8 @@ class Recorder:
             if isinstance(args[position], torch.Tensor):
                 self._storage_of(args[position])
         replay = replay_kind(func, args, kwargs) if all(is_plain(tensor) for tensor in read) else "no"
-        recipe = capture(index, func, args, kwargs, self._cell_of) if replay != "no" else None
+        forward = not in_backward()
+        recipe = capture(index, func, args, kwargs, self._cell_of) if forward and replay != "no" else None
         live_before = self._live_bytes
         started = self._clock.start()
         result = func(*args, **kwargs)
@@ -200,7 +202,7 @@ class Recorder:
             {
                 "slot": self._slot,
                 "name": op_name(func),
-                "phase": "backward" if in_backward() else "forward",
+                "phase": "forward" if forward else "backward",
                 "reads": reads,
                 "writes": tuple(writes),
                 "workspace_bytes": self._workspace(max(live_before + made, self._live_bytes)),
@@ -217,9 +219,11 @@ class Recorder:
             *((value, tensor, recipe.made, False) for value, tensor in zip(writes, fresh)),
             *((value, tensor, recipe.overwrote, True) for value, tensor in zip(writes[len(fresh) :], overwritten)),
         ]:
+            if self._storages[self._values[value].storage].external:
+                continue  # a buffer or parameter: its mark would outlive the step
             cell = Cell(value, tensor, overwritten=over)
             cell.recipe = recipe
-            cell.name(tensor)
+            cell.name(tensor, self._marked)
             self._cells[value] = weakref.ref(cell)
             marks.append(self._cells[value])
 
@@ -232,7 +236,9 @@ class Recorder:
             if self._storages[self._values[value].storage].external:
                 cell.hold(tensor)
             else:
-                cell.name(tensor)  # made by something we cannot run again; it can be brought back once it is swapped
+                cell.name(
+                    tensor, self._marked
+                )  # made by something we cannot run again; it can be brought back once it is swapped
             self._cells[value] = weakref.ref(cell)
         return cell
 
@@ -279,10 +285,10 @@ class Recorder:
         cell.hold(tensor)
         if swap_out_now(cell, self.store):
             cell.recipe = None
-            cell.name(tensor)
+            cell.name(tensor, self._marked)
         elif _rerunnable(cell):
             cell.data = None
-            cell.name(tensor)
+            cell.name(tensor, self._marked)
 
     def unpack(self, handle: Handle | Kept) -> torch.Tensor:
         self._slot += 1
@@ -326,6 +332,7 @@ class Recorder:
     def close(self) -> None:
         """Stops watching. Called also when the step failed."""
         self._refs.clear()
+        clear_marks(self._marked)
         self._modules.close()
 
     def finish(self) -> Trace:

@@ -24,16 +24,19 @@ def report(
     if trace is None:
         return f"outcore: {format_bytes(budget.device_bytes)} on {where}; nothing recorded yet: run a step"
     if plan is None or predicted is None:
-        return f"outcore: {format_bytes(budget.device_bytes)} on {where}; recorded {len(trace.ops)} ops, planned at the next step"
+        room = format_bytes(budget.device_bytes)
+        return f"outcore: {room} on {where}; {len(trace.ops)} ops recorded, planned when the next step begins"
     table = Table(
         title=f"outcore: {trace.model} in {format_bytes(budget.device_bytes)} on {where}", title_justify="left"
     )
     for heading in ("", "in-core", "predicted", "measured"):
         table.add_column(heading, justify="left" if not heading else "right")
-    table.add_row("step", *_row(format_seconds, plan.in_core_step_s, predicted.step_s, measured and measured.step_s))
+    table.add_row(
+        "step", *_row(format_seconds, plan.in_core_step_s, predicted.step_s, measured.step_s if measured else None)
+    )
     table.add_row(
         "peak memory",
-        *_row(format_bytes, plan.in_core_peak_bytes, predicted.peak_bytes, measured and measured.peak_bytes),
+        *_row(format_bytes, plan.in_core_peak_bytes, predicted.peak_bytes, measured.peak_bytes if measured else None),
     )
     if measured is not None and measured.reserved_bytes:
         table.add_row("reserved by the allocator", "", "", format_bytes(measured.reserved_bytes))

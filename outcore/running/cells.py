@@ -5,7 +5,8 @@ that made it; a recipe refers to the cells it reads. When autograd frees a handl
 cell can always be brought back while anybody can ask for it, on plan or off it.
 
 A storage carries a mark that names its cell. The mark owns the cell as long as the cell does not hold the storage; once
-it does, the mark is a weak one, so that the two never keep each other alive.
+it does, the mark is a weak one, so that the two never keep each other alive. At the end of the step the marks go: a
+loss or a gradient that the user keeps must not keep the step's cells.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ if TYPE_CHECKING:
 
 _MARK = "_outcore_cell"
 _ADOPT = -1
+Marked = list["weakref.ref[torch.UntypedStorage]"]
 
 
 class Cell:
     """A storage version. At least one of `data`, `parcel` and `recipe` is set while it can be asked for."""
 
-    __slots__ = ("__weakref__", "data", "fetched", "num_bytes", "parcel", "recipe", "value", "version")
+    __slots__ = ("__weakref__", "data", "fetched", "held_version", "num_bytes", "parcel", "recipe", "value", "version")
 
     def __init__(self, value: int, tensor: torch.Tensor, *, overwritten: bool = False) -> None:
         self.value = value
@@ -35,14 +37,18 @@ class Cell:
         self.data: torch.Tensor | None = None  # any tensor on the storage; holding it holds the storage
         self.parcel: Parcel | None = None
         self.recipe: Recipe | None = None
+        self.held_version = 0  # of `data` when it was held
         self.fetched = False  # data is being swapped in and was not waited for
 
-    def name(self, tensor: torch.Tensor) -> None:
+    def name(self, tensor: torch.Tensor, marked: Marked) -> None:
         """Marks the storage of `tensor` as this cell's. A mark, not an address: addresses are reused."""
-        tensor.untyped_storage().__dict__[_MARK] = self
+        storage = tensor.untyped_storage()
+        storage.__dict__[_MARK] = self
+        marked.append(weakref.ref(storage))
 
     def hold(self, tensor: torch.Tensor) -> None:
         self.data = alias(tensor)
+        self.held_version = self.data._version
         tensor.untyped_storage().__dict__[_MARK] = weakref.ref(self)
 
     def let_go(self) -> None:
@@ -70,6 +76,15 @@ class Cell:
     def __del__(self) -> None:
         if self.fetched:
             self.let_go()
+
+
+def clear_marks(marked: Marked) -> None:
+    """Takes the marks off every storage that is still there."""
+    for ref in marked:
+        storage = ref()
+        if storage is not None:
+            storage.__dict__.pop(_MARK, None)
+    marked.clear()
 
 
 def cell_of(tensor: torch.Tensor) -> Cell | None:
@@ -118,14 +133,19 @@ class Kept:
     __slots__ = ("pack", "run", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, pack: int, run: Any) -> None:
-        self.tensor = tensor if tensor.grad_fn is None else alias(tensor)
+        self.tensor = alias(tensor)
         self.version = tensor._version
         self.pack = pack
         self.run = run
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its graph: holding it must not hold the graph that holds us."""
+    """The tensor without its graph: holding it must not hold the graph that holds us.
+
+    A tensor without a graph is its own alias: made below autograd, an alias would not share its version counter.
+    """
+    if tensor.grad_fn is None:
+        return tensor
     with torch._C._DisableTorchDispatch():
         return tensor.detach()
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from outcore.running.cells import Cell, Handle, Kept, cell_of, check_unchanged, is_plain
+from outcore.running.cells import Cell, Handle, Kept, Marked, cell_of, check_unchanged, clear_marks, is_plain
 from outcore.running.meter import LiveBytes
 from outcore.running.replay import OpOverload, Recipe, below_everything, capture, outputs_of
 from outcore.running.store import Store
 from outcore.values import Action, Schedule, Trace
 
-SMALL_BYTES = 64 * 1024  # not worth a copy of its own: kept
+SMALL_BYTES = 4096  # not worth a copy of its own: kept
 
 
 class PlannedTick:
@@ -62,6 +62,7 @@ class Program:
         for action in schedule.actions:
             self.ticks[action.tick].actions.append(action)
         self.captured = {action.op: trace.ops[action.op] for action in schedule.actions if action.kind == "rerun"}
+        self.outside = {v for op in self.captured.values() for v in op.writes if _is_outside(trace, v)}
         self.last_captured = max(self.captured, default=-1)
         self.names = [op.name for op in trace.ops[: self.last_captured + 1]]
         sources = {value for op in self.captured.values() for value in (*op.reads, *op.writes)}
@@ -75,6 +76,11 @@ class Program:
     def empty(cls) -> Program:
         """No plan: the first tick leaves it."""
         return cls(Trace((), (), (), (), 0), Schedule("", (), {}))
+
+
+def _is_outside(trace: Trace, value: int) -> bool:
+    """Written into something that was there before the step: nothing we bring back."""
+    return trace.storages[trace.values[value].storage].external
 
 
 class Execution:
@@ -94,6 +100,11 @@ class Execution:
         self._num_ops = 0
         self._cells: dict[int, weakref.ref[Cell]] = {}
         self._recipes: dict[int, weakref.ref[Recipe]] = {}
+        self._marked: Marked = []
+
+    def close(self) -> None:
+        """The step is over. Handles that outlive it still work."""
+        clear_marks(self._marked)
 
     # -- the forward's ops --------------------------------------------------------------------------------------------
 
@@ -126,6 +137,8 @@ class Execution:
         for value, tensor in zip(op.writes, fresh):
             recipe.made.append(self._output(value, tensor, recipe, overwritten=False))
         for value, tensor in zip(op.writes[len(fresh) :], overwritten):
+            if value in self.program.outside:
+                continue
             recipe.overwrote.append(self._output(value, tensor, recipe, overwritten=True))
         self._recipes[index] = weakref.ref(recipe)
         return result
@@ -146,7 +159,7 @@ class Execution:
     def _output(self, value: int, tensor: torch.Tensor, recipe: Recipe, *, overwritten: bool) -> weakref.ref[Cell]:
         cell = Cell(value, tensor, overwritten=overwritten)
         cell.recipe = recipe
-        cell.name(tensor)
+        cell.name(tensor, self._marked)
         self._cells[value] = weakref.ref(cell)
         return self._cells[value]
 
@@ -178,7 +191,7 @@ class Execution:
         if cell is None:
             cell = Cell(tick.value, tensor)
             self._cells[tick.value] = weakref.ref(cell)
-        if cell.parcel is None and cell.data is None and (tick.decision != "recompute" or cell.recipe is None):
+        if cell.parcel is None and (tick.decision != "recompute" or cell.recipe is None):
             cell.hold(tensor)
             cell.recipe = None
         return Handle(cell, tensor, tick.pack, self)
@@ -224,7 +237,7 @@ class Execution:
                 self.num_inline += 1
             data = bring(cell, self.store, self._see)
             if cell.parcel is None and cell.recipe is None:
-                check_unchanged(cell.version, data)
+                check_unchanged(cell.held_version, data)
             tensor = handle.view.of(data)
             if absent:
                 cell.let_go()

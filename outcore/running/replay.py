@@ -151,23 +151,24 @@ def capture(
     """The recipe of a call that is about to happen. `find(tensor)` names the cell of a tensor argument."""
     recipe = Recipe(op, func)
     scratch = scratch_args(func, args)
-
-    def take(arg: Any) -> Any:
-        if isinstance(arg, torch.Tensor):
-            ref = Ref(find(arg), arg)
-            recipe.reads.append(ref.cell)
-            return ref
-        if isinstance(arg, list | tuple):
-            return [take(part) for part in arg]
-        return arg
-
     for index, arg in enumerate(args):
-        recipe.args.append(Scratch(arg) if index in scratch and isinstance(arg, torch.Tensor) else take(arg))
-    recipe.kwargs = {name: take(arg) for name, arg in kwargs.items()}
+        outside = index in scratch and isinstance(arg, torch.Tensor)
+        recipe.args.append(Scratch(arg) if outside else _refer(arg, recipe.reads, find))
+    recipe.kwargs = {name: _refer(arg, recipe.reads, find) for name, arg in kwargs.items()}
     if is_random(func):
         device = device_of(args, kwargs)
         recipe.generator_state = (device, generator_of(device).get_state())
     return recipe
+
+
+def _refer(arg: Any, reads: list[Cell], find: Callable[[torch.Tensor], Cell]) -> Any:
+    if isinstance(arg, torch.Tensor):
+        ref = Ref(find(arg), arg)
+        reads.append(ref.cell)
+        return ref
+    if isinstance(arg, list | tuple):
+        return [_refer(part, reads, find) for part in arg]
+    return arg
 
 
 def tensors_in(items: Any) -> Iterator[torch.Tensor]:
@@ -296,7 +297,7 @@ def below_everything() -> Iterator[None]:
 def refuse_changed(cell: Cell, func: OpOverload) -> None:
     """An outside value must be what it was when the op first read it."""
     outside = cell.parcel is None and cell.recipe is None
-    if outside and cell.data is not None and cell.data._version != cell.version >= 0:
+    if outside and cell.data is not None and cell.data._version != cell.held_version:
         raise ReplayError(
             f"{func} cannot be recomputed: a tensor it reads ({tuple(cell.data.shape)}, {cell.data.dtype}) was "
             "changed in place since the forward; change it after backward(), or use planner='swap'"
