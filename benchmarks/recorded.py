@@ -124,7 +124,9 @@ class _Recorded:
         ops = []
         for at, row in enumerate(self.rows):
             new_bytes = sum(
-                self.storage_bytes[self.values[value].storage] for value in row["writes"] if not self.values[value].version
+                self.storage_bytes[self.values[value].storage]
+                for value in row["writes"]
+                if not self.values[value].version
             )
             replay = "no" if row["phase"] != "f" else "random" if row["random"] else "pure"
             ops.append(

@@ -70,7 +70,7 @@ def _survey(trace: Trace) -> Terrain:
     value_bytes = [trace.storages[value.storage].bytes for value in trace.values]
     packs, unpacks = _ticks_by_value(trace)
     last_slot = trace.num_slots - 1
-    handle_end = {value: max((trace.ticks[tick].dies for tick in unpacks[value]), default=last_slot) for value in packs}
+    handle_end = {value: _handle_end(trace, packs[value], unpacks[value], last_slot) for value in packs}
     kept_for = _reasons_to_keep(trace, packs, unpacks, value_bytes)
     clock_s, total_s = _clock(trace)
     return Terrain(
@@ -89,6 +89,15 @@ def _survey(trace: Trace) -> Terrain:
         recomputable=_recomputable(trace, packs),
         kept_for=kept_for,
     )
+
+
+def _handle_end(trace: Trace, packs: list[int], unpacks: list[int], last_slot: int) -> int:
+    """The last slot in which autograd holds a handle of the value, or what it got for one."""
+    given = max((trace.ticks[tick].dies for tick in unpacks), default=-1)
+    handles = [trace.ticks[tick].dies for tick in packs]
+    if min(handles) < 0:  # the handles were not watched
+        return given if unpacks else last_slot
+    return max(given, *handles)
 
 
 def _ticks_by_value(trace: Trace) -> tuple[dict[int, list[int]], dict[int, list[int]]]:

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import date
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -40,6 +40,7 @@ _MARK = "_outcore_recorded"
 _BATCH = 48  # ops queued behind one spin
 _SPIN_CYCLES = 14_000_000  # about 8 ms: longer than the host takes to queue a batch
 _ROUND_BYTES = 512  # the CUDA allocator's grain
+H = TypeVar("H", Handle, Kept)
 
 
 class _Storage:
@@ -101,6 +102,7 @@ class Recorder:
         self._values: list[Value] = []
         self._storages: list[_Storage] = []
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._handle_refs: list[weakref.ref[Handle] | weakref.ref[Kept]] = []
         self._next_ref = 0
         self._live_bytes = 0
         self._num_packs = 0
@@ -261,17 +263,24 @@ class Recorder:
         value = self._value_of(tensor) if strided else self._odd_value(tensor)
         pack, self._num_packs = self._num_packs, self._num_packs + 1
         self._pack_values.append(value)
-        self._add_tick("pack", value, pack, tensor)
+        tick = self._add_tick("pack", value, pack, tensor)
         storage = self._storages[self._values[value].storage]
         if storage.external or not storage.movable or storage.bytes < SMALL_BYTES:
-            return Kept(tensor, pack, self)
+            return self._watch_handle(Kept(tensor, pack, self), tick)
         cell = self._cell_of(tensor)
-        handle = Handle(cell, tensor, pack, self)
+        handle = self._watch_handle(Handle(cell, tensor, pack, self), tick)
         if cell.parcel is None:
             with below_everything():
                 self._put_away(cell, tensor)
         self._reset_peak()
         return handle
+
+    def _watch_handle(self, handle: H, tick: dict[str, Any]) -> H:
+        self._handle_refs.append(weakref.ref(handle, partial(self._handle_died, tick)))
+        return handle
+
+    def _handle_died(self, tick: dict[str, Any], _: object) -> None:
+        tick["dies"] = self._slot
 
     def _odd_value(self, tensor: torch.Tensor) -> int:
         """A sparse or otherwise storage-less tensor: a value of its own that nobody touches."""
@@ -332,6 +341,7 @@ class Recorder:
     def close(self) -> None:
         """Stops watching. Called also when the step failed."""
         self._refs.clear()
+        self._handle_refs.clear()
         clear_marks(self._marked)
         self._modules.close()
 
@@ -339,6 +349,9 @@ class Recorder:
         self.close()
         last = max(self._slot, 0)
         seconds = self._clock.seconds()
+        for tick in self._ticks:
+            if tick["kind"] == "pack" and tick["dies"] < 0:
+                tick["dies"] = last  # its graph outlives the step
         return Trace(
             ops=tuple(Op(seconds=took, **op) for took, op in zip(seconds, self._ops, strict=True)),
             values=tuple(self._values),

@@ -130,7 +130,7 @@ class Handle:
 class Kept:
     """The handle of a tensor that simply stays: parameters, inputs, small ones."""
 
-    __slots__ = ("pack", "run", "tensor", "version")
+    __slots__ = ("__weakref__", "pack", "run", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, pack: int, run: Any) -> None:
         self.tensor = alias(tensor)

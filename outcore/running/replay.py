@@ -2,7 +2,8 @@
 
 A recipe refers to what the op read as (cell, view), never to tensors, so it holds no more memory than its cells do.
 Exactness:
-- it runs below autograd, autocast and every mode, with the very arguments the kernel got the first time;
+- it runs below autograd, autocast and every mode, with the very arguments the kernel got the first time, and with grad
+  mode as it was (some kernels look at it);
 - a random op gets back the generator state it started from;
 - batch normalisation in training writes running statistics on the side: it gets scratch in their place, so they change
   once per step, not twice;
@@ -87,7 +88,18 @@ class Scratch:
 class Recipe:
     """One op call, to be run again."""
 
-    __slots__ = ("__weakref__", "args", "func", "generator_state", "kwargs", "made", "op", "overwrote", "reads")
+    __slots__ = (
+        "__weakref__",
+        "args",
+        "func",
+        "generator_state",
+        "grad_mode",
+        "kwargs",
+        "made",
+        "op",
+        "overwrote",
+        "reads",
+    )
 
     def __init__(self, op: int, func: OpOverload) -> None:
         self.op = op
@@ -95,6 +107,7 @@ class Recipe:
         self.args: list[Any] = []
         self.kwargs: dict[str, Any] = {}
         self.reads: list[Cell] = []
+        self.grad_mode = torch.is_grad_enabled()
         self.generator_state: tuple[torch.device, torch.Tensor] | None = None
         self.made: list[weakref.ref[Cell]] = []  # the cells of its fresh outputs, in order
         self.overwrote: list[weakref.ref[Cell]] = []  # the cells of the next versions of what it wrote into
@@ -110,9 +123,14 @@ class Recipe:
                 copies[id(ref.cell)] = _copy_of(ref.cell)
         args = [_rebuild(arg, copies) for arg in self.args]
         kwargs = {name: _rebuild(arg, copies) for name, arg in self.kwargs.items()}
-        with _generator(self.generator_state):
+        with _generator(self.generator_state), torch.set_grad_enabled(self.grad_mode):
             result = self.func(*args, **kwargs)
         fresh, overwritten = outputs_of(self.func, args, kwargs, result)
+        if len(fresh) != len(self.made):
+            raise ReplayError(
+                f"{self.func} made {len(fresh)} tensors when it was run again and {len(self.made)} the first time; "
+                "use planner='swap' and report this op"
+            )
         if in_place:
             for ref in into:
                 ref.cell.data = None  # its content is gone

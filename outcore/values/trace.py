@@ -62,7 +62,7 @@ class Tick:
     kind: Literal["pack", "unpack"]
     value: int
     pack: int  # the number of the pack, counted from 0; an unpack names the pack it answers
-    dies: int  # unpack: the last slot in which autograd holds what it got; pack: -1
+    dies: int  # the last slot in which autograd holds what it got (unpack), or its handle (pack; -1: not known)
     shape: tuple[int, ...] = ()
     dtype: str = ""
 
