@@ -70,9 +70,7 @@ def _survey(trace: Trace) -> Terrain:
     value_bytes = [trace.storages[value.storage].bytes for value in trace.values]
     packs, unpacks = _ticks_by_value(trace)
     last_slot = trace.num_slots - 1
-    handle_end = {
-        value: max((trace.ticks[tick].dies for tick in unpacks[value]), default=last_slot) for value in packs
-    }
+    handle_end = {value: max((trace.ticks[tick].dies for tick in unpacks[value]), default=last_slot) for value in packs}
     kept_for = _reasons_to_keep(trace, packs, unpacks, value_bytes)
     clock_s, total_s = _clock(trace)
     return Terrain(
@@ -139,9 +137,7 @@ def _last_write_slots(trace: Trace) -> list[int]:
 def _overwritten_after_pack(trace: Trace, packs: dict[int, list[int]]) -> set[int]:
     last_write = _last_write_slots(trace)
     return {
-        value
-        for value, ticks in packs.items()
-        if last_write[trace.values[value].storage] > trace.ticks[ticks[0]].slot
+        value for value, ticks in packs.items() if last_write[trace.values[value].storage] > trace.ticks[ticks[0]].slot
     }
 
 

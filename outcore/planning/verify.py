@@ -91,7 +91,9 @@ class _Checker:
         if tick.kind == "pack":
             self._pack_is_covered(index, tick.value)
         elif not self._there(tick.value) and tick.value not in self.given:
-            raise ScheduleError(f"value {tick.value} is asked for at tick {index} and is not there; lower the plan again")
+            raise ScheduleError(
+                f"value {tick.value} is asked for at tick {index} and is not there; lower the plan again"
+            )
 
     def _pack_is_covered(self, index: int, value: int) -> None:
         decision = self.decisions.get(value, "keep")
@@ -186,7 +188,9 @@ class _Checker:
     def _overwritten_by(self, op: Op, read: int) -> bool:
         """The storage's newest version is the one this op made of what it read."""
         found = self.trace.values[read]
-        made = [self.trace.values[value].version for value in op.writes if self.trace.values[value].storage == found.storage]
+        made = [
+            self.trace.values[value].version for value in op.writes if self.trace.values[value].storage == found.storage
+        ]
         return self.newest.get(found.storage, 0) == max(made)
 
     def _consume(self, action: Action, op: Op, storages: set[int]) -> None:
