@@ -12,7 +12,6 @@ The six steps were recorded in-core, op by op, before the project could record i
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,8 +210,3 @@ def _device_seconds(rows: list[dict[str, Any]], step_s: float) -> list[float]:
         left_s = sum(max(seconds - off_s, seconds * 0.02) for seconds in measured_s)
         low_s, high_s = (off_s, high_s) if left_s > step_s else (low_s, off_s)
     return [max(seconds - high_s, seconds * 0.02) for seconds in measured_s]
-
-
-def repeat(trace: Trace, num_times: int) -> Trace:
-    """The same step `num_times` in a row, as gradient accumulation would be: for watching how planning grows."""
-    raise NotImplementedError(replace(trace, model=f"{trace.model} x{num_times}"))

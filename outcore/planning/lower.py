@@ -125,7 +125,10 @@ class _Sweep:
         self.range_bytes: Int64s = np.maximum.reduceat(self.slot_bytes, starts)  # from a tick up to the next one
         self.ahead_bytes: Int64s = np.zeros(len(starts), dtype=np.int64)  # swap-ins started before their need
         self.flights: deque[_Flight] = deque()
+        self.flying: set[int] = set()
         self.flight_bytes = 0
+        self.shared: list[_Flight] = []  # those whose storage something else still held at the tick before
+        self.alone_bytes = 0  # of those that only we hold
         self.lanes = Lanes(machine.duplex_share)
         self.delay_s = 0.0
         self.steps: list[Step] = []
@@ -158,6 +161,8 @@ class _Sweep:
             self.lanes.issue(OUT, value, self._now_s(tick), work_s)
             dies = self.terrain.trace.storages[self.terrain.storage[value]].dies
             self.flights.append(_Flight(value, num_bytes, dies))
+            self.flying.add(value)
+            self.shared.append(self.flights[-1])
             self.flight_bytes += num_bytes
 
     def _release_done(self, tick: int) -> None:
@@ -169,25 +174,39 @@ class _Sweep:
     def _release(self, tick: int) -> None:
         """Wait for the oldest swap-out and free its storage."""
         flight = self.flights.popleft()
+        self.flying.remove(flight.value)
         self.flight_bytes -= flight.num_bytes
+        if flight in self.shared:
+            self.shared.remove(flight)
+        else:
+            self.alone_bytes -= flight.num_bytes
         self.delay_s += max(0.0, self.lanes.finish(OUT, flight.value) - self._now_s(tick))
         self.steps += _release(tick, flight.value)
 
     def _release_for_room(self, tick: int) -> None:
+        self._sort_flights(tick)
         while self.flights and self._bytes_until_next(tick) > self.budget_bytes:
             self._release(tick)
 
     def _bytes_until_next(self, tick: int) -> int:
         """The highest memory from this tick up to the next, with what is in flight."""
-        ahead_bytes = int(self.ahead_bytes[tick])
-        if int(self.range_bytes[tick]) + ahead_bytes + self.flight_bytes <= self.budget_bytes:
-            return 0  # fits even if nothing else held what is in flight
         slots = self.terrain.tick_slots
         first, end = slots[tick], slots[tick + 1] if tick + 1 < len(slots) else self.terrain.trace.num_slots
-        level = self.slot_bytes[first:end] + ahead_bytes
-        for flight in self.flights:
+        known_bytes = int(self.ahead_bytes[tick]) + self.alone_bytes
+        dying = [flight for flight in self.shared if flight.dies + 1 < end]
+        if not dying or int(self.range_bytes[tick]) + known_bytes > self.budget_bytes:
+            return int(self.range_bytes[tick]) + known_bytes
+        level = self.slot_bytes[first:end] + known_bytes
+        for flight in dying:
             level[max(flight.dies + 1 - first, 0) :] += flight.num_bytes
         return int(level.max())
+
+    def _sort_flights(self, tick: int) -> None:
+        """Note whose storage died naturally since the last tick."""
+        slot = self.terrain.tick_slots[tick]
+        for flight in [flight for flight in self.shared if flight.dies < slot]:
+            self.shared.remove(flight)
+            self.alone_bytes += flight.num_bytes
 
     # --- swap-ins
 
@@ -224,7 +243,7 @@ class _Sweep:
                 num_bytes = self.terrain.value_bytes[value]
                 taken = self.range_bytes[tick:need] + self.ahead_bytes[tick:need]
                 room = int(taken.max(initial=0)) + self.flight_bytes + num_bytes <= self.budget_bytes
-                if not room or any(flight.value == value for flight in self.flights):
+                if not room or value in self.flying:
                     return
                 self.ahead_bytes[tick:need] += num_bytes
                 self._swap_in(tick, value)
@@ -240,7 +259,7 @@ class _Sweep:
         """One step of the lean program, with the clock running along."""
         tick, kind, subject = step[:3]
         if kind == "wait_in":
-            while any(flight.value == subject for flight in self.flights):
+            while subject in self.flying:
                 self._release(tick)
             if subject not in self.begun:
                 self._swap_in(tick, subject)

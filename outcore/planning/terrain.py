@@ -3,8 +3,8 @@
 Natural memory per slot, the clock at every tick, which saved values may be evicted and which can be recomputed. The
 rules are those of the runtime, in one place:
 
-- A saved value is *evictable* when its storage is the step's own, may be moved, was made by an op of the step, is not
-  overwritten after its first pack, is not packed again after it was unpacked, is not naturally alive when it is first
+- A saved value is *evictable* when its storage is the step's own (also where no op was seen making it: a compiled
+  function's, say, which can be swapped but not recomputed), may be moved, is not overwritten after its first pack, is not packed again after it was unpacked, is not naturally alive when it is first
   asked for (evicting it would only make a second copy), and is not tiny.
 - A value is *recomputable* when its producer may be replayed and each read is there: an external nothing overwrites
   later, a saved value (kept or swapped it is always a source), or something recomputable itself.
@@ -164,8 +164,6 @@ def _reasons_to_keep(
             reasons[value] = "was there before the step"
         elif not storage.movable:
             reasons[value] = "cannot be moved"
-        elif trace.values[value].producer < 0:
-            reasons[value] = "no op of the step made it"
         elif value in overwritten:
             reasons[value] = "is overwritten after it was saved"
         elif ticks[-1] > first_unpack:

@@ -116,8 +116,8 @@ class _Unroller:
         reads, writes, storage = self.ops[op].reads, self.ops[op].writes, self.terrain.storage
         held = []
         for value in writes:
-            if value in self.present or self.terrain.trace.storages[storage[value]].external:
-                continue
+            if value in self.present or self._state(value) in (THERE, SWAPPED):
+                continue  # readers find it elsewhere
             if self._asked_for_later(value, tick):
                 self.present.add(value)
                 held.append(value)

@@ -1,0 +1,79 @@
+"""Lowered schedules: they verify, they keep their promise about memory, and the simulator counts as the reference does."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_steps import MACHINES, steps
+from reference import Interpreter
+
+from outcore.planning import lower, simulate, verify
+from outcore.planning.scoring import lean_bytes
+from outcore.planning.simulate import memory_of, steps_of
+from outcore.planning.terrain import terrain_of
+from outcore.values import Budget, Decision, Machine, Plan, Schedule, Trace
+
+QUICK = settings(max_examples=150, deadline=None)
+
+
+@st.composite
+def decided(draw: st.DrawFn) -> tuple[Trace, Plan]:
+    """A random step with random decisions that its rules allow."""
+    trace = draw(steps())
+    terrain = terrain_of(trace)
+    decisions: dict[int, Decision] = {}
+    for value in terrain.evictable:
+        choices: list[Decision] = ["keep", "swap", "recompute"] if terrain.recomputable[value] else ["keep", "swap"]
+        decisions[value] = draw(st.sampled_from(choices))
+    budget = Budget(draw(st.integers(0, 150)), draw(st.sampled_from([0, 20, 1000])), 1000)
+    return trace, Plan(trace.fingerprint, "random", budget, decisions, trace.before_bytes)
+
+
+@QUICK
+@given(decided(), MACHINES)
+def test_every_lowered_schedule_verifies(made: tuple[Trace, Plan], machine: Machine) -> None:
+    trace, plan = made
+    verify(trace, lower(trace, plan, machine))
+
+
+@QUICK
+@given(decided(), MACHINES)
+def test_memory_agrees_with_the_reference_in_every_slot(made: tuple[Trace, Plan], machine: Machine) -> None:
+    trace, plan = made
+    schedule = lower(trace, plan, machine)
+    expected = Interpreter(trace, schedule).run()
+    assert memory_of(terrain_of(trace), steps_of(schedule), schedule.decisions).tolist() == expected
+    assert simulate(trace, schedule, machine).peak_bytes == max(expected)
+
+
+@QUICK
+@given(decided(), MACHINES)
+def test_lowering_stays_in_the_budget_or_at_the_floor(made: tuple[Trace, Plan], machine: Machine) -> None:
+    trace, plan = made
+    floor_bytes = int(lean_bytes(terrain_of(trace), plan.budget, plan.decisions).max())
+    peak_bytes = simulate(trace, lower(trace, plan, machine), machine).peak_bytes
+    assert peak_bytes <= max(plan.budget.device_bytes, floor_bytes)
+
+
+@QUICK
+@given(decided(), MACHINES)
+def test_seconds_add_up(made: tuple[Trace, Plan], machine: Machine) -> None:
+    trace, plan = made
+    schedule = lower(trace, plan, machine)
+    found = simulate(trace, schedule, machine, detail=True)
+    op_s = sum(op.seconds for op in trace.ops) / machine.speed
+    assert abs(found.step_s - op_s - found.stall_s - found.recompute_s) < 1e-9
+    assert found.stall_s >= 0
+    ends = {(span.stream, span.what): span.end_s for span in found.spans}
+    assert all(end_s <= found.step_s + 1e-9 for (stream, _), end_s in ends.items() if stream != "swap_out")
+    lanes = sorted((span.start_s, span.end_s) for span in found.spans if span.stream == "swap_out")
+    assert all(one[1] <= two[0] + 1e-9 for one, two in zip(lanes, lanes[1:]))  # one copy at a time
+
+
+@QUICK
+@given(decided(), MACHINES)
+def test_a_schedule_survives_its_file(made: tuple[Trace, Plan], machine: Machine) -> None:
+    trace, plan = made
+    schedule = lower(trace, plan, machine)
+    read = Schedule.from_json(schedule.to_json())
+    assert simulate(Trace.from_json(trace.to_json()), read, machine) == simulate(trace, schedule, machine)
