@@ -4,8 +4,9 @@ Natural memory per slot, the clock at every tick, which saved values may be evic
 rules are those of the runtime, in one place:
 
 - A saved value is *evictable* when its storage is the step's own (also where no op was seen making it: a compiled
-  function's, say, which can be swapped but not recomputed), may be moved, is not overwritten after its first pack, is not packed again after it was unpacked, is not naturally alive when it is first
-  asked for (evicting it would only make a second copy), and is not tiny.
+  function's, say, which can be swapped but not recomputed), may be moved, is not overwritten after its first pack, is
+  not packed again after it was unpacked, is not naturally alive when it is first asked for (evicting it would only make
+  a second copy), and is not tiny.
 - A value is *recomputable* when its producer may be replayed and each read is there: an external nothing overwrites
   later, a saved value (kept or swapped it is always a source), or something recomputable itself.
 """

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from outcore.limit import Limited
-from tests.cpu.zoo import ZOO, Step
+from tests.cpu.zoo import WHERE, ZOO, Step
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Outcome:
 def build(name: str) -> tuple[nn.Module, Step]:
     torch.manual_seed(0)
     model, loss = ZOO[name]()
-    model.train()
+    model.train().to(WHERE["device"])
     return model, loss
 
 

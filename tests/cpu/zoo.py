@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Step = Callable[[nn.Module, int], Tensor]
+WHERE = {"device": "cpu"}  # the GPU tests point it elsewhere
 
 
 class Residual(nn.Module):
@@ -173,7 +174,7 @@ def autocast() -> tuple[nn.Module, Step]:
     )
 
     def loss(model: nn.Module, step: int) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(WHERE["device"], dtype=torch.bfloat16):
             out = model(_noise(step, 64, 32))
             out = out.float().log_softmax(-1)
             return F.nll_loss(out, _labels(step, 64, 9))
@@ -318,8 +319,9 @@ ZOO: dict[str, Callable[[], tuple[nn.Module, Step]]] = {
 
 
 def _noise(step: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 + step))
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 + step)).to(WHERE["device"])
 
 
 def _labels(step: int, count: int, num_classes: int) -> Tensor:
-    return torch.randint(0, num_classes, (count,), generator=torch.Generator().manual_seed(2000 + step))
+    labels = torch.randint(0, num_classes, (count,), generator=torch.Generator().manual_seed(2000 + step))
+    return labels.to(WHERE["device"])

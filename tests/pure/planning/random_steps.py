@@ -152,8 +152,6 @@ def _finish(draft: _Draft, draw: st.DrawFn) -> Trace:
         )
         for at in range(len(draft.bytes))
     )
-    ticks = tuple(
-        Tick(t.slot, t.kind, t.value, t.pack, min(t.dies, last), t.shape, t.dtype) for t in draft.ticks
-    )
+    ticks = tuple(Tick(t.slot, t.kind, t.value, t.pack, min(t.dies, last), t.shape, t.dtype) for t in draft.ticks)
     before_bytes = sum(size for size, outside in zip(draft.bytes, draft.external) if outside)
     return Trace(tuple(draft.ops), tuple(draft.values), storages, ticks, before_bytes)

@@ -1,0 +1,72 @@
+"""What a user can pick today, each as a context around the forward of a step, beside our own planners."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from benchmarks.networks import Network
+
+Around = Callable[[], AbstractContextManager[Any]]
+
+_HEAVY = [
+    torch.ops.aten.convolution.default,
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+]
+
+
+def in_core(network: Network) -> Around:
+    return nullcontext
+
+
+def checkpoint_blocks(network: Network) -> Around:
+    """torch.utils.checkpoint around every block."""
+    _wrap(network, functools.partial(checkpoint, use_reentrant=False))
+    return nullcontext
+
+
+def selective(network: Network) -> Around:
+    """Selective checkpointing that saves the outputs of convolutions and matrix products."""
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in _HEAVY else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    _wrap(network, functools.partial(checkpoint, use_reentrant=False, context_fn=contexts))
+    return nullcontext
+
+
+def save_on_cpu(network: Network) -> Around:
+    return functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=True)
+
+
+def offload_activations(network: Network) -> Around:
+    """TRL's OffloadActivations, where it is installed."""
+    from trl.models.activation_offloading import OffloadActivations
+
+    return OffloadActivations  # type: ignore[no-any-return]
+
+
+def _wrap(network: Network, around: Callable[..., Any]) -> None:
+    for block in network.blocks:
+        forward = block.forward
+        block.forward = functools.partial(around, forward)  # type: ignore[method-assign]
+
+
+PEERS: dict[str, Callable[[Network], Around]] = {
+    "in-core": in_core,
+    "checkpoint": checkpoint_blocks,
+    "selective": selective,
+    "save_on_cpu": save_on_cpu,
+    "trl-offload": offload_activations,
+}

@@ -1,0 +1,237 @@
+"""How much slower is a step in less memory? Every network, every method, one run.
+
+Each network runs in a process of its own: in-core first, then every method under a hard cap on the device
+(`set_per_process_memory_fraction`: going over it is a real out-of-memory error). Times are medians over steps, whole
+steps, the optimizer included. `python -m benchmarks.slowdown --help`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import click
+
+GIB = 1024**3
+OURS = ("hybrid", "pooch", "swap", "swap-all")
+
+
+@click.command()
+@click.option("--networks", default="resnet50,llama,vgg16,vit_l,r3d18,resnet152", show_default=True)
+@click.option(
+    "--methods", default="in-core,checkpoint,selective,save_on_cpu,trl-offload,compile,hybrid", show_default=True
+)
+@click.option("--memory-gib", type=float, multiple=True, help="Budgets; default: the one of the headline table.")
+@click.option("--steps", default=10, show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), default=None)
+@click.option("--limit-s", default=300.0, show_default=True, help="Seconds for one network, all methods.")
+@click.option("--traces", type=click.Path(path_type=Path), default=None, help="Folder to save recorded traces in.")
+@click.option("--one", default="", hidden=True, help="Run this network here and print its rows.")
+def main(
+    networks: str,
+    methods: str,
+    memory_gib: tuple[float, ...],
+    steps: int,
+    out: Path | None,
+    limit_s: float,
+    traces: Path | None,
+    one: str,
+) -> None:
+    """Time and peak memory of a training step against the memory it is given."""
+    if one:
+        run_network(one, methods.split(","), memory_gib, steps, traces)
+        return
+    rows: list[dict[str, Any]] = []
+    for name in networks.split(","):
+        rows += _in_process_of_its_own(name, methods, memory_gib, steps, limit_s, traces)
+    result = {"question": "slowdown", **about(), "rows": rows}
+    out = out or Path(f"benchmarks/results/slowdown_{hardware()}_{date.today():%Y%m%d}.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1))
+    show(rows)
+
+
+def _in_process_of_its_own(
+    name: str, methods: str, memory_gib: tuple[float, ...], steps: int, limit_s: float, traces: Path | None
+) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "benchmarks.slowdown", "--one", name, "--methods", methods, "--steps", str(steps)]
+    for size in memory_gib:
+        command += ["--memory-gib", str(size)]
+    if traces is not None:
+        command += ["--traces", str(traces)]
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTHONUNBUFFERED": "1"}
+    rows = []
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    deadline = time.monotonic() + limit_s
+    import threading
+
+    timer = threading.Timer(limit_s, process.kill)
+    timer.start()
+    for line in process.stdout:
+        if line.startswith("ROW "):
+            rows.append(json.loads(line[4:]))
+        print(line, end="", flush=True)
+    process.wait()
+    timer.cancel()
+    if time.monotonic() >= deadline:
+        rows.append({"network": name, "method": "", "error": f"stopped after {limit_s:.0f} s"})
+    return rows
+
+
+def run_network(name: str, methods: list[str], memory_gib: tuple[float, ...], steps: int, traces: Path | None) -> None:
+    from benchmarks.networks import BUDGETS_GIB
+
+    in_core_step_s = 0.0
+    for method in methods:
+        budgets: tuple[float, ...] = memory_gib or (float(BUDGETS_GIB[name]),)
+        for budget in budgets if method in OURS else budgets[:1]:
+            row = run_method(name, method, budget, steps, traces)
+            in_core_step_s = row.get("step_s") or in_core_step_s if method == "in-core" else in_core_step_s
+            row["in_core_step_s"] = in_core_step_s
+            if row.get("step_s") and in_core_step_s:
+                row["slowdown"] = row["step_s"] / in_core_step_s - 1
+            print("ROW " + json.dumps(row), flush=True)
+
+
+def run_method(name: str, method: str, memory_gib: float, steps: int, traces: Path | None) -> dict[str, Any]:
+    import torch
+
+    row: dict[str, Any] = {"network": name, "batch": 0, "memory_gib": memory_gib, "method": method, "step_s": None}
+    total = torch.cuda.get_device_properties(0).total_memory
+    capped = method in OURS
+    torch.cuda.set_per_process_memory_fraction(min(1.0, memory_gib * GIB / total) if capped else 1.0)
+    began = time.perf_counter()
+    try:
+        row |= _time_steps(name, method, memory_gib, steps, traces)
+    except Exception as error:
+        row["error"] = f"{type(error).__name__}: {error}"[:300]
+        traceback.print_exc(limit=-4)
+    row["total_s"] = time.perf_counter() - began
+    import gc
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return row
+
+
+def _time_steps(name: str, method: str, memory_gib: float, steps: int, traces: Path | None) -> dict[str, Any]:
+    import torch
+
+    import outcore.limit
+    from benchmarks.networks import build
+    from benchmarks.peers import PEERS
+
+    network = build(name)
+    model: Any = network.model
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.0)
+    ooc = None
+    if method in OURS:
+        ooc = outcore.limit.limit(model, int(memory_gib * GIB), planner=method)
+        around: Any = ooc.step
+    elif method == "compile":
+        model.compile()
+        around = PEERS["in-core"](network)
+    else:
+        around = PEERS[method](network)
+    times, marks = [], []
+    warm = 4
+    for step in range(steps + warm):
+        if step == warm:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        with around():
+            loss = network.loss()
+            if ooc is not None:
+                loss.backward()
+        if ooc is None:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        (times if step >= warm else marks).append(time.perf_counter() - began)
+    row: dict[str, Any] = {
+        "batch": network.batch,
+        "step_s": statistics.median(times),
+        "spread_s": [min(times), max(times)],
+        "first_steps_s": marks,
+        "peak_gib": torch.cuda.max_memory_allocated() / GIB,
+        "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
+        "loss": float(loss.detach()),
+    }
+    if ooc is not None:
+        row |= describe(ooc, traces, f"{name}_{memory_gib:g}_{method}")
+        ooc.close()
+    return row
+
+
+def describe(ooc: Any, traces: Path | None, label: str) -> dict[str, Any]:
+    plan, predicted = ooc.plan, ooc.predicted
+    print(ooc, flush=True)
+    if traces is not None:
+        traces.mkdir(parents=True, exist_ok=True)
+        ooc.trace.save(traces / f"{label}.trace.json")
+    return {
+        "predicted_step_s": predicted.step_s,
+        "predicted_peak_gib": predicted.peak_bytes / GIB,
+        "in_core_predicted_s": plan.in_core_step_s,
+        "bound_step_s": plan.bound_step_s,
+        "swapped_gib": predicted.swapped_bytes / GIB,
+        "recomputed_gib": predicted.recomputed_bytes / GIB,
+        "kept_gib": predicted.kept_bytes / GIB,
+        "recompute_s": predicted.recompute_s,
+        "stall_s": predicted.stall_s,
+        "num_left": sum(kind.num_left for kind in ooc.kinds.values()),
+        "machine": json.loads(ooc.machine.to_json()),
+    }
+
+
+def about() -> dict[str, Any]:
+    import torch
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "date": date.today().isoformat(),
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "commit": commit.stdout.strip(),
+        "hardware": hardware(),
+    }
+
+
+def hardware() -> str:
+    import torch
+
+    return (
+        torch.cuda.get_device_name(0).replace("NVIDIA ", "").replace(" ", "_").lower()
+        if torch.cuda.is_available()
+        else "cpu"
+    )
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    headings = ("GiB", 6), ("step s", 8), ("over", 7), ("peak", 7), ("reserved", 8), ("pred. s", 8), ("pred. peak", 10)
+    print(f"{'network':10} {'method':14} " + " ".join(f"{text:>{width}}" for text, width in headings))
+    for row in rows:
+        if row.get("step_s") is None:
+            print(f"{row['network']:10} {row.get('method', ''):14} {row.get('error', '')[:90]}")
+            continue
+        print(
+            f"{row['network']:10} {row['method']:14} {row['memory_gib']:6.1f} {row['step_s']:8.4f} "
+            f"{100 * row.get('slowdown', 0):+6.1f}% {row['peak_gib']:7.2f} {row['reserved_gib']:8.2f} "
+            f"{row.get('predicted_step_s', 0):8.4f} {row.get('predicted_peak_gib', 0):10.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
