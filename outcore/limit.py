@@ -269,23 +269,18 @@ class Limited:
         return time.perf_counter()
 
     def _note_measured(self, kind: Kind) -> None:
-        """Measured values are read when somebody asks or the next step begins: the device is not made to wait."""
-        ended, started, meter, actions = self._now(), self._started, self._meter, tuple(self._log or ())
+        """Times are read when somebody asks or the next step begins: the device is not made to wait for them."""
+        ended, started, actions = self._now(), self._started, tuple(self._log or ())
+        peak, reserved = self._peak_bytes()
 
         def read() -> None:
             if self.device.type == "cuda":
                 ended.synchronize()
-                step_s = started.elapsed_time(ended) / 1e3
-                peak = torch.cuda.max_memory_allocated(self.device)
-                reserved = torch.cuda.max_memory_reserved(self.device)
-            else:
-                assert meter is not None
-                step_s, peak, reserved = ended - started, meter.peak_bytes, 0
             assert kind.predicted is not None
             kind.measured = dataclasses.replace(
                 kind.predicted,
                 measured=True,
-                step_s=step_s,
+                step_s=started.elapsed_time(ended) / 1e3 if self.device.type == "cuda" else ended - started,
                 peak_bytes=peak,
                 peak_at="",
                 stall_s=0.0,
@@ -299,6 +294,12 @@ class Limited:
             )
 
         self._pending = read
+
+    def _peak_bytes(self) -> tuple[int, int]:
+        """Allocated and reserved at the peak of the step that just ended."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+        return self._meter.peak_bytes if self._meter is not None else 0, 0
 
     def _settle(self) -> None:
         pending, self._pending = self._pending, None

@@ -105,6 +105,7 @@ class Recorder:
         self._handle_refs: list[weakref.ref[Handle] | weakref.ref[Kept]] = []
         self._next_ref = 0
         self._live_bytes = 0
+        self._live_at_reset = 0
         self._num_packs = 0
         self._pack_values: list[int] = []
         self._cells: dict[int, weakref.ref[Cell]] = {}
@@ -190,6 +191,7 @@ class Recorder:
         forward = not in_backward()
         recipe = capture(index, func, args, kwargs, self._cell_of) if forward and replay != "no" else None
         live_before = self._live_bytes
+        unseen_bytes = self._unseen_bytes()
         started = self._clock.start()
         result = func(*args, **kwargs)
         self._clock.stop(started)
@@ -207,7 +209,7 @@ class Recorder:
                 "phase": "forward" if forward else "backward",
                 "reads": reads,
                 "writes": tuple(writes),
-                "workspace_bytes": self._workspace(max(live_before + made, self._live_bytes)),
+                "workspace_bytes": max(unseen_bytes, self._workspace(max(live_before + made, self._live_bytes))),
                 "replay": replay if all(is_plain(tensor) for tensor in tensors_in((result,))) else "no",
                 "module": self._modules.current,
             }
@@ -245,13 +247,19 @@ class Recorder:
         return cell
 
     def _workspace(self, live_bytes: int) -> int:
+        """Bytes allocated at the peak since the last reset beyond `live_bytes` of storages we know."""
         if self.device.type != "cuda":
             return 0
         peak = torch._C._cuda_memoryStats(self.device.index)["allocated_bytes"]["all"]["peak"]
         self._reset_peak()
         return max(0, int(peak) - self.before_bytes - live_bytes)
 
+    def _unseen_bytes(self) -> int:
+        """The same since the last op or tick: what a compiled function did in between."""
+        return self._workspace(max(self._live_at_reset, self._live_bytes))
+
     def _reset_peak(self) -> None:
+        self._live_at_reset = self._live_bytes
         if self.device.type == "cuda":
             torch._C._cuda_resetPeakMemoryStats(self.device.index)
 
