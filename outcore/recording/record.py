@@ -4,14 +4,12 @@ The step runs for real, in the leanest state: what autograd saves is swapped out
 memory of no more than one op and its tensors. When half the host's room is used, values that can be rerun directly from
 what was swapped are dropped instead; when all of it is used, so is whatever else can be dropped.
 
-Because nothing is held for autograd, the lifetimes seen are the program's own. On CUDA, ops are timed by event pairs,
-in batches that are queued behind a short spin of the device: the host is then ahead and does not show up in the times.
+Because nothing is held for autograd, the lifetimes seen are the program's own.
 """
 
 from __future__ import annotations
 
 import gc
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import date
@@ -22,6 +20,7 @@ import torch
 
 from outcore.recording.intercept import in_backward
 from outcore.running.cells import Cell, Handle, Kept, Marked, check_unchanged, clear_marks, is_plain
+from outcore.running.clock import Clock
 from outcore.running.execute import SMALL_BYTES, bring, op_name, swap_out_now
 from outcore.running.replay import (
     OpOverload,
@@ -37,8 +36,6 @@ from outcore.running.store import Store
 from outcore.values import Op, Storage, Tick, Trace, Value
 
 _MARK = "_outcore_recorded"
-_BATCH = 48  # ops queued behind one spin
-_SPIN_CYCLES = 14_000_000  # about 8 ms: longer than the host takes to queue a batch
 _ROUND_BYTES = 512  # the CUDA allocator's grain
 H = TypeVar("H", Handle, Kept)
 
@@ -56,34 +53,6 @@ class _Storage:
         self.movable = movable
         self.current = -1  # the value of its newest version
         self.num_versions = 0
-
-
-class Clock:
-    """Seconds of each op, read when the step is over."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._pairs: list[tuple[Any, Any]] = []
-
-    def start(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        if len(self._pairs) % _BATCH == 0:
-            torch.cuda._sleep(_SPIN_CYCLES)
-        return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(enable_timing=True))
-
-    def stop(self, started: Any) -> None:
-        if self.device.type != "cuda":
-            self._pairs.append((started, time.perf_counter()))
-            return
-        ended = torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(enable_timing=True))
-        self._pairs.append((started, ended))
-
-    def seconds(self) -> list[float]:
-        if self.device.type != "cuda":
-            return [end - start for start, end in self._pairs]
-        torch.cuda.synchronize(self.device)
-        return [start.elapsed_time(end) / 1e3 for start, end in self._pairs]
 
 
 class Recorder:

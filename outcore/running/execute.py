@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from outcore.running.cells import Cell, Handle, Kept, Marked, cell_of, check_unchanged, clear_marks, is_plain
+from outcore.running.clock import Clock
 from outcore.running.meter import LiveBytes
 from outcore.running.replay import OpOverload, Recipe, below_everything, capture, outputs_of
 from outcore.running.store import Store
@@ -87,12 +88,20 @@ class Execution:
     """One step that follows a program."""
 
     def __init__(
-        self, program: Program, store: Store, *, meter: LiveBytes | None = None, log: list[str] | None = None
+        self,
+        program: Program,
+        store: Store,
+        *,
+        meter: LiveBytes | None = None,
+        log: list[str] | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.program = program
         self.store = store
         self.meter = meter
         self.log = log
+        self.clock = clock
+        self.timed: list[str] = []  # names of the ops the clock timed
         self.on_plan = True
         self.left_plan_because = ""
         self.num_inline = 0  # values that had to be brought back without the schedule's help
@@ -109,6 +118,15 @@ class Execution:
     # -- the forward's ops --------------------------------------------------------------------------------------------
 
     def op(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self.clock is None:
+            return self._op(func, args, kwargs)
+        self.timed.append(op_name(func))
+        started = self.clock.start()
+        result = self._op(func, args, kwargs)
+        self.clock.stop(started)
+        return result
+
+    def _op(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         index = self._num_ops
         if index > self.program.last_captured or not self.on_plan:
             result = func(*args, **kwargs)
