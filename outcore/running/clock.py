@@ -1,8 +1,8 @@
 """Seconds of each op of a step.
 
 On CUDA, ops are timed by event pairs, in batches that are queued behind a short spin of the device: the host is then
-ahead and does not show up in the times. Still, an op that made the allocator ask the driver for memory looks slow; a step
-is timed twice, and an event pair only ever overstates, so the smaller time is the op's own.
+ahead and does not show up in the times. Still, an op that made the allocator ask the driver for memory looks slow; a
+step is timed twice, and an event pair only ever overstates, so the smaller time is the op's own.
 """
 
 from __future__ import annotations
