@@ -39,7 +39,7 @@ def lower(trace: Trace, plan: Plan, machine: Machine) -> Schedule:
         )
     steps = lower_steps(terrain_of(trace), plan.decisions, machine, plan.budget)
     actions = tuple(
-        Action(tick, kind, op=subject, values=held, in_place=in_place)
+        Action(tick, "rerun", op=subject, values=held, in_place=in_place)
         if kind == "rerun"
         else Action(tick, kind, value=subject, tier=tier)  # type: ignore[arg-type]
         for tick, kind, subject, tier, held, in_place in steps

@@ -101,7 +101,7 @@ def memory_of(terrain: Terrain, steps: Sequence[Step], decisions: Mapping[int, s
 
 def held_until(terrain: Terrain, decisions: Mapping[int, str]) -> dict[int, int]:
     """Value -> the last slot in which a recipe reaches it: recomputed values hold what they will be made from."""
-    producer, ops = terrain.producer, terrain.trace.ops
+    producer, ops, packs = terrain.producer, terrain.trace.ops, terrain.packs
     until: dict[int, int] = {}
     pending: list[int] = []
     seen: set[int] = set()
@@ -109,7 +109,7 @@ def held_until(terrain: Terrain, decisions: Mapping[int, str]) -> dict[int, int]
     def reach(value: int, end: int) -> None:
         if end > until.get(value, -1):
             until[value] = end
-        passes = value not in terrain.packs or decisions.get(value) == "recompute"
+        passes = value not in packs or decisions.get(value) == "recompute"
         if passes and producer[value] >= 0 and producer[value] not in seen:
             seen.add(producer[value])
             heappush(pending, -producer[value])
@@ -119,15 +119,14 @@ def held_until(terrain: Terrain, decisions: Mapping[int, str]) -> dict[int, int]
         if decision == "recompute":
             reach(value, terrain.handle_end[value])
     while pending:  # newest op first: everything that reads its outputs was seen before
-        op = ops[-heappop(pending)]
+        op = -heappop(pending)
         end = max(
             until[value]
-            for value in op.writes
-            if value in until and (value not in terrain.packs or decisions.get(value) == "recompute")
+            for value in ops[op].writes
+            if value in until and (value not in packs or decisions.get(value) == "recompute")
         )
-        for read in op.reads:
-            if not terrain.trace.storages[terrain.storage[read]].external:
-                reach(read, end)
+        for read in terrain.reads[op]:
+            reach(read, end)
     return until
 
 

@@ -111,16 +111,13 @@ def steps(draw: st.DrawFn, max_ops: int = 7, max_rounds: int = 2) -> Trace:
 def _forward(draft: _Draft, draw: st.DrawFn, max_ops: int) -> list[tuple[int, int]]:
     saved: list[tuple[int, int]] = []
     for _ in range(draw(st.integers(1, max_ops))):
-        there = sorted(draft.newest.values())[-5:] + [draft.newest[0]]
+        there = [*sorted(draft.newest.values())[-5:], draft.newest[0]]
         reads = draw(st.lists(st.sampled_from(there), min_size=1, max_size=3))
         in_place = draw(st.sampled_from([False, True])) and _may_overwrite(draft, draw, reads[0], saved)
-        for read in dict.fromkeys(reads):
-            if draw(st.sampled_from([True, False, False])) and not (in_place and read == reads[0]):
-                saved.append((read, draft.pack(read)))
+        to_save = [read for read in dict.fromkeys(reads) if not (in_place and read == reads[0])]
+        saved += [(read, draft.pack(read)) for read in to_save if draw(st.sampled_from([True, False, False]))]
         made = draft.op("forward", reads, in_place, draw(st.sampled_from([0, 1, 2] if in_place else [1, 1, 2])))
-        for value in made:
-            if draw(st.booleans()):
-                saved.append((value, draft.pack(value)))
+        saved += [(value, draft.pack(value)) for value in made if draw(st.booleans())]
     return saved
 
 
