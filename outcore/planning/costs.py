@@ -70,6 +70,6 @@ def _bundles(segments: dict[int, tuple[int, ...]]) -> list[tuple[int, ...]]:
     for value, segment in segments.items():
         for op in segment:
             sharing.setdefault(op, []).append(value)
-    bundles = {(value,) for value in segments}
+    bundles: set[tuple[int, ...]] = {(value,) for value in segments}
     bundles |= {tuple(values) for values in sharing.values() if 1 < len(values) <= MAX_BUNDLE}
     return sorted(bundles)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 
 from outcore.planning.market import INF, Market
-from outcore.planning.scoring import Decisions, Progress, Scored, lean_bytes, score
+from outcore.planning.scoring import Decisions, Progress, Scored, better, lean_bytes, score
 from outcore.planning.simple import keep_all, leanest
 from outcore.planning.terrain import Terrain
 from outcore.values import Budget, Decision, Machine
@@ -47,16 +47,10 @@ def _best_of_market(terrain: Terrain, machine: Machine, budget: Budget, progress
             found = market.cheapest_fit(share, int(budget.device_bytes * (1 - reserve)))
             if found is not None:
                 any_fit = True
-                best = _better(best, score(terrain, machine, budget, found), budget)
+                best = better(best, score(terrain, machine, budget, found), budget)
         if any_fit:
             break
     return best
-
-
-def _better(best: Scored, other: Scored, budget: Budget) -> Scored:
-    if other.peak_bytes > budget.device_bytes:
-        return best
-    return other if other.step_s < best.step_s or best.peak_bytes > budget.device_bytes else best
 
 
 def _improve(terrain: Terrain, machine: Machine, budget: Budget, best: Scored, progress: Progress) -> Decisions:
@@ -71,7 +65,7 @@ def _improve(terrain: Terrain, machine: Machine, budget: Budget, best: Scored, p
             continue
         decisions = {**best.decisions, **changed}
         if int(lean_bytes(terrain, budget, decisions).max(initial=0)) <= budget.device_bytes:
-            best = _better(best, score(terrain, machine, budget, decisions), budget)
+            best = better(best, score(terrain, machine, budget, decisions), budget)
     return dict(best.decisions)
 
 

@@ -26,6 +26,7 @@ from outcore.planning.unroll import Unrolled, unroll
 from outcore.values import Budget, Machine
 
 INF = float("inf")
+NEVER_S = 1e12
 MAX_ANCHOR_ROUNDS = 80
 
 
@@ -205,7 +206,7 @@ class LaneRoom:
             at = int(np.searchsorted(unpack_ticks, pack))
             packed_s.append(clock_s[pack])
             turn_s.append(clock_s[unpack_ticks[at]] if at < len(unpack_ticks) else clock_s[-1])
-            needed_s.append(clock_s[needs[0]] if needs else INF)
+            needed_s.append(clock_s[needs[0]] if needs else NEVER_S)
         self.out_s = {value: machine.out_s(terrain.value_bytes[value], tier) for value in values}
         self.in_s = {value: machine.in_s(terrain.value_bytes[value], tier) for value in values}
         by_need = sorted(range(len(values)), key=lambda at: needed_s[at])

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from outcore.errors import BudgetTooSmall, OutcoreError
 from outcore.planning.bound import bound_step_s
+from outcore.planning.exact import exact
 from outcore.planning.hybrid import hybrid
+from outcore.planning.pooch import pooch
 from outcore.planning.scoring import Decisions, Planner, Progress, Scored, lean_bytes, score, stored_fits
 from outcore.planning.simple import keep_all, leanest, recompute_all, swap_all
+from outcore.planning.swap import swap
 from outcore.planning.terrain import Terrain, terrain_of
 from outcore.values import Budget, Machine, Plan, Trace
 
@@ -17,7 +20,10 @@ PLANNERS: dict[str, Planner] = {
     "keep-all": keep_all,
     "swap-all": swap_all,
     "recompute-all": recompute_all,
+    "swap": swap,
+    "pooch": pooch,
     "hybrid": hybrid,
+    "exact": exact,
 }
 PURE = ("keep-all", "swap-all", "recompute-all")  # what they decide does not depend on the device budget
 
