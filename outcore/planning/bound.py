@@ -98,12 +98,12 @@ def _shares(terrain: Terrain) -> dict[int, float]:
     shared = [op for op, values in users.items() if len(values) > 1]
     for op, values in users.items():
         if len(values) == 1:
-            share_s[values[0]] += terrain.trace.ops[op].seconds
+            share_s[values[0]] += terrain.trace.ops[op].rerun_s
     for _ in range(NUM_SHARING_ROUNDS):
         for op in shared:
             for value, seconds in given[op].items():
                 share_s[value] -= seconds
-            given[op] = _level(terrain, users[op], share_s, terrain.trace.ops[op].seconds)
+            given[op] = _level(terrain, users[op], share_s, terrain.trace.ops[op].rerun_s)
             for value, seconds in given[op].items():
                 share_s[value] += seconds
     return share_s

@@ -45,7 +45,7 @@ def remake_density(terrain: Terrain, segments: dict[int, tuple[int, ...]]) -> di
     def density(values: tuple[int, ...]) -> float:
         left = [value for value in values if value not in found]
         needed = {op for value in left for op in segments[value]} - paid
-        return sum(ops[op].seconds for op in needed) / max(sum(value_bytes[value] for value in left), 1)
+        return sum(ops[op].rerun_s for op in needed) / max(sum(value_bytes[value] for value in left), 1)
 
     heap = [(density(bundle), bundle) for bundle in _bundles(segments)]
     heapify(heap)

@@ -134,7 +134,7 @@ class Model:
         matrix = coo_array((np.array([entry[2] for entry in entries]), where), shape=(len(rows), self.num_columns))
         cost = np.full(self.num_columns, 1e-7)  # of equal seconds, the fewest evictions
         for op, column in self.rerun_at.items():
-            cost[column] = self.terrain.trace.ops[op].seconds / self.machine.speed * 1e3
+            cost[column] = self.terrain.trace.ops[op].rerun_s / self.machine.speed * 1e3
         found = milp(
             cost,
             constraints=LinearConstraint(matrix.tocsr(), [row[1] for row in rows], [row[2] for row in rows]),

@@ -74,7 +74,7 @@ def _reasons(terrain: Terrain, scored: Scored) -> dict[int, str]:
     for value, decision in scored.decisions.items():
         stall_s = scored.clocked.out_stall_s.get(value, 0.0) + scored.clocked.in_stall_s.get(value, 0.0)
         if decision == "recompute":
-            seconds = terrain.trace.ops[terrain.producer[value]].seconds
+            seconds = terrain.trace.ops[terrain.producer[value]].rerun_s
             reasons[value] = f"its op takes {seconds * 1e6:.0f} µs to run again"
         elif decision == "swap":
             reasons[value] = f"compute waits {stall_s * 1e6:.0f} µs for it" if stall_s > 0 else "its copies are hidden"

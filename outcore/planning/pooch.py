@@ -62,7 +62,7 @@ def _keep_from_output(terrain: Terrain, machine: Machine, budget: Budget, best: 
 
 def _recompute_by_ratio(terrain: Terrain, machine: Machine, budget: Budget, best: Scored, progress: Progress) -> Scored:
     segments = segments_of(terrain)
-    cost_s = {v: sum(terrain.trace.ops[op].seconds for op in ops) / machine.speed for v, ops in segments.items()}
+    cost_s = {v: sum(terrain.trace.ops[op].rerun_s for op in ops) / machine.speed for v, ops in segments.items()}
     tried: set[int] = set()
     for at in range(MAX_RECOMPUTES_TRIED):
         progress("recomputing", at / MAX_RECOMPUTES_TRIED)

@@ -278,7 +278,7 @@ def clock_of(terrain: Terrain, steps: Sequence[Step], machine: Machine, *, detai
                 start_s, end_s = lanes.start_s[lane][subject], lanes.end_s[lane][subject]
                 found.spans.append(Span(f"swap_{kind[5:]}", start_s, end_s, f"swap_{kind[5:]} {subject}"))
         elif kind == "rerun":
-            seconds = ops[subject].seconds / speed
+            seconds = ops[subject].rerun_s / speed
             delay_s += seconds
             found.recompute_s += seconds
             if detail:
