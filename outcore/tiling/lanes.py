@@ -1,14 +1,16 @@
 """A device -> a lane: three streams, memory, and how a block is copied and multiplied there.
 
-Two kinds. A CPU lane copies blocks into its slots with threads and sums halves in fp32. A CUDA lane copies from page-locked memory by
-the copy engines and multiplies in the operands' own type. Everything else (what is copied when, what waits for what) is in
-`pipeline` and the same for both. What CUDA needs beyond torch is one call: torch turns a strided host slice into a temporary and
-waits for it (pytorch/pytorch#111570), the driver's pitched copy does not.
+Two kinds. A CPU lane copies blocks into its slots with threads and sums halves in fp32. A CUDA lane copies from
+page-locked memory by the copy engines and multiplies in the operands' own type. Everything else (what is copied
+when, what waits for what) is in `pipeline` and the same for both. What CUDA needs beyond torch is one call: torch
+turns a strided host slice into a temporary and waits for it (pytorch/pytorch#111570), the driver's pitched copy does
+not.
 """
 
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -77,7 +79,7 @@ class CpuLane:
 
 
 class CudaLane:
-    """One CUDA device, or a part of one: pass the compute stream of a green context to confine the products to its units."""
+    """One CUDA device, or a part of one: given a green context's stream, the products keep to its units."""
 
     def __init__(self, device: str | torch.device, *, compute: torch.cuda.Stream | None = None, name: str = "") -> None:
         self.device = torch.device(device)
@@ -173,7 +175,7 @@ def _add_in_strips(target: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta:
 
 @cache
 def _sums_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch adds a half product to an fp32 matrix in place: tried once on a small one, the answer compared."""
+    """Whether this torch adds a half product to fp32 sums in place: tried once on a small one, the answer compared."""
     a = torch.ones(16, 16, dtype=dtype, device=device)
     sums = torch.ones(16, 16, dtype=torch.float32, device=device)
     try:
@@ -202,7 +204,7 @@ def cuda_runtime() -> Any:
 
 
 def copy_pitched(target: torch.Tensor, source: torch.Tensor, kind: int, stream: int) -> None:
-    """Rows of one pitch to rows of another by the copy engine; both have contiguous rows, the host side is page-locked."""
+    """Rows of one pitch to rows of another by the copy engine; the host side is page-locked."""
     element_bytes = target.element_size()
     status = cuda_runtime().cudaMemcpy2DAsync(
         target.data_ptr(),
@@ -222,6 +224,10 @@ def _pitch(tensor: torch.Tensor) -> int:
     return tensor.stride(0) if tensor.shape[0] > 1 else max(tensor.stride(0), tensor.shape[1])
 
 
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
 class Pins:
     """Page-locks tensors in place for as long as it is open, and counts what could not be locked."""
 
@@ -237,7 +243,7 @@ class Pins:
         if is_file_mapping(tensor):
             return False
         storage = tensor.untyped_storage()
-        status = torch.cuda.cudart().cudaHostRegister(storage.data_ptr(), storage.nbytes(), 1)
+        status = _cudart().cudaHostRegister(storage.data_ptr(), storage.nbytes(), 1)
         if int(status) != 0:
             self.num_failed += 1
             _clear_last_error()
@@ -248,7 +254,7 @@ class Pins:
 
     def close(self) -> None:
         while self._locked:
-            torch.cuda.cudart().cudaHostUnregister(self._locked.pop().untyped_storage().data_ptr())
+            _cudart().cudaHostUnregister(self._locked.pop().untyped_storage().data_ptr())
 
     def __enter__(self) -> Pins:
         return self
@@ -262,7 +268,5 @@ def _clear_last_error() -> None:
     if cuda_runtime() is not None:
         cuda_runtime().cudaGetLastError()
         return
-    try:
+    with suppress(RuntimeError):
         torch.zeros(1, device="cuda")
-    except RuntimeError:
-        pass

@@ -1,8 +1,9 @@
 """A tensor or a file -> blocks that can be read into, or written from, a piece of memory.
 
-Each operand is kept in the orientation it is stored in (rows contiguous) with a flag that says the product wants its transpose: a
-transposed operand is never copied, the matrix product takes the flag. Files are read by several threads with plain positioned reads
-(`preadv`), which keeps many requests at the disk at once; a mapping would fault one page at a time.
+Each operand is kept in the orientation it is stored in (rows contiguous) with a flag that says the product wants its
+transpose: a transposed operand is never copied, the matrix product takes the flag. Files are read by several threads
+with plain positioned reads (`preadv`), which keeps many requests at the disk at once; a mapping would fault one page
+at a time.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class TensorStore:
 
 
 class FileMatrix:
-    """A matrix in a file, stored by rows without a header (or after `offset_bytes`). `.t()` is its transpose, no byte moved."""
+    """A matrix in a file, stored by rows after `offset_bytes`. `.t()` is its transpose, no byte moved."""
 
     def __init__(
         self, path: str | os.PathLike[str], shape: tuple[int, int], dtype: torch.dtype, *, offset_bytes: int = 0
@@ -103,7 +104,7 @@ class FileMatrix:
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], shape: tuple[int, int], dtype: torch.dtype) -> FileMatrix:
-        """A new file of the right length (sparse until written); an existing file keeps its bytes if it is long enough."""
+        """A new file of the right length, sparse until written; an existing one is lengthened where too short."""
         with open(path, "ab") as file:
             num_bytes = shape[0] * shape[1] * dtype.itemsize
             if file.tell() < num_bytes:
@@ -152,7 +153,7 @@ class FileMatrix:
     def _each(self, tensor: torch.Tensor, span: Span, move: Callable[[memoryview, int], None]) -> None:
         if not tensor.numel():
             return
-        memory = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+        memory = memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
         parts = list(self._parts(memory, span))
         if len(parts) == 1:
             move(*parts[0])

@@ -4,10 +4,11 @@
     compute                      └─ product, product, ... ──┐ tile complete
     copy_out                                                └─ C tile ── done
 
-The host only enqueues. Every order is an event: a product waits for its blocks, a load for the last product that read the slot it
-overwrites, a product for the store of the C tile whose slot it takes. The host waits in one place, for the piece `window` pieces ago,
-so that a lane does not claim work it will do much later. Blocks that the copy engines cannot take from where they lie (unlocked memory,
-files) are read into a small ring of locked slabs first; stores of such operands run on a thread of their own.
+The host only enqueues. Every order is an event: a product waits for its blocks, a load for the last product that
+read the slot it overwrites, a product for the store of the C tile whose slot it takes. The host waits in one place,
+for the piece `window` pieces ago, so that a lane does not claim work it will do much later. Blocks that the copy
+engines cannot take from where they lie (unlocked memory, files) are read into a small ring of locked slabs first;
+stores of such operands run on a thread of their own.
 """
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ class Pipeline:
         return sums
 
     def _block(self, name: str, place: Span) -> tuple[torch.Tensor, Callable[[Event], None]]:
-        """The block on the device in the product's orientation, its load enqueued and waited for, and how to let go of it."""
+        """The block on the device, its load enqueued and waited for, and how to let go of it."""
         operand = self.work.a if name == "a" else self.work.b
         span = operand.span(*place)
         if name not in self.pools:
@@ -218,7 +219,7 @@ class Pipeline:
             if not self.lane.can_copy_from(peer.lane) or (entry := peer.pools[name].cache.lend(place)) is None:
                 continue
             source = peer.pools[name].view(entry, span)
-            self.lane.copy_in.run(lambda: view.copy_(source, non_blocking=True), view.nbytes)
+            self.lane.copy_in.run(_copy(view, source), view.nbytes)
             peer.pools[name].cache.release(entry, self.lane.copy_in.record())
             self.bytes_from_peers += view.nbytes
             return True
@@ -273,7 +274,7 @@ class Pipeline:
             _empty(waiting, store)
 
     def close(self) -> None:
-        """Wait until nothing is in flight, then let go of threads and memory; errors here were reported where they arose."""
+        """Wait until nothing is in flight; errors met here were reported where they arose."""
         streams: list[Any] = [self.lane.copy_in, self.lane.compute]
         streams += [self._store_thread] if self._store_thread else []
         for stream in [*streams, self.lane.copy_out]:

@@ -2,8 +2,9 @@
 
     matmul ─ Job ─ plan_tiles ─▶ Tiles ─ one Pipeline per device, one TaskQueue ─▶ Report
 
-Follows arXiv 1511.04348 and its full version BLASX (1510.05041): a product larger than a device, over unequal devices. It differs in that
-the plan is made and predicted first, half types and files are operands too, and a device may fail: the others redo what it left.
+Follows arXiv 1511.04348 and its full version BLASX (1510.05041): a product larger than a device, over unequal
+devices. It differs in that the plan is made and predicted first, half types and files are operands too, and a device
+may fail: the others redo what it left.
 """
 
 from __future__ import annotations
@@ -12,20 +13,20 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import psutil
 import torch
 
 from outcore.errors import TilingError
-from outcore.tiling.lanes import CpuLane, CudaLane, Lane, Pins, make_lane
+from outcore.tiling.lanes import CudaLane, Lane, Pins, make_lane
 from outcore.tiling.operands import FileMatrix, Operand, TensorStore, as_operand, is_file_mapping, overlaps
 from outcore.tiling.pipeline import Pipeline, Work
+from outcore.tiling.rates import measure_rates
 from outcore.tiling.tasks import Piece, TaskQueue
 from outcore.tiling.tiles import Gemm, Prediction, Rates, Tiles, plan_tiles
-from outcore.units import GIB, MIB, format_bytes, parse_bytes
+from outcore.units import MIB, parse_bytes
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 PIN_BYTES_PER_S = 2.3e9
@@ -45,7 +46,7 @@ class UnfinishedProduct(TilingError):
         area = sum(piece.area for piece in missing)
         super().__init__(
             f"every device failed and {area} elements of out are unwritten in {len(missing)} pieces "
-            f"(last error: {errors[-1] if errors else 'none'}); out is unfinished: free the devices and run the product again"
+            f"(last error: {errors[-1] if errors else 'none'}); out is unfinished: free a device and run it again"
         )
 
 
@@ -111,9 +112,10 @@ def matmul(
 ) -> Matrix:
     """`alpha * a @ b + beta * add`, by blocks, with at most `memory` of each device's memory.
 
-    `a`, `b`, `out`, `add` are host tensors (pinned or not, transposed or not, mapped or not), `FileMatrix`es, or tensors of the one
-    device used. `out` may be `add` itself and otherwise shares memory with nothing. `pin=True` page-locks unpinned operands in place for
-    this call, `pin=False` copies them through pinned slabs, None takes the quicker by prediction.
+    `a`, `b`, `out`, `add` are host tensors (pinned or not, transposed or not, mapped or not), `FileMatrix`es, or
+    tensors of the one device used. `out` may be `add` itself and otherwise shares memory with nothing. `pin=True`
+    page-locks unpinned operands in place for this call, `pin=False` copies them through pinned slabs, None takes the
+    quicker by prediction.
     """
     if a.shape and b.shape and (_dim(a) == 1 or _dim(b) == 1):
         if out is not None or add is not None:
@@ -344,7 +346,7 @@ class Job:
             return None
 
     def _report(self, seconds: float, pin_s: float, pipelines: list[Pipeline | None], queue: TaskQueue) -> Report:
-        lanes = []
+        lanes: list[LaneReport] = []
         for pipeline, state in zip(pipelines, queue.lanes):
             span_s = state.last_done_s - state.started_s if state.started_s is not None and state.num_pieces else 0.0
             share = state.done_area / queue.total_area
@@ -421,7 +423,7 @@ def _logical_shape(matrix: Matrix) -> tuple[int, int]:
 
 
 def _by_rows(operand: Operand) -> Operand:
-    """D in C's orientation. A host tensor of any strides is read by its view; a file has only the one it is stored in."""
+    """D in C's orientation. A tensor of any strides is read by its view; a file has only the one it is stored in."""
     if isinstance(operand.store, TensorStore):
         return Operand(TensorStore(operand.store.tensor.t()))
     raise TilingError("add is a transposed file and out is not; store both in one orientation")
@@ -450,79 +452,3 @@ def _budget(memory: int | str | None, lanes: Sequence[Lane]) -> int:
 def _predicted_s(tiles: Tiles) -> float:
     assert tiles.prediction is not None
     return tiles.prediction.seconds
-
-
-def measure_rates(lane: Lane, dtype: torch.dtype) -> Rates:
-    """A lane's rates, measured once per process (a few dozen milliseconds)."""
-    if isinstance(lane, CpuLane):
-        return _measure_cpu(dtype)
-    tf32 = torch.backends.cuda.matmul.allow_tf32
-    return _measure_cuda(lane.device, dtype, tf32)
-
-
-def _best_s(action: Any, finish: Any, num_times: int = 3) -> float:
-    times = []
-    for _ in range(num_times):
-        started_s = time.perf_counter()
-        action()
-        finish()
-        times.append(time.perf_counter() - started_s)
-    return min(times)
-
-
-@cache
-def _measure_cpu(dtype: torch.dtype) -> Rates:
-    dtype = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    side = 512
-    a, b = torch.ones(side, side, dtype=dtype), torch.ones(side, side, dtype=dtype)
-    big, copy = torch.ones(4 * MIB), torch.ones(4 * MIB)
-    mm_s = _best_s(lambda: torch.mm(a, b), lambda: None)
-    copy_s = _best_s(lambda: copy.copy_(big), lambda: None)
-    rate = big.nbytes / copy_s
-    return Rates(2 * side**3 / mm_s, rate, rate, memory_bytes_per_s=2 * rate, launch_s=3e-5, origin="measured")
-
-
-@cache
-def _measure_cuda(device: torch.device, dtype: torch.dtype, tf32: bool) -> Rates:
-    side = 8192 if torch.cuda.mem_get_info(device)[0] > 4 * GIB else 2048
-    a = torch.randn(side, side, device=device).to(dtype)
-    c = torch.empty_like(a)
-    host = torch.empty(128 * MIB, dtype=torch.uint8, pin_memory=True)
-    block = torch.empty(128 * MIB, dtype=torch.uint8, device=device)
-
-    def finish() -> None:
-        torch.cuda.synchronize(device)
-
-    torch.mm(a, a, out=c)
-    finish()
-    mm_s = _best_s(lambda: torch.mm(a, a, out=c), finish)
-    in_s = _best_s(lambda: block.copy_(host, non_blocking=True), finish)
-    out_s = _best_s(lambda: host.copy_(block, non_blocking=True), finish)
-    copy_s = _best_s(lambda: c.copy_(a), finish)
-    return Rates(
-        2 * side**3 / mm_s,
-        host.nbytes / in_s,
-        host.nbytes / out_s,
-        memory_bytes_per_s=2 * a.nbytes / copy_s,
-        num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
-        origin=f"measured on {torch.cuda.get_device_name(device)}",
-    )
-
-
-def describe(tiles: Tiles, prediction: Prediction) -> list[str]:
-    """The plan in a few lines for people."""
-    from outcore.units import format_rate, format_seconds
-
-    gemm = tiles.gemm
-    moved_bytes = prediction.bytes_in + prediction.bytes_out
-    flop_per_s = gemm.num_flop / prediction.seconds if prediction.seconds else 0.0
-    return [
-        f"product    {gemm.m} x {gemm.n} x {gemm.k}, {gemm.num_flop / 1e12:.3g} Tflop",
-        f"plan       {tiles.regime}; tiles {tiles.num_rows} x {tiles.num_cols}, depth {tiles.depth}, {tiles.num_tasks} tasks",
-        f"memory     {format_bytes(tiles.device_bytes)} of {format_bytes(tiles.budget_bytes)} on the device",
-        f"traffic    {format_bytes(prediction.bytes_in)} in, {format_bytes(prediction.bytes_out)} out "
-        f"({moved_bytes / tiles.lower_bound_bytes:.2f} of the lower bound)",
-        f"predicted  {format_seconds(prediction.seconds)}, {flop_per_s / 1e12:.3g} TFLOP/s, bound by {prediction.bound} "
-        f"(compute {format_seconds(prediction.compute_s)}, in {format_seconds(prediction.in_s)}, "
-        f"out {format_seconds(prediction.out_s)}; links at {format_rate(prediction.bytes_in / max(prediction.in_s, 1e-12))})",
-    ]

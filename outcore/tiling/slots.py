@@ -1,9 +1,10 @@
 """Block key -> slot of device memory, least recently used first, never one that somebody still reads.
 
-The tile cache of BLASX (arXiv 1510.05041): inputs only, results are never cached. It differs in what a reader is: there a
-count that falls when a batch of kernels is known to have ended; here a count only while work is being enqueued, and after
-that an event which the next writer of the slot waits for on its own stream. So eviction never stops the host.
-The planner's simulator and the executor use this same class: they cannot disagree about what is evicted.
+The tile cache of BLASX (arXiv 1510.05041): inputs only, results are never cached. It differs in what a reader is:
+there a count that falls when a batch of kernels is known to have ended; here a count only while work is being
+enqueued, and after that an event which the next writer of the slot waits for on its own stream. So eviction never
+stops the host. The planner's simulator and the executor use this same class: they cannot disagree about what is
+evicted.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from outcore.errors import TilingError
 
 @dataclass
 class Entry:
-    """One slot and what is in it. `ready` and `readers` are whatever the owner orders by: events, or simulated seconds."""
+    """One slot and what is in it. `ready` and `readers` are what the owner orders by: events, or simulated seconds."""
 
     slot: int
     key: Hashable = None

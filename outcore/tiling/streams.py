@@ -1,9 +1,10 @@
 """Work in order, and order between works: one surface, a CUDA and a thread implementation.
 
-The executor is written once against `Stream` and `Event`. On CUDA `run` enqueues kernels and copies at once and the device orders
-them; on CPU a stream is a thread that takes closures from a queue, so the same schedule, the same waits and the same races exist there.
-A thread stream can be slowed (`delay_s` per operation, `rate_per_s` for the stated work): tests use it to open races that speed
-hides, and the simulated-devices benchmark to make devices of any speed.
+The executor is written once against `Stream` and `Event`. On CUDA `run` enqueues kernels and copies at once and the
+device orders them; on CPU a stream is a thread that takes closures from a queue, so the same schedule, the same
+waits and the same races exist there. A thread stream can be slowed (`delay_s` per operation, `rate_per_s` for the
+stated work): tests use it to open races that speed hides, and the simulated-devices benchmark to make devices of any
+speed.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class ThreadEvent:
 
 
 class ThreadStream:
-    """A thread that runs closures in order. After the first failure it runs nothing more, and says so to every waiter."""
+    """A thread that runs closures in order. After a failure it runs nothing more and says so to every waiter."""
 
     def __init__(self, name: str, *, delay_s: float = 0.0, rate_per_s: float | None = None) -> None:
         self._delay_s = delay_s
@@ -125,14 +126,14 @@ class CudaStream:
     """A torch CUDA stream behind the same surface; also a stream of a green context, wrapped as an external stream."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
-        self.stream = torch.cuda.Stream(device) if stream is None else stream
+        self.stream: torch.cuda.Stream = stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def run(self, operation: Callable[[], object], work: float = 0.0) -> None:
         with torch.cuda.stream(self.stream):
             operation()
 
     def record(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
+        event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self.stream)
         return event
 

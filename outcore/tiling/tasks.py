@@ -1,9 +1,9 @@
 """Tasks + lanes of unequal speed -> pieces, pulled from one counter.
 
-A lane (a device) takes whole C tiles while there is plenty, so faster lanes take more, as in BLASX (arXiv 1510.05041). BLASX stops
-there; its last round waits for the slowest device's last tile. Here the last tiles are cut into row strips: a lane takes half
-of what it could do before the projected end, at its measured speed, and a lane too slow to help any more steps aside.
-What a failed lane had not finished goes back to the front of the queue.
+A lane (a device) takes whole C tiles while there is plenty, so faster lanes take more, as in BLASX (arXiv
+1510.05041). BLASX stops there; its last round waits for the slowest device's last tile. Here the last tiles are cut
+into row strips: a lane takes half of what it could do before the projected end, at its measured speed, and a lane
+too slow to help any more steps aside. What a failed lane had not finished goes back to the front of the queue.
 
 Time is a parameter: the executor passes the clock, tests and the simulated-devices benchmark pass their own.
 """

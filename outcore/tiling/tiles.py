@@ -1,14 +1,15 @@
-"""Gemm + Rates + budget -> Tiles: which blocks of a product are held where, in which order, and how long it should take.
+"""Gemm + Rates + budget -> Tiles: which blocks of a product are held, in which order, and how long it should take.
 
-A C tile is one task. Its full depth k is taken in panels; blocks of A and B pass through two pools of slots, C is written
-back once. One description covers the three classic cases: everything fits (every block has a slot), one operand fits
-(its pool holds all of it, the other streams), neither (a band of one operand stays while the other streams past it, or a
-wide C tile stays while panels of both stream). The planner proposes tile sides, depth and split of the budget, estimates
-each by its traffic, then plays the best of them through the very cache and order the executor uses and keeps the fastest.
+A C tile is one task. Its full depth k is taken in panels; blocks of A and B pass through two pools of slots, C is
+written back once. One description covers the three classic cases: everything fits (every block has a slot), one operand
+fits (its pool holds all of it, the other streams), neither (a band of one operand stays while the other streams past
+it, or a wide C tile stays while panels of both stream). The planner proposes tile sides, depth and split of the budget,
+estimates each by its traffic, then plays the best of them through the very cache and order the executor uses and keeps
+the fastest.
 
-Follows Hong and Kung / Smith et al. (arXiv 1702.02017) for the traffic bound, BLASX (arXiv 1510.05041) for tasks and cache.
-It differs in that tile sides follow from bytes and rates: BLASX compiles in 2048, which caps bf16 at a few percent here.
-No torch in this file: a product can be planned for a card that is not in the machine.
+Follows Hong and Kung / Smith et al. (arXiv 1702.02017) for the traffic bound, BLASX (arXiv 1510.05041) for tasks and
+cache. It differs in that tile sides follow from bytes and rates: BLASX compiles in 2048, which caps bf16 at a few
+percent here. No torch in this file: a product can be planned for a card that is not in the machine.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ class Tiles:
         return Task(index, row, num_rows, col, num_cols)
 
     def panels(self, task: Task) -> list[tuple[int, int]]:
-        """Depth ranges of a task; every second task runs them backwards, so that the last panels are still in their slots."""
+        """Depth ranges of a task; every second task runs them backwards: the last panels are still in their slots."""
         panels = [(start, min(start + self.depth, self.gemm.k)) for start in range(0, self.gemm.k, self.depth)]
         return panels[::-1] if task.index % 2 else panels
 
@@ -184,8 +185,8 @@ class Tiles:
 def visit(num_kept: int, num_streamed: int, band: int, ramp: int) -> Iterator[tuple[int, int]]:
     """Grid places (kept, streamed) in order: bands of the kept operand, the other passing to and fro like a serpentine.
 
-    The first band opens with a growing square over `ramp` streamed blocks: each load then serves as many tiles as possible,
-    which shortens the time until the products, not the loads, are the slower side.
+    The first band opens with a growing square over `ramp` streamed blocks: each load then serves as many tiles as
+    possible, which shortens the time until the products, not the loads, are the slower side.
     """
     for band_index, first in enumerate(range(0, num_kept, band)):
         kept = list(range(first, min(first + band, num_kept)))
@@ -269,7 +270,7 @@ def _in_rate(gemm: Gemm, rates: Rates, name: str) -> float:
 
 
 def product_s(tiles: Tiles, rates: Rates, num_rows: int, num_cols: int, depth: int) -> float:
-    """Seconds of one block product: arithmetic, a last half-empty wave of thread blocks, the sums read and written again."""
+    """Seconds of one block product: arithmetic, a last half-empty wave, the sums read and written again."""
     seconds = 2.0 * num_rows * num_cols * depth / rates.flop_per_s
     if rates.num_sms:
         num_blocks = math.ceil(num_rows / 128) * math.ceil(num_cols / 256)
@@ -327,7 +328,8 @@ def _sides(extent: int, fine: bool) -> list[int]:
     """Tile sides to try: the extent in ever more parts, rounded up to what matrix units like."""
     granule = 256 if extent >= 4096 else 64 if extent >= 1024 else 1
     smallest = 1 if fine else min(extent, 256)
-    sides, num_parts = [], 1.0
+    sides: list[int] = []
+    num_parts = 1.0
     while True:
         side = math.ceil(extent / int(num_parts))
         if not fine:
@@ -358,7 +360,7 @@ def _splits(gemm: Gemm, budget_bytes: int, num_rows: int, num_cols: int, depth: 
     block_bytes = {"a": plain.a_block_bytes, "b": plain.b_block_bytes}
     for keeps, streams in (("a", "b"), ("b", "a")):
         wants = {num_all[keeps], panels + 1 if panels > 1 else 2, least[keeps]}
-        # a streamed block is used once per kept block: with several panels that takes a whole slab of slots, and one to prefetch
+        # A streamed block is used once per kept block: with several panels that takes a slab of slots, one to prefetch.
         reserved = {least[streams], min(num_all[streams], panels + 1), min(num_all[streams], 5 * panels)}
         for num_streamed in sorted(reserved):
             spare_bytes = budget_bytes - plain.device_bytes - (num_streamed - least[streams]) * block_bytes[streams]
@@ -376,10 +378,9 @@ def _with_slots(plain: Tiles, keeps: str, num_kept: int, num_streamed: int, num_
     holds_slab = num_streamed >= panels
     resident = num_kept >= num_all[keeps]
     band = num_slabs if resident else (max(1, num_slabs - 1) if holds_slab else 1)
-    slots = {"num_a_slots": num_kept, "num_b_slots": num_streamed}
-    if keeps == "b":
-        slots = {"num_a_slots": num_streamed, "num_b_slots": num_kept}
-    return replace(plain, keeps=keeps, band=max(1, band) if holds_slab else 1, **slots)
+    num_a_slots, num_b_slots = (num_kept, num_streamed) if keeps == "a" else (num_streamed, num_kept)
+    band = max(1, band) if holds_slab else 1
+    return replace(plain, keeps=keeps, band=band, num_a_slots=num_a_slots, num_b_slots=num_b_slots)
 
 
 @lru_cache(maxsize=65536)
