@@ -151,7 +151,10 @@ Lane = CpuLane | CudaLane
 def make_lane(device: str | torch.device | Lane) -> Lane:
     if isinstance(device, (CpuLane, CudaLane)):
         return device
-    kind = torch.device(device).type
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise TilingError(f"{device!r} is no device; name cuda devices or 'cpu'") from None
     if kind == "cpu":
         return CpuLane()
     if kind != "cuda":

@@ -1,11 +1,11 @@
 """Gemm + Rates + budget -> Tiles: which blocks of a product are held, in which order, and how long it should take.
 
 A C tile is one task. Its full depth k is taken in panels; blocks of A and B pass through two pools of slots, C is
-written back once. One description covers the three classic cases: everything fits (every block has a slot), one operand
-fits (its pool holds all of it, the other streams), neither (a band of one operand stays while the other streams past
-it, or a wide C tile stays while panels of both stream). The planner proposes tile sides, depth and split of the budget,
-estimates each by its traffic, then plays the best of them through the very cache and order the executor uses and keeps
-the fastest.
+written back once. One description covers the three classic cases: everything fits (every block has a slot), one
+operand fits (its pool holds all of it, the other streams), neither (a band of one operand stays while the other
+streams past it, or a wide C tile stays while panels of both stream). The planner proposes tile sides, depth and
+split of the budget, estimates each by its traffic, then plays the best of them through the very cache and order the
+executor uses and keeps the fastest.
 
 Follows Hong and Kung / Smith et al. (arXiv 1702.02017) for the traffic bound, BLASX (arXiv 1510.05041) for tasks and
 cache. It differs in that tile sides follow from bytes and rates: BLASX compiles in 2048, which caps bf16 at a few
@@ -23,8 +23,9 @@ from typing import Any
 from outcore.errors import BudgetTooSmall
 from outcore.tiling.slots import SlotCache
 
-MAX_STEPS_SIMULATED = 2500
-NUM_SIMULATED = 14
+MAX_STEPS_SIMULATED = 25_000  # one plan
+MAX_STEPS_PLAYED = 40_000  # all plans of a search: a fraction of a second
+NUM_SIMULATED = 16
 NUM_STREAMING_SLOTS = 2
 
 
@@ -144,7 +145,7 @@ class Tiles:
         num_words = max(1.0, self.budget_bytes / gemm.host_element_bytes)
         compulsory_bytes = (gemm.m * gemm.k + gemm.k * gemm.n) * gemm.host_element_bytes
         compulsory_bytes += gemm.m * gemm.n * gemm.out_element_bytes * (2 if gemm.reads_c else 1)
-        return gemm.num_flop / math.sqrt(num_words) * gemm.host_element_bytes + compulsory_bytes
+        return max(1.0, gemm.num_flop / math.sqrt(num_words) * gemm.host_element_bytes + compulsory_bytes)
 
     @property
     def regime(self) -> str:
@@ -294,15 +295,19 @@ def plan_tiles(gemm: Gemm, rates: Rates, budget_bytes: int, num_lanes: int = 1) 
         best = min(candidates, key=lambda tiles: _score(tiles, _estimate(tiles, rates)))
         return replace(best, prediction=_estimate(best, rates))
     few.sort(key=lambda tiles: _score(tiles, _estimate(tiles, rates)))
-    played = [replace(tiles, prediction=simulate(tiles, rates)) for tiles in few[:NUM_SIMULATED]]
-    played = [option for tiles in played for option in (tiles, *_ramped(tiles, rates))]
+    played: list[Tiles] = []
+    num_steps = 0
+    for tiles in few[:NUM_SIMULATED]:
+        if num_steps < MAX_STEPS_PLAYED:
+            played += [replace(tiles, prediction=simulate(tiles, rates)), *_ramped(tiles, rates)]
+            num_steps += tiles.num_tasks * tiles.num_panels
     return min(played, key=lambda tiles: _score(tiles, tiles.prediction) if tiles.prediction else math.inf)
 
 
 def _score(tiles: Tiles, prediction: Prediction) -> float:
-    """Seconds, with traffic as the tie-break: a plan that moves twice the lower bound must be two percent faster."""
+    """Seconds, with traffic as the tie-break: a plan that moves twice the lower bound must be five percent faster."""
     num_bytes = prediction.bytes_in + prediction.bytes_out
-    return prediction.seconds * (1 + 0.02 * num_bytes / tiles.lower_bound_bytes)
+    return prediction.seconds * (1 + 0.05 * num_bytes / tiles.lower_bound_bytes)
 
 
 def _ramped(tiles: Tiles, rates: Rates) -> Iterator[Tiles]:
@@ -353,7 +358,9 @@ def _splits(gemm: Gemm, budget_bytes: int, num_rows: int, num_cols: int, depth: 
     least = {name: min(num_all[name], NUM_STREAMING_SLOTS) for name in "ab"}
     plain = Tiles(gemm, budget_bytes, num_rows, num_cols, depth, least["a"], least["b"], min(2, mt * nt))
     if plain.device_bytes > budget_bytes:
-        plain = replace(plain, num_a_slots=1, num_b_slots=1, num_c_slots=1)
+        plain = replace(plain, num_c_slots=1)  # a wider tile for a store that nothing hides
+    if plain.device_bytes > budget_bytes:
+        plain = replace(plain, num_a_slots=1, num_b_slots=1)
         if plain.device_bytes <= budget_bytes:
             yield plain
         return
@@ -389,10 +396,10 @@ def _estimate(tiles: Tiles, rates: Rates) -> Prediction:
     gemm, panels = tiles.gemm, tiles.num_panels
     mt, nt = tiles.grid
     slots = {"a": tiles.num_a_slots, "b": tiles.num_b_slots}
-    counts, streams = {"a": mt, "b": nt}, "b" if tiles.keeps == "a" else "a"
-    reads = {tiles.keeps: 1 if slots[tiles.keeps] >= panels * min(tiles.band, counts[tiles.keeps]) else counts[streams]}
-    passes = math.ceil(counts[tiles.keeps] / tiles.band) if slots[streams] >= panels else counts[tiles.keeps]
-    reads[streams] = 1 if slots[streams] >= panels * counts[streams] else passes
+    counts, other = {"a": mt, "b": nt}, "b" if tiles.keeps == "a" else "a"
+    reads = {tiles.keeps: 1 if slots[tiles.keeps] >= panels * min(tiles.band, counts[tiles.keeps]) else counts[other]}
+    passes = math.ceil(counts[tiles.keeps] / tiles.band) if slots[other] >= panels else counts[tiles.keeps]
+    reads[other] = 1 if slots[other] >= panels * counts[other] else passes
     matrix_bytes = {"a": gemm.m * gemm.k * gemm.host_element_bytes, "b": gemm.n * gemm.k * gemm.host_element_bytes}
     moved = {name: 0 if name in gemm.resident else matrix_bytes[name] * reads[name] for name in "ab"}
     c_bytes = 0 if "c" in gemm.resident else gemm.m * gemm.n * gemm.out_element_bytes
@@ -404,7 +411,10 @@ def _estimate(tiles: Tiles, rates: Rates) -> Prediction:
     compute_s = step_s * (gemm.num_flop / (2.0 * tiles.num_rows * tiles.num_cols * tiles.depth) if gemm.k else 1)
     first_bytes = (tiles.a_block_bytes + tiles.b_block_bytes) * gemm.host_element_bytes / gemm.slot_element_bytes
     ends_s = first_bytes / rates.in_bytes_per_s + tiles.c_tile_bytes / rates.out_bytes_per_s
-    overlap_s = max(compute_s, in_s, out_s) if min(tiles.num_a_slots, tiles.num_b_slots) > 1 else compute_s + in_s
+    streams = min(tiles.num_a_slots, tiles.num_b_slots) > 1 or tiles.num_tasks * panels == 1
+    overlap_s = max(compute_s, in_s, out_s) if streams else compute_s + in_s
+    if tiles.num_c_slots == 1 and tiles.num_tasks > 1:
+        overlap_s += out_s
     bound = _bound(gemm, compute_s, in_s, out_s)
     return Prediction(overlap_s + ends_s, compute_s, in_s, out_s, bytes_in, c_bytes, bound)
 

@@ -3,6 +3,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +14,12 @@ from outcore.errors import BudgetTooSmall
 from outcore.tiling.tiles import Gemm, Rates, Tiles, plan_tiles, simulate, visit
 from outcore.units import GIB, MIB
 
-H200 = {"in_bytes_per_s": 55.4e9, "out_bytes_per_s": 55.3e9, "memory_bytes_per_s": 4.2e12, "num_sms": 132}
+H200: dict[str, Any] = {
+    "in_bytes_per_s": 55.4e9,
+    "out_bytes_per_s": 55.3e9,
+    "memory_bytes_per_s": 4.2e12,
+    "num_sms": 132,
+}
 EXTENTS = st.integers(1, 3000)
 
 
@@ -56,7 +63,7 @@ def test_the_order_visits_each_place_once(num_kept: int, num_streamed: int, band
 
 def test_neighbours_in_the_serpentine_share_a_block() -> None:
     places = list(visit(6, 5, 1, 1))
-    assert all(one[0] == other[0] or one[1] == other[1] for one, other in zip(places, places[1:]))
+    assert all(one[0] == other[0] or one[1] == other[1] for one, other in pairwise(places))
 
 
 def test_the_growing_square_gets_more_tiles_from_the_first_loads() -> None:
