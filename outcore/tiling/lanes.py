@@ -161,6 +161,12 @@ def make_lane(device: str | torch.device | Lane) -> Lane:
         raise TilingError(f"{device} cannot take part in a product; name cuda devices or 'cpu'")
     if not torch.cuda.is_available():
         raise TilingError(f"{device} is not there: torch sees no CUDA device; use devices=['cpu']")
+    return _cuda_lane(torch.device(device))
+
+
+@cache
+def _cuda_lane(device: torch.device) -> CudaLane:
+    """One lane per device and process: torch keeps a cuBLAS workspace for every stream that ever multiplied."""
     return CudaLane(device)
 
 

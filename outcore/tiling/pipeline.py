@@ -116,6 +116,13 @@ class Pipeline:
         self._num_submitted = 0
         lane.begin()
 
+    @property
+    def device_bytes(self) -> int:
+        pooled = [memory for pool in self.pools.values() for memory in pool.memory]
+        return sum(
+            memory.nbytes for memory in [*pooled, *self._c_memory, *([self._sums] if self._sums is not None else [])]
+        )
+
     def run(self, queue: TaskQueue, index: int) -> None:
         """Pull, enqueue, confirm, until every piece of the product is done (by whichever lane)."""
         while (answer := queue.pull(index, time.monotonic())) is not Answer.FINISHED:

@@ -72,7 +72,7 @@ class Report:
     lanes: tuple[LaneReport, ...]
     pin_s: float = 0.0
     num_pin_failures: int = 0
-    device_peak_bytes: int = 0
+    device_bytes: int = 0  # of slots, tiles and sums on the lane that took most
 
     @property
     def bytes_in(self) -> int:
@@ -338,8 +338,6 @@ class Job:
 
     def _open(self, lane: Lane, index: int, work: Work, window: int, queue: TaskQueue) -> Pipeline | None:
         try:
-            if lane.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(lane.device)
             return Pipeline(lane, work, window)
         except RuntimeError as error:  # no memory there, or the device is lost: the others do its work
             queue.fail(index, error)
@@ -353,10 +351,9 @@ class Job:
             moved = (pipeline.bytes_in, pipeline.bytes_out, pipeline.bytes_from_peers) if pipeline else (0, 0, 0)
             error = None if state.error is None else f"{type(state.error).__name__}: {state.error}"
             lanes.append(LaneReport(self.lanes[len(lanes)].name, share, state.num_pieces, span_s, *moved, error))
-        peaks = [torch.cuda.max_memory_allocated(lane.device) for lane in self.lanes if lane.device.type == "cuda"]
         failures = self.pins.num_failed if self.pins else 0
-        peak_bytes = max(peaks, default=self.tiles.device_bytes)
-        return Report(seconds, self.gemm.num_flop, self.prediction, tuple(lanes), pin_s, failures, peak_bytes)
+        device_bytes = max((pipeline.device_bytes for pipeline in pipelines if pipeline), default=0)
+        return Report(seconds, self.gemm.num_flop, self.prediction, tuple(lanes), pin_s, failures, device_bytes)
 
     @contextmanager
     def _unfinished_mark(self) -> Iterator[None]:

@@ -134,9 +134,10 @@ class TaskQueue:
         return [index for index, state in enumerate(self.lanes) if state.error is None]
 
     def _speed(self, state: LaneState, now_s: float) -> float:
-        """Measured, once something is done; before that the hint, in the same unit as the measured lanes."""
-        if state.done_area and state.started_s is not None and now_s > state.started_s:
-            return state.done_area / (now_s - state.started_s)
+        """Measured up to the lane's last finished piece (less, if it is late since); before that the hint, rescaled."""
+        if state.done_area and state.started_s is not None and state.last_done_s > state.started_s:
+            at_most = (state.done_area + state.held_area) / (now_s - state.started_s)
+            return min(state.done_area / (state.last_done_s - state.started_s), at_most)
         return state.hint * self._area_per_hint(now_s)
 
     def _area_per_hint(self, now_s: float) -> float:
@@ -177,4 +178,6 @@ class TaskQueue:
             return task.num_rows
         strip_rows = -(-task.num_rows // NUM_STRIPS)
         rows = int(self._spare(lane, now_s) / 2 / task.num_cols)
+        if not self.lanes[lane].done_area:  # unmeasured: a small piece first, hints may be far off
+            rows = min(rows, 2 * strip_rows)
         return max(strip_rows, rows // strip_rows * strip_rows)

@@ -42,6 +42,7 @@ def test_any_product_equals_float64s(
     job = Job(a, b, out=out, add=addend, alpha=alpha, beta=beta or 0.0, memory=budget_bytes, rates=RATES)
     assert job.tiles.device_bytes <= budget_bytes
     report = job.run()
+    assert report.device_bytes <= job.tiles.device_bytes
     assert_product(out, alpha * a.double(), b, None if beta is None else beta * add.double())
     assert report.bytes_out == m * n * dtype.itemsize
     assert (report.bytes_in, report.bytes_out) == (job.prediction.bytes_in, job.prediction.bytes_out)

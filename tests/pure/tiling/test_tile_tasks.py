@@ -17,11 +17,18 @@ def square_tasks(num_tasks: int) -> list[Task]:
     return [Task(index, index * SIDE, SIDE, 0, SIDE) for index in range(num_tasks)]
 
 
-def play(num_tasks: int, speeds: list[float], hints: list[float], fails: dict[int, float] | None = None) -> TaskQueue:
-    """The queue against lanes that work at exact speeds in simulated time; a lane of `fails` dies at that second."""
+def play(
+    num_tasks: int, speeds: list[float], hints: list[float], fails: dict[int, float] | None = None, window: int = 2
+) -> TaskQueue:
+    """The queue against lanes of exact speeds in simulated time, each holding up to `window` pieces.
+
+    A lane of `fails` dies at that second.
+    """
     queue = TaskQueue(square_tasks(num_tasks), hints)
     order = itertools.count()
     events: list[tuple[float, int, int, Piece | None]] = [(0.0, next(order), lane, None) for lane in range(len(speeds))]
+    held = [0] * len(speeds)
+    free_s = [0.0] * len(speeds)
     dead = set[int]()
     heapq.heapify(events)
     while events:
@@ -33,11 +40,16 @@ def play(num_tasks: int, speeds: list[float], hints: list[float], fails: dict[in
             queue.fail(lane, RuntimeError("lost"))
             continue
         if piece is not None:
+            held[lane] -= 1
             queue.done(lane, piece, now_s)
-        answer = queue.pull(lane, now_s)
-        if isinstance(answer, Piece):
-            heapq.heappush(events, (now_s + answer.area / speeds[lane], next(order), lane, answer))
-        elif answer is Answer.LATER:
+        while held[lane] < window:
+            answer = queue.pull(lane, now_s)
+            if not isinstance(answer, Piece):
+                break
+            held[lane] += 1
+            free_s[lane] = max(free_s[lane], now_s) + answer.area / speeds[lane]
+            heapq.heappush(events, (free_s[lane], next(order), lane, answer))
+        if not held[lane] and answer is Answer.LATER:
             heapq.heappush(events, (now_s + 1e-3 * SIDE * SIDE, next(order), lane, None))
     return queue
 
@@ -54,6 +66,11 @@ def test_unequal_lanes_end_together_even_when_nothing_is_known_of_them(num_lanes
     speeds = [1.0, 2.0, 4.0, 8.0][-num_lanes:]
     assert balance(play(num_tasks, speeds, [1.0] * num_lanes), speeds) >= 0.97
     assert balance(play(num_tasks, speeds, speeds), speeds) >= 0.97
+
+
+def test_even_few_tasks_are_shared_out() -> None:
+    speeds = [1.0, 2.0, 4.0, 8.0]
+    assert balance(play(16, speeds, [1.0] * 4), speeds) >= 0.9
 
 
 def test_whole_tiles_alone_would_not_balance() -> None:
