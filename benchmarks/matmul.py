@@ -378,7 +378,7 @@ def _tensor_cores(bench: Bench, name: str, dtype: torch.dtype, full_side: int) -
         torch.backends.cuda.matmul.allow_tf32 = False
 
 
-def green_streams(num_sms: int) -> list[tuple[int, torch.cuda.Stream]]:
+def green_streams(num_sms: int) -> list[tuple[int, Any]]:
     """Two disjoint parts of one GPU: one split, the group and the remainder each with a green context and a stream."""
     from cuda.bindings import driver
 
@@ -394,9 +394,9 @@ def green_streams(num_sms: int) -> list[tuple[int, torch.cuda.Stream]]:
     streams = []
     for resource in (groups[0], rest):
         described = value(driver.cuDevResourceGenerateDesc([resource], 1))
-        flag = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
+        flag = int(driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM)
         context = value(driver.cuGreenCtxCreate(described, device, flag))
-        nonblocking = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        nonblocking = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
         stream = value(driver.cuGreenCtxStreamCreate(context, nonblocking, 0))
         streams.append((int(resource.sm.smCount), torch.cuda.ExternalStream(int(stream), device=DEVICE)))
     return streams

@@ -16,7 +16,7 @@ from outcore.tiling.product import Job
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     m=st.integers(1, 90),
     n=st.integers(1, 90),
@@ -157,7 +157,7 @@ def test_a_missing_cuda_device_is_named() -> None:
 @pytest.mark.slow
 def test_more_than_two_to_the_31_elements() -> None:
     """Offsets beyond 32 bits: the last row of a matrix of 2^31 + 2^16 elements, most of it memory never touched."""
-    a, b = torch.empty(2**15 + 1, 2**16, dtype=torch.float16), torch.ones(2**16, 1, dtype=torch.float16)
+    a, b = torch.empty(2**15 + 1, 2**16, dtype=torch.bfloat16), torch.ones(2**16, 1, dtype=torch.bfloat16)
     a[0, 0], a[-1, -1], a[2**15 - 1, 7] = 1.0, 3.0, 2.0
     if a[1:100].any():
         pytest.skip("this allocator does not return zeroed memory")
@@ -171,11 +171,11 @@ def test_the_memory_limit_is_the_limit() -> None:
     code = """
 import resource, torch, outcore
 torch.set_num_threads(1)
-a, b, out = torch.ones(4096, 4096), torch.ones(4096, 512), torch.ones(4096, 512)
+a, b, out = torch.ones(4096, 4096), torch.ones(4096, 128), torch.ones(4096, 128)
 outcore.matmul(a[:64, :64], b[:64, :64], memory="2MiB", devices=["cpu"])
 before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 outcore.matmul(a, b, out=out, memory="2MiB", devices=["cpu"])
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib, out.sum().item() == 4096.0 * 4096 * 512)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib, out.sum().item() == 4096.0 * 4096 * 128)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     grown_kib, right = done.stdout.split()

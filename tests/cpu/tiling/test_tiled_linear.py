@@ -141,7 +141,16 @@ def test_the_public_name() -> None:
 
 def test_the_example_learns() -> None:
     root = Path(__file__).parents[3]
-    command = [sys.executable, str(root / "examples" / "wide_mlp.py"), "--width", "512", "--epochs", "2"]
+    command = [
+        sys.executable,
+        str(root / "examples" / "wide_mlp.py"),
+        "--width",
+        "256",
+        "--epochs",
+        "3",
+        "--batch",
+        "64",
+    ]
     paths = {**os.environ, "PYTHONPATH": str(root)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=paths)
     assert done.returncode == 0, done.stderr
