@@ -118,10 +118,8 @@ class Pipeline:
 
     @property
     def device_bytes(self) -> int:
-        pooled = [memory for pool in self.pools.values() for memory in pool.memory]
-        return sum(
-            memory.nbytes for memory in [*pooled, *self._c_memory, *([self._sums] if self._sums is not None else [])]
-        )
+        held = [memory for pool in self.pools.values() for memory in pool.memory] + self._c_memory
+        return sum(memory.nbytes for memory in held) + (0 if self._sums is None else self._sums.nbytes)
 
     def run(self, queue: TaskQueue, index: int) -> None:
         """Pull, enqueue, confirm, until every piece of the product is done (by whichever lane)."""

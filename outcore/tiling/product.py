@@ -33,6 +33,8 @@ PIN_BYTES_PER_S = 2.3e9
 STAGED_BYTES_PER_S = 15e9
 WORKSPACE_BYTES = 64 * MIB  # cuBLAS takes its own from the same memory
 PROGRESS_FROM_S = 2.0
+ALONE_WINDOW = 64  # pieces in flight: nobody else wants them, so the loads may run far ahead
+SHARED_WINDOW = 2  # one computes, one loads; more would be claimed too early
 
 Matrix = torch.Tensor | FileMatrix
 
@@ -179,7 +181,9 @@ class Job:
         self._factors = (alpha, beta)
         self.gemm = self._describe(m, n, k)
         self.budget_bytes = _budget(memory, self.lanes)
-        self.lane_rates = [rates or measure_rates(lane, operands[0].store.dtype) for lane in self.lanes]
+        self.lane_rates = [
+            rates or measure_rates(lane, operands[0].store.dtype, self.budget_bytes) for lane in self.lanes
+        ]
         self.pins = self._choose_pinning()
         self.tiles = tiles or self._plan(self._rates())
 
@@ -311,7 +315,7 @@ class Job:
         alpha, beta = self._factors
         work = Work(self.tiles, self._operands[0], self._operands[1], self._target, self._add, alpha, beta)
         queue = TaskQueue(self.tiles.tasks(), [rates.flop_per_s for rates in self.lane_rates])
-        window = 12 if len(self.lanes) == 1 else 2
+        window = ALONE_WINDOW if len(self.lanes) == 1 else SHARED_WINDOW
         pipelines = [self._open(lane, index, work, window, queue) for index, lane in enumerate(self.lanes)]
         live = [pipeline for pipeline in pipelines if pipeline is not None]
         for pipeline in live:

@@ -10,15 +10,16 @@ import torch
 
 from outcore.tiling.lanes import HALVES, CpuLane, Lane
 from outcore.tiling.tiles import Rates
-from outcore.units import GIB, MIB
+from outcore.units import MIB
 
 
-def measure_rates(lane: Lane, dtype: torch.dtype) -> Rates:
-    """A lane's rates, measured once per process (a few dozen milliseconds)."""
+def measure_rates(lane: Lane, dtype: torch.dtype, budget_bytes: int) -> Rates:
+    """A lane's rates, measured once per process (a few dozen milliseconds) and within the budget."""
     if isinstance(lane, CpuLane):
         return _measure_cpu(dtype)
     tf32 = torch.backends.cuda.matmul.allow_tf32
-    return _measure_cuda(lane.device, dtype, tf32)
+    side = next((side for side in (8192, 4096, 2048) if 4 * side * side * dtype.itemsize <= budget_bytes), 1024)
+    return _measure_cuda(lane.device, dtype, tf32, side)
 
 
 def _best_s(action: Callable[[], object], finish: Callable[[], object], num_times: int = 3) -> float:
@@ -44,12 +45,12 @@ def _measure_cpu(dtype: torch.dtype) -> Rates:
 
 
 @cache
-def _measure_cuda(device: torch.device, dtype: torch.dtype, tf32: bool) -> Rates:
-    side = 8192 if torch.cuda.mem_get_info(device)[0] > 4 * GIB else 2048
+def _measure_cuda(device: torch.device, dtype: torch.dtype, tf32: bool, side: int) -> Rates:
+    """`tf32` is in the key because it changes what is measured."""
     a = torch.randn(side, side, device=device).to(dtype)
     c = torch.empty_like(a)
-    host = torch.empty(128 * MIB, dtype=torch.uint8, pin_memory=True)
-    block = torch.empty(128 * MIB, dtype=torch.uint8, device=device)
+    host = torch.empty(a.nbytes, dtype=torch.uint8, pin_memory=True)
+    block = c.view(torch.uint8).view(-1)
 
     def finish() -> None:
         torch.cuda.synchronize(device)
