@@ -2,8 +2,8 @@
 
 Each operand is kept in the orientation it is stored in (rows contiguous) with a flag that says the product wants its
 transpose: a transposed operand is never copied, the matrix product takes the flag. Files are read by several threads
-with plain positioned reads (`preadv`), which keeps many requests at the disk at once; a mapping would fault one page
-at a time.
+with plain positioned reads (`preadv`; by kvikio where it is installed), which keeps many requests at the disk at
+once; a mapping would fault one page at a time.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from outcore.errors import TilingError
@@ -142,6 +144,9 @@ class FileMatrix:
             self.read_into(whole, span)
             target.copy_(whole)
             return
+        if _kvikio() is not None:
+            self._read_by_kvikio(target, span)
+            return
         with open(self.path, "rb", buffering=0) as file:
             self._each(target, span, lambda part, offset: _read_fully(file.fileno(), part, offset, self.path))
 
@@ -149,6 +154,15 @@ class FileMatrix:
         source = source.to(self.dtype).contiguous()
         with open(self.path, "r+b", buffering=0) as file:
             self._each(source, span, lambda part, offset: _write_fully(file.fileno(), part, offset))
+
+    def _read_by_kvikio(self, target: torch.Tensor, span: Span) -> None:
+        """The same runs of bytes through kvikio's thread pool, which also knows how to bypass the page cache."""
+        memory = memoryview(target.view(-1).view(torch.uint8).numpy().data)
+        with _kvikio().CuFile(str(self.path), "r") as file:
+            parts = [(np.frombuffer(part, np.uint8), offset) for part, offset in self._parts(memory, span)]
+            pending = [(file.pread(part, file_offset=offset), part) for part, offset in parts]
+            if any(future.get() != part.nbytes for future, part in pending):
+                raise TilingError(f"{self.path} became shorter during the product; write it again")
 
     def _each(self, tensor: torch.Tensor, span: Span, move: Callable[[memoryview, int], None]) -> None:
         if not tensor.numel():
@@ -173,6 +187,14 @@ class FileMatrix:
             for part in range(0, run_bytes, FILE_CHUNK_BYTES):
                 stop = min(run_bytes, part + FILE_CHUNK_BYTES)
                 yield memory[run * run_bytes + part : run * run_bytes + stop], start + run * row_bytes + part
+
+
+@cache
+def _kvikio() -> Any:
+    try:
+        return import_module("kvikio")
+    except ImportError:
+        return None
 
 
 @cache

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -107,3 +109,34 @@ def test_out_may_not_be_an_operands_file(tmp_path: Path) -> None:
     a = FileMatrix.save(tmp_path / "a", random_matrix(20, 20))
     with pytest.raises(TilingError, match="shares memory"):
         outcore.matmul(a, random_matrix(20, 20), out=FileMatrix(tmp_path / "a", (20, 20), torch.float32))
+
+
+def test_kvikio_reads_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in with kvikio's calls (the real one is not here): the same bytes arrive, a short read is an error."""
+    from concurrent.futures import Future
+
+    class CuFile:
+        def __init__(self, path: str, flags: str) -> None:
+            assert flags == "r"
+            self._file = Path(path).open("rb")
+
+        def __enter__(self) -> CuFile:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self._file.close()
+
+        def pread(self, memory: Any, file_offset: int) -> Any:
+            self._file.seek(file_offset)
+            future: Any = Future()
+            future.get = future.result
+            future.set_result(self._file.readinto(memory))
+            return future
+
+    tensor = random_matrix(50, 30)
+    matrix = FileMatrix.save(tmp_path / "a", tensor)
+    monkeypatch.setattr("outcore.tiling.operands._kvikio", lambda: SimpleNamespace(CuFile=CuFile))
+    assert torch.equal(matrix.to_tensor(), tensor)
+    (tmp_path / "a").write_bytes(bytes(100))
+    with pytest.raises(TilingError, match="became shorter"):
+        matrix.to_tensor()

@@ -187,6 +187,16 @@ def test_no_thread_is_left_behind() -> None:
     assert threading.active_count() == before
 
 
+def test_a_bar_is_shown_where_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = random_matrix(64, 64), random_matrix(64, 64)
+    job = Job(a, b, memory="10KB", devices=["cpu"], rates=RATES)
+    job.run(progress=True)
+    assert_product(job.out, a, b)
+    assert "matmul" in capsys.readouterr().err
+    Job(a, b, memory="10KB", devices=["cpu"], rates=RATES).run()
+    assert not capsys.readouterr().err
+
+
 def test_a_slowed_stream_keeps_its_rate() -> None:
     stream = ThreadStream("slowed", rate_per_s=1000.0)
     started_s = time.perf_counter()
