@@ -411,7 +411,7 @@ def _watch(queue: TaskQueue, threads: list[threading.Thread], progress: bool | N
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    with Progress(console=Console(stderr=True)) as bar:
         shown = bar.add_task("matmul", total=queue.total_area)
         while any(thread.is_alive() for thread in threads):
             queue.wait(timeout_s=0.2)

@@ -113,25 +113,22 @@ def test_out_may_not_be_an_operands_file(tmp_path: Path) -> None:
 
 def test_kvikio_reads_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in with kvikio's calls (the real one is not here): the same bytes arrive, a short read is an error."""
-    from concurrent.futures import Future
 
     class CuFile:
         def __init__(self, path: str, flags: str) -> None:
             assert flags == "r"
-            self._file = Path(path).open("rb")
+            self._content = Path(path).read_bytes()
 
         def __enter__(self) -> CuFile:
             return self
 
         def __exit__(self, *_: object) -> None:
-            self._file.close()
+            pass
 
         def pread(self, memory: Any, file_offset: int) -> Any:
-            self._file.seek(file_offset)
-            future: Any = Future()
-            future.get = future.result
-            future.set_result(self._file.readinto(memory))
-            return future
+            part = np.frombuffer(self._content, np.uint8)[file_offset : file_offset + memory.nbytes]
+            memory[: part.nbytes] = part
+            return SimpleNamespace(get=lambda: part.nbytes)
 
     tensor = random_matrix(50, 30)
     matrix = FileMatrix.save(tmp_path / "a", tensor)
