@@ -19,9 +19,9 @@ import torch
 from outcore.errors import TilingError
 from outcore.tiling.operands import Span, Store, TensorStore, is_file_mapping
 from outcore.tiling.streams import CudaStream, Stream, ThreadStream
+from outcore.tiling.tiles import SHORTEST_ROW_BYTES
 
 HALVES = (torch.float16, torch.bfloat16)
-SMALLEST_PITCHED_ROW_BYTES = 4096
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 
 
@@ -105,7 +105,7 @@ class CudaLane:
             return False
         row_bytes = (span[3] - span[2]) * store.dtype.itemsize
         contiguous = span[3] - span[2] == store.tensor.stride(0) or span[1] - span[0] == 1
-        return contiguous or (row_bytes >= SMALLEST_PITCHED_ROW_BYTES and cuda_runtime() is not None)
+        return contiguous or (row_bytes >= SHORTEST_ROW_BYTES and cuda_runtime() is not None)
 
     def copy_from_store(self, target: torch.Tensor, store: Store, span: Span) -> None:
         assert isinstance(store, TensorStore)

@@ -247,6 +247,7 @@ class Job:
             reads_c=self._add is not None,
             resident="".join(name for name, operand in named.items() if operand.store.place not in ("host", "disk")),
             on_disk="".join(name for name, operand in named.items() if operand.store.place == "disk"),
+            flipped="".join(name for name in "ab" if named[name].flipped),
         )
 
     def _rates(self) -> Rates:

@@ -27,6 +27,9 @@ MAX_STEPS_SIMULATED = 25_000  # one plan
 MAX_STEPS_PLAYED = 40_000  # all plans of a search: a fraction of a second
 NUM_SIMULATED = 16
 NUM_STREAMING_SLOTS = 2
+ROW_OVERHEAD_BYTES = 256  # what the start of each row of a strided copy costs, as bytes on the link
+SHORTEST_ROW_BYTES = 4096  # of a strided copy: shorter rows are gathered by the host first
+GATHER_SLOWDOWN = 4
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Gemm:
     reads_c: bool = False
     resident: str = ""  # which of "abc" already lie on the device: they cost neither slots nor traffic
     on_disk: str = ""  # which of "abc" are files
+    flipped: str = ""  # which of "ab" are stored as their transpose: that decides which blocks are contiguous
 
     @property
     def num_flop(self) -> float:
@@ -215,6 +219,7 @@ def _grow(kept: list[int], streamed: list[int]) -> Iterator[tuple[int, int]]:
 def simulate(tiles: Tiles, rates: Rates) -> Prediction:
     """Play the plan with three clocks (loads, products, stores) and the executor's own cache."""
     gemm, caches = tiles.gemm, {"a": SlotCache(tiles.num_a_slots), "b": SlotCache(tiles.num_b_slots)}
+    link = _link_rates(tiles, rates)
     in_s = mm_s = out_s = 0.0
     c_free_s = [0.0] * tiles.num_c_slots
     in_busy_s = mm_busy_s = out_busy_s = 0.0
@@ -224,7 +229,7 @@ def simulate(tiles: Tiles, rates: Rates) -> Prediction:
         c_bytes = 0 if "c" in gemm.resident else task.num_rows * task.num_cols * gemm.out_element_bytes
         ready_s = c_free_s[c_slot]
         if gemm.reads_c and c_bytes:
-            load_s = c_bytes / _in_rate(gemm, rates, "c")
+            load_s = c_bytes / link["c"]
             in_s = ready_s = max(in_s, ready_s) + load_s
             in_busy_s += load_s
             bytes_in += c_bytes
@@ -236,7 +241,7 @@ def simulate(tiles: Tiles, rates: Rates) -> Prediction:
                 entry, hit = caches[name].acquire((place, start))
                 if not hit:
                     block_bytes = extent * (stop - start) * gemm.host_element_bytes
-                    load_s = block_bytes / _in_rate(gemm, rates, name)
+                    load_s = block_bytes / link[name]
                     in_s = max([in_s, *caches[name].claim_readers(entry)]) + load_s
                     in_busy_s += load_s
                     bytes_in += block_bytes
@@ -249,7 +254,7 @@ def simulate(tiles: Tiles, rates: Rates) -> Prediction:
             for cache, entry in used:
                 cache.release(entry, mm_s)
         if c_bytes:
-            store_s = c_bytes / (rates.disk_bytes_per_s if "c" in gemm.on_disk else rates.out_bytes_per_s)
+            store_s = c_bytes / link["out"]
             out_s = c_free_s[c_slot] = max(out_s, mm_s) + store_s
             out_busy_s += store_s
             bytes_out += c_bytes
@@ -266,8 +271,23 @@ def _bound(gemm: Gemm, compute_s: float, in_s: float, out_s: float) -> str:
     return bound
 
 
-def _in_rate(gemm: Gemm, rates: Rates, name: str) -> float:
-    return min(rates.disk_bytes_per_s, rates.in_bytes_per_s) if name in gemm.on_disk else rates.in_bytes_per_s
+def _link_rates(tiles: Tiles, rates: Rates) -> dict[str, float]:
+    """Bytes a second of loading A, B and C and of storing C ("out"): link or disk, less where a block is strided."""
+    gemm = tiles.gemm
+    a_run = (tiles.num_rows, gemm.m) if "a" in gemm.flipped else (tiles.depth, gemm.k)
+    b_run = (tiles.depth, gemm.k) if "b" in gemm.flipped else (tiles.num_cols, gemm.n)
+    runs = {"a": a_run, "b": b_run, "c": (tiles.num_cols, gemm.n), "out": (tiles.num_cols, gemm.n)}
+    found = {}
+    for name, (run, extent) in runs.items():
+        rate = rates.out_bytes_per_s if name == "out" else rates.in_bytes_per_s
+        if ("c" if name == "out" else name) in gemm.on_disk:
+            rate = min(rate, rates.disk_bytes_per_s)
+        run_bytes = run * gemm.host_element_bytes
+        slowdown = 1 + ROW_OVERHEAD_BYTES / run_bytes
+        if run_bytes < SHORTEST_ROW_BYTES:
+            slowdown = max(slowdown, GATHER_SLOWDOWN)
+        found[name] = rate if run >= extent else rate / slowdown
+    return found
 
 
 def product_s(tiles: Tiles, rates: Rates, num_rows: int, num_cols: int, depth: int) -> float:
@@ -404,9 +424,9 @@ def _estimate(tiles: Tiles, rates: Rates) -> Prediction:
     moved = {name: 0 if name in gemm.resident else matrix_bytes[name] * reads[name] for name in "ab"}
     c_bytes = 0 if "c" in gemm.resident else gemm.m * gemm.n * gemm.out_element_bytes
     bytes_in = moved["a"] + moved["b"] + (c_bytes if gemm.reads_c else 0)
-    in_s = sum(moved[name] / _in_rate(gemm, rates, name) for name in "ab")
-    in_s += c_bytes / _in_rate(gemm, rates, "c") if gemm.reads_c else 0.0
-    out_s = c_bytes / (rates.disk_bytes_per_s if "c" in gemm.on_disk else rates.out_bytes_per_s)
+    link = _link_rates(tiles, rates)
+    in_s = moved["a"] / link["a"] + moved["b"] / link["b"] + (c_bytes / link["c"] if gemm.reads_c else 0.0)
+    out_s = c_bytes / link["out"]
     step_s = product_s(tiles, rates, tiles.num_rows, tiles.num_cols, tiles.depth)
     compute_s = step_s * (gemm.num_flop / (2.0 * tiles.num_rows * tiles.num_cols * tiles.depth) if gemm.k else 1)
     first_bytes = (tiles.a_block_bytes + tiles.b_block_bytes) * gemm.host_element_bytes / gemm.slot_element_bytes
