@@ -25,7 +25,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ from outcore.tiling.lanes import CpuLane, CudaLane, copy_pitched, cuda_runtime
 from outcore.tiling.linear import TiledLinear
 from outcore.tiling.operands import FileMatrix
 from outcore.tiling.product import Job, Report
-from outcore.tiling.rates import measure_rates
 from outcore.tiling.streams import ThreadStream
 from outcore.tiling.tiles import Rates
 from outcore.units import GIB, MIB, format_bytes
@@ -412,15 +410,12 @@ def green(bench: Bench) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     a, b = bench.matrix(0, side, side, torch.float32), bench.matrix(1, side, side, torch.float32)
     c = bench.matrix(2, side, side, torch.float32, fill=False)
-    lanes = [CudaLane(DEVICE, compute=stream, name=f"{sms} SMs") for sms, stream in green_streams(40)]
+    lanes = [CudaLane(DEVICE, compute=stream, num_sms=sms, name=f"{sms} SMs") for sms, stream in green_streams(40)]
     shape = (a.shape[0], b.shape[1], a.shape[1], "fp32")
     memory = bench.memory("6GiB")
 
-    # The planner's wave model is of a whole device; these are parts of one.
-    rates = replace(measure_rates(lanes[0], torch.float32, 4 * GIB), num_sms=0)
-
     def run(lanes: list[CudaLane], rows: slice = slice(None)) -> Report:
-        return Job(a[rows], b, out=c[rows], memory=memory, devices=lanes, rates=rates).run()
+        return Job(a[rows], b, out=c[rows], memory=memory, devices=lanes).run()
 
     for lane in lanes:  # cuBLAS chooses and loads its kernels
         run([lane], slice(0, side // 16))

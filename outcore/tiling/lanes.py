@@ -79,13 +79,21 @@ class CpuLane:
 
 
 class CudaLane:
-    """One CUDA device, or a part of one: given a green context's stream, the products keep to its units."""
+    """One CUDA device, or a part of one: given a green context's stream, products keep to its `num_sms` processors."""
 
-    def __init__(self, device: str | torch.device, *, compute: torch.cuda.Stream | None = None, name: str = "") -> None:
+    def __init__(
+        self,
+        device: str | torch.device,
+        *,
+        compute: torch.cuda.Stream | None = None,
+        num_sms: int | None = None,
+        name: str = "",
+    ) -> None:
         self.device = torch.device(device)
         if self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.name = name or str(self.device)
+        self.num_sms = num_sms or torch.cuda.get_device_properties(self.device).multi_processor_count
         self.compute: Stream = CudaStream(self.device, compute)
         self.copy_in: Stream = CudaStream(self.device)
         self.copy_out: Stream = CudaStream(self.device)

@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from outcore.tiling.lanes import HALVES, CpuLane, Lane
+from outcore.tiling.lanes import HALVES, CpuLane, CudaLane, Lane
 from outcore.tiling.tiles import Rates
 from outcore.units import MIB
 
@@ -19,7 +19,7 @@ def measure_rates(lane: Lane, dtype: torch.dtype, budget_bytes: int) -> Rates:
         return _measure_cpu(dtype)
     tf32 = torch.backends.cuda.matmul.allow_tf32
     side = next((side for side in (8192, 4096, 2048) if 4 * side * side * dtype.itemsize <= budget_bytes), 1024)
-    return _measure_cuda(lane.device, dtype, tf32, side)
+    return _measure_cuda(lane, dtype, tf32, side)
 
 
 def _best_s(action: Callable[[], object], finish: Callable[[], object], num_times: int = 3) -> float:
@@ -45,8 +45,9 @@ def _measure_cpu(dtype: torch.dtype) -> Rates:
 
 
 @cache
-def _measure_cuda(device: torch.device, dtype: torch.dtype, tf32: bool, side: int) -> Rates:
-    """`tf32` is in the key because it changes what is measured."""
+def _measure_cuda(lane: CudaLane, dtype: torch.dtype, tf32: bool, side: int) -> Rates:
+    """Products on the lane's own stream. `tf32` is in the key because it changes what is measured."""
+    device = lane.device
     a = torch.randn(side, side, device=device).to(dtype)
     c = torch.empty_like(a)
     host = torch.empty(a.nbytes, dtype=torch.uint8, pin_memory=True)
@@ -55,9 +56,10 @@ def _measure_cuda(device: torch.device, dtype: torch.dtype, tf32: bool, side: in
     def finish() -> None:
         torch.cuda.synchronize(device)
 
-    torch.mm(a, a, out=c)
     finish()
-    mm_s = _best_s(lambda: torch.mm(a, a, out=c), finish)
+    lane.compute.run(lambda: torch.mm(a, a, out=c))
+    finish()
+    mm_s = _best_s(lambda: lane.compute.run(lambda: torch.mm(a, a, out=c)), finish)
     in_s = _best_s(lambda: block.copy_(host, non_blocking=True), finish)
     out_s = _best_s(lambda: host.copy_(block, non_blocking=True), finish)
     copy_s = _best_s(lambda: c.copy_(a), finish)
@@ -66,6 +68,6 @@ def _measure_cuda(device: torch.device, dtype: torch.dtype, tf32: bool, side: in
         host.nbytes / in_s,
         host.nbytes / out_s,
         memory_bytes_per_s=2 * a.nbytes / copy_s,
-        num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
+        num_sms=lane.num_sms,
         origin=f"measured on {torch.cuda.get_device_name(device)}",
     )
