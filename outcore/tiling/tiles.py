@@ -343,7 +343,7 @@ def _candidates(gemm: Gemm, budget_bytes: int, num_lanes: int, *, fine: bool) ->
     for num_rows in _sides(gemm.m, fine):
         for num_cols in _sides(gemm.n, fine):
             num_tasks = math.ceil(gemm.m / num_rows) * math.ceil(gemm.n / num_cols)
-            if num_lanes > 1 and num_tasks < 16 * num_lanes and max(num_rows, num_cols) > 128:
+            if num_lanes > 1 and num_tasks < 8 * num_lanes and max(num_rows, num_cols) > 128:
                 continue
             for depth in _sides(gemm.k, fine):
                 yield from _splits(gemm, budget_bytes, num_rows, num_cols, depth)
