@@ -94,6 +94,7 @@ class Pipeline:
     def __init__(self, lane: Lane, work: Work, window: int) -> None:
         self.lane, self.work, self.window = lane, work, window
         self.peers: Sequence[Pipeline] = ()
+        self.is_open = True
         self.bytes_in = self.bytes_out = self.bytes_from_peers = 0
         tiles, dtype = work.tiles, work.a.store.dtype
         self._slot_dtype = lane.slot_dtype(dtype)
@@ -221,7 +222,9 @@ class Pipeline:
     def _copy_from_peer(self, name: str, place: Span, span: Span, view: torch.Tensor) -> bool:
         """From a lane that already holds the block, if it can be reached without the host."""
         for peer in self.peers:
-            if not self.lane.can_copy_from(peer.lane) or (entry := peer.pools[name].cache.lend(place)) is None:
+            if not peer.is_open or not self.lane.can_copy_from(peer.lane):
+                continue
+            if (entry := peer.pools[name].cache.lend(place)) is None:
                 continue
             source = peer.pools[name].view(entry, span)
             self.lane.copy_in.run(_copy(view, source), view.nbytes)
@@ -280,6 +283,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Wait until nothing is in flight; errors met here were reported where they arose."""
+        self.is_open, self.peers = False, ()
         streams: list[Any] = [self.lane.copy_in, self.lane.compute]
         streams += [self._store_thread] if self._store_thread else []
         for stream in [*streams, self.lane.copy_out]:

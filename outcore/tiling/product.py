@@ -117,7 +117,7 @@ def matmul(
     `a`, `b`, `out`, `add` are host tensors (pinned or not, transposed or not, mapped or not), `FileMatrix`es, or
     tensors of the one device used. `out` may be `add` itself and otherwise shares memory with nothing. `pin=True`
     page-locks unpinned operands in place for this call, `pin=False` copies them through pinned slabs, None takes the
-    quicker by prediction.
+    quicker by prediction. No gradient flows through it: `TiledLinear` is the layer that trains.
     """
     if a.shape and b.shape and (_dim(a) == 1 or _dim(b) == 1):
         if out is not None or add is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
@@ -13,6 +14,7 @@ from tiling_products import RATES, Failing, assert_product, lose, random_matrix
 
 from outcore.tiling.lanes import CpuLane
 from outcore.tiling.operands import is_file_mapping
+from outcore.tiling.pipeline import Pipeline
 from outcore.tiling.product import Job, UnfinishedProduct
 from outcore.tiling.streams import ThreadStream
 
@@ -185,6 +187,17 @@ def test_no_thread_is_left_behind() -> None:
     for _ in range(3):
         Job(random_matrix(50, 50), random_matrix(50, 50), memory="4KiB", devices=["cpu", "cpu"], rates=RATES).run()
     assert threading.active_count() == before
+
+
+def test_tile_memory_goes_back_at_once() -> None:
+    """Not when the garbage collector gets to it: the next product needs it."""
+    gc.collect()
+    gc.disable()
+    try:
+        Job(random_matrix(50, 50), random_matrix(50, 50), memory="4KiB", devices=["cpu", "cpu"], rates=RATES).run()
+        assert not [kept for kept in gc.get_objects() if type(kept) is Pipeline]
+    finally:
+        gc.enable()
 
 
 def test_a_bar_is_shown_where_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,9 @@ def planned(gemm: Gemm, flop_per_s: float, budget_bytes: int) -> Tiles:
 
 
 def test_planning_needs_no_torch() -> None:
-    code = "import sys, outcore.tiling.tiles, outcore.tiling.tasks; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, outcore.tiling.tiles, outcore.tiling.tasks, outcore.tiling.cli; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
