@@ -25,6 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,12 @@ class Bench:
             f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in facts.items()
         )
         print(f"  {what}: {shown}"[:240], flush=True)
+
+    def attempt(self, name: str, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception as error:
+            self.note(name, error=f"{type(error).__name__}: {error}"[:500], trace=traceback.format_exc()[-1500:])
 
     def save(self) -> None:
         machine = {"torch": torch.__version__, "cuda": torch.version.cuda, "host_cpus": os.cpu_count()}
@@ -256,29 +263,6 @@ class CublasXt:
         self._call("cublasXtDestroy", self._handle)
 
 
-class FreeMemoryWatch:
-    """The most device memory in use while open, by asking the driver: for libraries that allocate beside torch."""
-
-    def __enter__(self) -> FreeMemoryWatch:
-        self._before = self._least = torch.cuda.mem_get_info(DEVICE)[0]
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.02):
-            self._least = min(self._least, torch.cuda.mem_get_info(DEVICE)[0])
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    @property
-    def used_gib(self) -> float:
-        return (self._before - self._least) / GIB
-
-
 def links(bench: Bench) -> None:
     """Rates of contiguous and of pitched copies: whether row slabs are worth a plan of their own."""
     if not CUDA:
@@ -311,25 +295,26 @@ def fp32(bench: Bench) -> None:
     core = in_core(bench, a, b, "fp32")
     row, _ = ours(bench, a, b, c, "fp32", bench.memory("8GiB"))
     row["share_of_in_core"] = row["tflops"] / core["tflops"]
-    copy_compute_copy(bench, a, b, c, "fp32")
-    naive_loop(bench, a, b, c, "fp32", side // 4)
     if CUDA:
-        cublas_xt(bench, a, b, c)
-    unpinned(bench, side)
+        bench.attempt("cublasXt", lambda: cublas_xt(bench, a, b, c))
+    bench.attempt("copy-compute-copy", lambda: copy_compute_copy(bench, a, b, c, "fp32"))
+    bench.attempt("naive tile loop", lambda: naive_loop(bench, a, b, c, "fp32", side // 4))
+    bench.attempt("not pinned", lambda: unpinned(bench, side))
 
 
 def cublas_xt(bench: Bench, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
-    library = CublasXt()
-    try:
-        for block in (a.shape[0] // 8, a.shape[0] // 4):
-            fresh_peak()
-            c.zero_()
-            with FreeMemoryWatch() as watch:
-                times = timed(lambda block=block: library.multiply(a, b, c, block), 2)
-            facts = {"device_peak_gib": watch.used_gib, "all_seconds": times, "relative_error": relative_error(c, a, b)}
-            bench.row(a.shape[0], b.shape[1], a.shape[1], "fp32", f"cublasXt block {block}", min(times), **facts)
-    finally:
-        library.close()
+    for block in (a.shape[0] // 8, a.shape[0] // 4):
+        fresh_peak()
+        c.zero_()
+        library = CublasXt()
+        free_bytes = torch.cuda.mem_get_info(DEVICE)[0]
+        try:
+            times = timed(lambda block=block, library=library: library.multiply(a, b, c, block), 2)
+            used_gib = (free_bytes - torch.cuda.mem_get_info(DEVICE)[0]) / GIB  # it keeps its buffers while open
+        finally:
+            library.close()
+        facts = {"device_peak_gib": used_gib, "all_seconds": times, "relative_error": relative_error(c, a, b)}
+        bench.row(a.shape[0], b.shape[1], a.shape[1], "fp32", f"cublasXt block {block}", min(times), **facts)
 
 
 def unpinned(bench: Bench, side: int) -> None:
@@ -371,7 +356,7 @@ def _tensor_cores(bench: Bench, name: str, dtype: torch.dtype, full_side: int) -
             share=row["share_of_ceiling"],
             link=row["link_roofline_tflops"],
         )
-        copy_compute_copy(bench, a, b, c, name)
+        bench.attempt("copy-compute-copy", lambda: copy_compute_copy(bench, a, b, c, name))
         if bench.left_s() > 90:
             naive_loop(bench, a, b, c, name, side // 4)
     finally:
@@ -501,7 +486,7 @@ def linear(bench: Bench) -> None:
         exact = (dy[:, rows].float().t() @ x.detach().float()).cpu()
         error = (gradient[rows.cpu()].float() - exact).abs().max().item() / exact.abs().max().item()
     bench.note("TiledLinear gradient", relative_error=error)
-    _linear_peers(bench, shape, weight, x, dy)
+    bench.attempt("linear peers", lambda: _linear_peers(bench, shape, weight, x, dy))
 
 
 def _in_core_linear_s(weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> float:
@@ -568,12 +553,9 @@ def run_sections(bench: Bench, names: list[str]) -> None:
             continue
         print(f"{name} ({bench.left_s():.0f} s left)", flush=True)
         started_s = time.monotonic()
-        try:
-            if not bench.blocks and name != "simulated":
-                bench.lock_blocks()
-            SECTIONS[name](bench)
-        except Exception as error:
-            bench.note(name, error=f"{type(error).__name__}: {error}"[:500], trace=traceback.format_exc()[-1500:])
+        if not bench.blocks and name != "simulated":
+            bench.attempt("lock", bench.lock_blocks)
+        bench.attempt(name, partial(SECTIONS[name], bench))
         bench.note(f"{name} took", seconds=time.monotonic() - started_s)
         fresh_peak()
         bench.save()
