@@ -54,6 +54,7 @@ def _measure_cuda(lane: CudaLane, dtype: torch.dtype, tf32: bool, side: int) -> 
     block = c.view(torch.uint8).view(-1)
 
     def finish() -> None:
+        lane.compute.synchronize()
         torch.cuda.synchronize(device)
 
     finish()

@@ -69,15 +69,16 @@ class ThreadStream:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._error: BaseException | None = None
         self._debt_s = 0.0
-        self._thread = threading.Thread(target=self._serve, name=f"outcore {name}", daemon=True)
-        self._thread.start()
+        self._name = f"outcore {name}"
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
 
     def run(self, operation: Callable[[], object], work: float = 0.0) -> None:
-        self._queue.put(lambda: self._paced(operation, work))
+        self._put(lambda: self._paced(operation, work))
 
     def record(self) -> ThreadEvent:
         event = ThreadEvent()
-        self._queue.put(lambda: event.reach(self._error))
+        self._put(lambda: event.reach(self._error))
         return event
 
     def wait(self, event: Any, *, forgiving: bool = False) -> None:
@@ -88,14 +89,23 @@ class ThreadStream:
                 if not forgiving:
                     raise
 
-        self._queue.put(lambda: self._guarded(wait_for_event))
+        self._put(lambda: self._guarded(wait_for_event))
 
     def synchronize(self) -> None:
         self.record().synchronize()
 
     def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join()
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _put(self, operation: Callable[[], None]) -> None:
+        with self._starting:
+            if self._thread is None:  # a product that is only planned needs no thread
+                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                self._thread.start()
+        self._queue.put(operation)
 
     def _serve(self) -> None:
         while (operation := self._queue.get()) is not None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tiling_products import RATES, Failing, assert_product, lose, random_matrix
 
+from outcore.errors import BudgetTooSmall
 from outcore.tiling.lanes import CpuLane
 from outcore.tiling.operands import is_file_mapping
 from outcore.tiling.pipeline import Pipeline
@@ -186,6 +187,9 @@ def test_no_thread_is_left_behind() -> None:
     before = threading.active_count()
     for _ in range(3):
         Job(random_matrix(50, 50), random_matrix(50, 50), memory="4KiB", devices=["cpu", "cpu"], rates=RATES).run()
+    Job(random_matrix(50, 50), random_matrix(50, 50), memory="4KiB", devices=["cpu"])  # planned, never run
+    with pytest.raises(BudgetTooSmall):
+        Job(random_matrix(50, 50), random_matrix(50, 50), memory=5, devices=["cpu"])
     assert threading.active_count() == before
 
 
