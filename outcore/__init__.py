@@ -13,7 +13,10 @@ from outcore.errors import BadFile, BadSize, BudgetTooSmall, OutcoreError, PlanM
 
 __version__ = "0.1.0"
 
-_HOMES: dict[str, str] = {}
+_HOMES: dict[str, str] = {
+    "matmul": "outcore.tiling.product",
+    "TiledLinear": "outcore.tiling.linear",
+}
 
 __all__ = ["BadFile", "BadSize", "BudgetTooSmall", "OutcoreError", "PlanMismatch", *_HOMES]
 
