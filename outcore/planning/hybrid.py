@@ -19,9 +19,9 @@ from outcore.planning.simple import keep_all, leanest
 from outcore.planning.terrain import Terrain
 from outcore.values import Budget, Decision, Machine
 
-SHARES = (0.85, 1.0, 1.1)  # of the lanes' capacity; some copies may be late, some early
+SHARES = (0.95, 1.0, 1.05)  # of the lanes' capacity; some copies may be late, some early
 FORCED_SHARES = (0.0, 1.5, 2.0, 3.0, INF)  # where nothing else fits: copies that stall, or none at all
-RESERVES = (0.0, 0.04)  # of the budget, for copies in flight
+RESERVES = (0.0, 0.02)  # of the budget, for copies in flight
 FLIP_WORK = 1_000_000  # flips drawn x (ops + ticks): what improving may cost, a few seconds
 MAX_FLIPS = 2000
 

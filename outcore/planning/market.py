@@ -38,7 +38,6 @@ class Early:
     goal: int
     made: int
     asked: int
-    remade: bool  # False: swapped in
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,7 @@ class Market:
         made_before, choices = 0, []
         for copy in offer.early:
             if copy.made == tick and slots[copy.asked] > slot:
-                if copy.remade and made_before > 0:
+                if made_before > 0:
                     choices.append((copy.value, made_before))
                 made_before += self.terrain.value_bytes[copy.value]
         choices.append((goal, max(made_before, 1)))
@@ -178,12 +177,11 @@ def early_copies(terrain: Terrain, decisions: Decisions, unrolled: Unrolled) -> 
     ticks = terrain.trace.ticks
     for tick in sorted(unrolled.steps):
         for step in unrolled.steps[tick]:
-            values = step[4] if step[1] == "rerun" else (step[2],) if step[1] == "wait_in" else ()
-            for value in values:
+            for value in step[4]:
                 if value in decisions:
                     asked = next((at for at in terrain.unpacks[value] if at >= tick), tick)
                     if asked > tick:
-                        found.append(Early(value, ticks[tick].value, tick, asked, step[1] == "rerun"))
+                        found.append(Early(value, ticks[tick].value, tick, asked))
     return found
 
 
