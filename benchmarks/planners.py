@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,26 +35,27 @@ from outcore.units import GIB
 from outcore.values import Budget, Machine, Trace
 
 Row = dict[str, Any]
-HOST_GIB = 100
-SLOW = ("exact",)  # only at the budget the ideal is quoted for
+Job = Callable[[], Row]
+MACHINES_GIB = 15  # of a 16 GB device, what is left beside its context
 
 
-def measure(trace: Trace, machine: Machine, memory_gib: float, planner: str, **more: Any) -> Row:
+def measure(trace: Trace, machine: Machine, memory_gib: float, planner: str, host_gib: int = 100, **more: Any) -> Row:
     """One plan: made, lowered, verified, simulated."""
     name, _, batch = trace.model.partition("_")
     row: Row = {"network": name, "batch": int(batch.split()[0] or 0), "memory_gib": memory_gib, "method": planner}
     row |= {"machine": machine.name, "num_ops": len(trace.ops), "step_s": None, **more}
-    started_s = time.perf_counter()
+    started_s, started_cpu_s = time.perf_counter(), time.process_time()
     try:
-        made = plan(trace, machine, Budget(int(memory_gib * GIB), HOST_GIB * GIB), planner)
+        made = plan(trace, machine, Budget(int(memory_gib * GIB), host_gib * GIB), planner)
     except BudgetTooSmall as error:
         return row | {"needed_gib": error.needed_bytes / GIB, "at_op": error.at_op}
-    solve_s = time.perf_counter() - started_s
+    solve_s, solve_cpu_s = time.perf_counter() - started_s, time.process_time() - started_cpu_s
     schedule = lower(trace, made, machine)
     verify(trace, schedule)
     timeline = simulate(trace, schedule, machine)
     return row | {
         "solve_s": solve_s,
+        "solve_cpu_s": solve_cpu_s,
         "in_core_step_s": made.in_core_step_s,
         "in_core_peak_gib": made.in_core_peak_bytes / GIB,
         "predicted_step_s": made.predicted_step_s,
@@ -70,39 +72,36 @@ def measure(trace: Trace, machine: Machine, memory_gib: float, planner: str, **m
     }
 
 
-def gap_jobs(folder: Path) -> list[Callable[[], Row]]:
-    jobs: list[Callable[[], Row]] = []
+def gap_jobs(folder: Path) -> list[Job]:
+    """The hybrid at every budget of the ideal; every planner at the one it is quoted for."""
+    jobs: list[Job] = []
     for network, ideals in IDEAL.items():
-        trace = load(network, folder, workspace=False)
+        trace, quoted_gib = load(network, folder, workspace=False), _quoted_gib(network)
         for memory_gib, ideal in ideals.items():
-            bold = memory_gib == _quoted(network)
-            for planner in PLANNERS:
-                if planner not in SLOW or bold:
-                    jobs.append(lambda t=trace, g=memory_gib, p=planner, i=ideal: measure(t, h200(), g, p, ideal=i))  # type: ignore[misc]
+            planners = [*PLANNERS] if memory_gib == quoted_gib else ["hybrid"]
+            jobs += [partial(measure, trace, h200(), memory_gib, planner, ideal=ideal) for planner in planners]
         whole = load(network, folder)
-        jobs.append(
-            lambda t=whole, g=_quoted(network): measure(t, h200(), g, "hybrid", note="workspaces as recorded in-core")  # type: ignore[misc]
-        )
+        jobs.append(partial(measure, whole, h200(), quoted_gib, "hybrid", note="workspaces as recorded in-core"))
     return jobs
 
 
-def _quoted(network: str) -> int:
-    """The budget the ideal is quoted for; where no plan fits that in eager mode, the smallest of the table that does."""
+def _quoted_gib(network: str) -> int:
+    """The budget the ideal is quoted for; where no plan fits it in eager mode, the smallest of its table that does."""
     return {"vgg_256": 12, "r3d_64": 8}.get(network, BOLD_GIB[network])
 
 
-def growth_jobs(folder: Path) -> list[Callable[[], Row]]:
+def growth_jobs(folder: Path) -> list[Job]:
     trace = load("resnet_640", folder, workspace=False)
-    jobs: list[Callable[[], Row]] = []
+    jobs: list[Job] = []
     for num_ops in (1_000, 5_000, 20_000, 50_000):
         times = max(round(num_ops / len(trace.ops)), 1)
         memory_gib = 0.5 + 16 * times * 0.98  # the same share of what the step needs
-        jobs.append(lambda n=times, g=memory_gib: measure(repeat(trace, n), _roomy(h200()), g, "hybrid", repeats=n))  # type: ignore[misc]
+        jobs.append(partial(_measure_repeated, trace, times, memory_gib))
     return jobs
 
 
-def _roomy(machine: Machine) -> Machine:
-    return replace(machine, host_bytes=machine.host_bytes * 200, name=f"{machine.name}, any host memory")
+def _measure_repeated(trace: Trace, num_times: int, memory_gib: float) -> Row:
+    return measure(repeat(trace, num_times), h200(), memory_gib, "hybrid", host_gib=100 * num_times, repeats=num_times)
 
 
 def machines() -> list[Machine]:
@@ -130,15 +129,14 @@ def machines() -> list[Machine]:
     ]
 
 
-def machine_jobs(folder: Path) -> list[Callable[[], Row]]:
-    jobs: list[Callable[[], Row]] = []
+def machine_jobs(folder: Path) -> list[Job]:
+    jobs: list[Job] = []
     for network in ("resnet_640", "vit_128"):
         trace = load(network, folder, workspace=False)
         for machine in machines():
-            for planner in ("swap-all", "swap", "pooch", "hybrid"):
-                memory_gib = min(16, machine.device_bytes / GIB)
-                more = {"given": list(machine.given)}
-                jobs.append(lambda t=trace, m=machine, g=memory_gib, p=planner, a=more: measure(t, m, g, p, **a))  # type: ignore[misc]
+            planners = ("swap-all", "swap", "pooch", "hybrid")
+            given = list(machine.given)
+            jobs += [partial(measure, trace, machine, MACHINES_GIB, planner, given=given) for planner in planners]
     return jobs
 
 
@@ -174,10 +172,10 @@ def _cells(row: Row) -> list[str]:
         return [*head, f"needs {row['needed_gib']:.1f} GiB", "", ideal, "", ""]
     mix = f"{row['kept_gib']:.1f}/{row['swapped_gib']:.1f}/{row['recomputed_gib']:.1f}"
     over, bound = f"{row['over_in_core']:+.2%}", f"{row['bound_over_in_core']:+.2%}"
-    return [*head, over, bound, ideal, mix, f"{row['solve_s']:.2f} s"]
+    return [*head, over, bound, ideal, mix, f"{row['solve_cpu_s']:.2f} s"]
 
 
-def run_section(console: Console, jobs: list[Callable[[], Row]], until_s: float) -> tuple[list[Row], list[str]]:
+def run_section(console: Console, jobs: list[Job], until_s: float) -> tuple[list[Row], list[str]]:
     rows, errors = [], []
     for at, job in enumerate(jobs):
         if time.perf_counter() > until_s:
@@ -227,8 +225,8 @@ def main(section: str, folder: Path, out: Path | None, seconds: float) -> None:
     path = out or Path(__file__).parent / "results" / f"planners_recorded-h200_{date.today():%Y%m%d}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1))
-    for error in results["errors"]:
-        console.print(f"[red]{error}")
+    for problem in results["errors"]:
+        console.print(f"[red]{problem}")
     console.print(f"written: {path.name}")
 
 
