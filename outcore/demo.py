@@ -1,0 +1,255 @@
+"""The main job on any machine: digits -> a small ResNet trained plain and in a third of its memory -> the same bits.
+
+Three runs of the same training, from the same seed: plain PyTorch, for the numbers and the time; with everything kept,
+for the peak, counted the way ours is counted; and under the budget. Every step's loss and gradients, and the parameters
+and buffers at the end, go through a hash: equal hashes are equal bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from outcore.errors import OutcoreError
+from outcore.limit import Limited, limit
+from outcore.units import parse_bytes
+from outcore.values import Machine, Plan, Schedule, Timeline, Trace
+
+SIDE_PX = 64  # the digits are 8 x 8; upscaled, so that activations and not parameters fill the memory
+BATCH = {"cpu": 64, "cuda": 768}
+BUDGET_PART = 3  # a third of what the step needs in-core
+NUM_STEPS = 6
+MIN_STEPS = 4  # one is recorded, one makes the plan, the others are timed
+Tell = Callable[[str, float], None]  # what is being done, part done
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3, 1x1 and a way around them."""
+
+    def __init__(self, channels: int, inner: int, outer: int, stride: int) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(
+            nn.Conv2d(channels, inner, 1, bias=False),
+            nn.BatchNorm2d(inner),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(inner, inner, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(inner),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(inner, outer, 1, bias=False),
+            nn.BatchNorm2d(outer),
+        )
+        self.around: nn.Module = nn.Identity()
+        if channels != outer or stride != 1:
+            self.around = nn.Sequential(nn.Conv2d(channels, outer, 1, stride, bias=False), nn.BatchNorm2d(outer))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.inside(x) + self.around(x), inplace=True)
+
+
+class DigitsResNet(nn.Module):
+    """A stem, two stages of two bottlenecks, a linear head. No op in it is undecided about its bits on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(1, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(inplace=True))
+        self.stage1 = nn.Sequential(Bottleneck(16, 16, 64, 1), Bottleneck(64, 16, 64, 1))
+        self.stage2 = nn.Sequential(Bottleneck(64, 32, 128, 2), Bottleneck(128, 32, 128, 1))
+        self.head = nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.stage2(self.stage1(self.stem(x))).mean((2, 3)))
+        return logits
+
+
+@dataclasses.dataclass(frozen=True)
+class Demo:
+    """What the demo found. `facts` are its numbers; the rest is for the report page."""
+
+    device: str
+    num_steps: int
+    batch: int
+    planner: str
+    in_core_peak_bytes: int
+    budget_bytes: int
+    peak_bytes: int
+    predicted_peak_bytes: int
+    bitwise_equal: bool
+    kept_bytes: int
+    swapped_bytes: int
+    recomputed_bytes: int
+    in_core_step_s: float
+    step_s: float
+    predicted_step_s: float
+    first_loss: float
+    last_loss: float
+    total_s: float
+    values: tuple[Machine, Trace, Plan, Schedule, Timeline]
+
+    @property
+    def in_budget(self) -> bool:
+        return self.peak_bytes <= self.budget_bytes
+
+    def facts(self) -> dict[str, Any]:
+        names = [field.name for field in dataclasses.fields(self) if field.name != "values"]
+        return {**{name: getattr(self, name) for name in names}, "in_budget": self.in_budget}
+
+
+@dataclasses.dataclass
+class Training:
+    """What one run of the training left behind."""
+
+    marks: list[str] = dataclasses.field(default_factory=list)  # a hash per step, and one of the final state
+    losses: list[float] = dataclasses.field(default_factory=list)
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+
+def run_demo(
+    memory: int | str | None = None,
+    *,
+    num_steps: int = NUM_STEPS,
+    planner: str = "hybrid",
+    disk: str | None = None,
+    tell: Tell = lambda what, part: None,
+) -> Demo:
+    """Trains plain, then in `memory` (default: a third of what the step needs), and compares."""
+    if num_steps < MIN_STEPS:
+        raise OutcoreError(f"{num_steps} steps are too few: one is recorded and one makes the plan; take {MIN_STEPS}")
+    began_s = time.perf_counter()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    images, labels = load_digits(device)
+    with _deterministic():
+        plain = train(images, labels, num_steps, None, lambda part: tell("plain PyTorch", part))
+        in_core_peak_bytes = _in_core_peak_bytes(images, labels, lambda part: tell("what it needs in-core", part))
+        budget_bytes = _budget_bytes(memory, in_core_peak_bytes)
+        model = build(device)
+        ooc = limit(model, budget_bytes, planner=planner, disk=disk)
+        try:
+            ours = train(images, labels, num_steps, ooc, lambda part: tell("in less memory", part), model)
+            return _compare(ooc, plain, ours, in_core_peak_bytes, time.perf_counter() - began_s)
+        finally:
+            ooc.close()
+
+
+def load_digits(device: torch.device) -> tuple[Tensor, Tensor]:
+    """scikit-learn's 1,797 scanned digits, in an order of their own."""
+    try:
+        from sklearn.datasets import load_digits as load
+    except ImportError:
+        raise OutcoreError(
+            "the demo trains on scikit-learn's digits and scikit-learn is not here; pip install 'outcore[demo]'"
+        ) from None
+    digits = load()
+    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
+    images = torch.tensor(digits.images, dtype=torch.float32)[order, None] / 16
+    return images.to(device), torch.tensor(digits.target, dtype=torch.int64)[order].to(device)
+
+
+def build(device: torch.device) -> DigitsResNet:
+    torch.manual_seed(0)
+    return DigitsResNet().to(device).train()
+
+
+def train(
+    images: Tensor,
+    labels: Tensor,
+    num_steps: int,
+    ooc: Limited | None,
+    tell: Callable[[float], None],
+    model: nn.Module | None = None,
+) -> Training:
+    """An ordinary loop; `with ooc.step():` is all that is added."""
+    model = model or build(images.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    batch, found = BATCH[images.device.type], Training()
+    for step in range(num_steps):
+        picked = torch.arange(step * batch, (step + 1) * batch, device=images.device) % len(images)
+        x, y = F.interpolate(images[picked], size=(SIDE_PX, SIDE_PX), mode="bilinear"), labels[picked]
+        began_s = _now_s(images.device)
+        with ooc.step() if ooc is not None else nullcontext():
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+        found.seconds.append(_now_s(images.device) - began_s)
+        found.losses.append(loss.item())
+        found.marks.append(_hash([loss, *(p.grad for p in model.parameters() if p.grad is not None)]))
+        optimizer.step()
+        optimizer.zero_grad()
+        tell((step + 1) / num_steps)
+    found.marks.append(_hash(model.state_dict().values()))
+    return found
+
+
+def _in_core_peak_bytes(images: Tensor, labels: Tensor, tell: Callable[[float], None]) -> int:
+    """The peak with nothing swapped or recomputed, counted as ours is."""
+    model = build(images.device)
+    ooc = limit(model, "100%", planner="keep-all")
+    try:
+        train(images, labels, 2, ooc, tell, model)
+        assert ooc.timeline is not None
+        return ooc.timeline.peak_bytes
+    finally:
+        ooc.close()
+
+
+def _budget_bytes(memory: int | str | None, in_core_peak_bytes: int) -> int:
+    return in_core_peak_bytes // BUDGET_PART if memory is None else parse_bytes(memory, of_bytes=in_core_peak_bytes)
+
+
+def _compare(ooc: Limited, plain: Training, ours: Training, in_core_peak_bytes: int, total_s: float) -> Demo:
+    trace, plan, schedule, predicted, measured = ooc.trace, ooc.plan, ooc.schedule, ooc.predicted, ooc.timeline
+    if trace is None or plan is None or schedule is None or predicted is None or measured is None:
+        raise OutcoreError("the demo's steps were not planned, which is a bug; run it again with --planner swap-all")
+    return Demo(
+        device=ooc.machine.device,
+        num_steps=len(ours.losses),
+        batch=BATCH[ooc.device.type],
+        planner=plan.planner,
+        in_core_peak_bytes=in_core_peak_bytes,
+        budget_bytes=ooc.budget.device_bytes,
+        peak_bytes=measured.peak_bytes,
+        predicted_peak_bytes=predicted.peak_bytes,
+        bitwise_equal=plain.marks == ours.marks,
+        kept_bytes=predicted.kept_bytes,
+        swapped_bytes=predicted.swapped_bytes,
+        recomputed_bytes=predicted.recomputed_bytes,
+        in_core_step_s=statistics.median(plain.seconds[1:]),
+        step_s=statistics.median(ours.seconds[2:]),
+        predicted_step_s=predicted.step_s,
+        first_loss=ours.losses[0],
+        last_loss=ours.losses[-1],
+        total_s=total_s,
+        values=(ooc.machine, trace, plan, schedule, measured),
+    )
+
+
+def _hash(tensors: Any) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _now_s(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """cuDNN must choose the same kernels every time, or plain would not equal plain."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.deterministic, cudnn.benchmark
+    cudnn.deterministic, cudnn.benchmark = True, False
+    try:
+        yield
+    finally:
+        cudnn.deterministic, cudnn.benchmark = before
