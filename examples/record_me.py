@@ -1,4 +1,4 @@
-"""A file that `outcore record examples/record_me.py:step` can record: it defines `model` and `step`.
+"""A file that `outcore record examples/record_me.py:step` can record: it defines `model`, `step` and `optimizer`.
 
 The trace it writes can be planned for any machine, here or elsewhere: see `outcore plan --help`.
 """
@@ -21,13 +21,12 @@ y = torch.randint(0, 10, (2048,), device=device)
 
 
 def step() -> None:
-    """One whole training step."""
-    loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    """What stands inside `with ooc.step():` in a training loop."""
+    F.cross_entropy(model(x), y).backward()
 
 
 if __name__ == "__main__":
     for _ in range(10):
         step()
+        optimizer.step()
+        optimizer.zero_grad()

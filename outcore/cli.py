@@ -71,7 +71,7 @@ html_option = click.option("--html", type=FILE, help="Also write a report page: 
 perfetto_option = click.option("--perfetto", type=FILE, help="Also write the lanes for ui.perfetto.dev.")
 
 
-@main.command()
+@main.command(short_help="Measure what this machine holds and how fast it moves bytes.")
 @click.option(
     "--device", default="auto", show_default=True, help="cpu, cuda, cuda:1 ...; auto: the GPU if there is one."
 )
@@ -115,7 +115,7 @@ def _measure(device: str, folder: Path | None) -> Machine:
     return measure_machine(where, str(folder or tempfile.gettempdir()))
 
 
-@main.command()
+@main.command(short_help="Record one training step of FILE.py, op by op.")
 @click.argument("step", metavar="FILE.py:FUNCTION")
 @click.option("-o", "--out", type=FILE, help="Where to save the trace.  [default: FUNCTION.trace.json]")
 @click.option("--model", "model_name", default="model", show_default=True, help="The model's name in the file.")
@@ -127,17 +127,15 @@ def _measure(device: str, folder: Path | None) -> Machine:
 def record(step: str, out: Path | None, model_name: str, folder: Path | None, warm_up: int, as_json: bool) -> None:
     """Record one training step, op by op, in the least memory it can run in.
 
-    FILE.py is an ordinary script that defines two names: `model`, the network, and FUNCTION, which takes no arguments
-    and runs one whole step: forward, backward, and the optimizer if there is one. See examples/record_me.py:
+    FILE.py is an ordinary script that defines `model`, the network; FUNCTION, which takes no arguments and does what
+    stands inside `with ooc.step():` in a training loop, forward and backward; and, if there is one, `optimizer`, which
+    is stepped after it, so that its state is counted. See examples/record_me.py:
 
     \b
         model = MyNetwork().cuda()
         optimizer = torch.optim.AdamW(model.parameters())
         def step():
-            loss = loss_fn(model(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            loss_fn(model(x), y).backward()
 
     What FILE.py keeps behind `if __name__ == "__main__":` does not run.
     """
@@ -173,7 +171,7 @@ def _record(
     from outcore.limit import limit
 
     names = _run_file(path)
-    model, step = names.get(model_name), names.get(function_name)
+    model, step, optimizer = names.get(model_name), names.get(function_name), names.get("optimizer")
     if not isinstance(model, torch.nn.Module):
         raise OutcoreError(f"{path} defines no torch.nn.Module named {model_name!r}; define it or name it with --model")
     if not callable(step):
@@ -185,6 +183,9 @@ def _record(
             ooc.kinds.clear()  # each step is recorded anew: the last one with optimizer state and warm kernels
             with ooc.step():
                 step()
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
         if ooc.trace is None or not ooc.trace.ticks:
             raise OutcoreError(
                 f"{function_name} saved nothing for a backward pass; it must call the model and backward()"
@@ -240,7 +241,7 @@ def _trace_table(facts: dict[str, Any]) -> Table:
     return rows_table(f"outcore: a step of {facts['model']} on {facts['device']}", rows)
 
 
-@main.command()
+@main.command(short_help="Plan a recorded step for a machine and a budget.")
 @click.argument("trace", type=FILE)
 @click.option(
     "--machine", "machine_file", type=FILE, required=True, help="From `outcore machine -o`, here or elsewhere."

@@ -126,6 +126,7 @@ def run_demo(
     began_s = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     images, labels = load_digits(device)
+    limit(build(device), memory or "100%", planner=planner, disk=disk).close()  # refuses nonsense before time is spent
     with _deterministic():
         tell("what it needs in-core", 0.0)
         in_core_peak_bytes = _in_core_peak_bytes(images, labels)
