@@ -102,7 +102,8 @@ class _Recorded:
             return None
         fitting = [read for read in row["reads"] if self.raw["values"][read][1] == num_bytes]
         unused = [read for read in fitting if read not in self.packed and self.last_read[read] <= producer]
-        return (unused or fitting or [None])[0]
+        found: list[int | None] = [*unused, *fitting, None]
+        return found[0]
 
     def _slots(self) -> tuple[list[int], list[tuple[int, int, int, int]]]:
         """Ticks go before the op they were counted at. -> slot per op, (slot, is unpack, value, pack) per tick."""
@@ -182,8 +183,8 @@ class _Recorded:
                 storage = self.values[tick.value].storage
                 dies[storage] = max(dies[storage], tick.slot)
         external = [True] * num
-        for value in self.values:
-            external[value.storage] &= value.producer < 0
+        for made in self.values:
+            external[made.storage] &= made.producer < 0
         last = self.ops[-1].slot
         return tuple(
             Storage(

@@ -144,7 +144,7 @@ def _time_steps(name: str, method: str, memory_gib: float, steps: int, traces: P
     else:
         around = PEERS[method](network)
     times, marks = [], []
-    warm = 4
+    warm = 7 if ooc is not None else 3  # ours: recorded, timed again, planned, fitted to the allocator twice
     for step in range(steps + warm):
         if step == warm:
             torch.cuda.synchronize()
@@ -176,6 +176,8 @@ def _time_steps(name: str, method: str, memory_gib: float, steps: int, traces: P
 
 
 def describe(ooc: Any, traces: Path | None, label: str) -> dict[str, Any]:
+    import torch
+
     plan, predicted = ooc.plan, ooc.predicted
     print(ooc, flush=True)
     if traces is not None:
@@ -191,6 +193,9 @@ def describe(ooc: Any, traces: Path | None, label: str) -> dict[str, Any]:
         "kept_gib": predicted.kept_bytes / GIB,
         "recompute_s": predicted.recompute_s,
         "stall_s": predicted.stall_s,
+        "num_alloc_retries": torch.cuda.memory_stats()["num_alloc_retries"],
+        "room_gib": ooc._room_bytes / GIB,
+        "num_twins": sum(op.twin for op in ooc.trace.ops),
         "num_left": sum(kind.num_left for kind in ooc.kinds.values()),
         "machine": json.loads(ooc.machine.to_json()),
     }

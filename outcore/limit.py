@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+import os
 import tempfile
 import time
 import warnings
@@ -29,6 +30,7 @@ from outcore.recording.intercept import Interception
 from outcore.recording.machine import device_bytes, host_bytes_granted, measure_machine
 from outcore.recording.record import Recorder
 from outcore.reporting.text import report
+from outcore.running.clock import Clock
 from outcore.running.execute import Execution, Program
 from outcore.running.meter import LiveBytes, resident_bytes
 from outcore.running.store import Store
@@ -38,7 +40,9 @@ from outcore.values import Budget, Machine, Plan, Schedule, Timeline, Trace
 log = logging.getLogger("outcore")
 
 Key = tuple[Any, ...]
-MARGIN_SHARE = 0.015  # of a CUDA budget, left to the allocator's rounding and holes
+FIRST_MARGIN = 0.08  # of a CUDA budget, left to the allocator's holes until it is known how many there are
+LEAST_MARGIN = 0.015
+NUM_TUNED = 2  # times the room is fitted to what the allocator reserved
 NUM_MEASURED = 3  # planned steps of a kind that are measured closely; later ones run without any meter
 NUM_TRIES = 3  # recordings of a kind whose steps keep changing, before it is left unplanned
 
@@ -76,6 +80,8 @@ class Kind:
     measured: Timeline | None = None
     num_steps: int = 0  # planned steps so far
     num_left: int = 0  # steps that left the plan
+    timed_again: bool = False  # op times were corrected on a planned step
+    num_tuned: int = 0  # times the room was fitted to what the allocator reserved
     unplanned: bool = False  # given up
 
 
@@ -106,8 +112,13 @@ class Limited:
         self.planner = planner
         self.store = Store(self.device, self.budget.host_bytes, self.budget.disk_bytes, folder)
         self.measure = measure
+        self._room_bytes = int(memory_bytes * (1 - FIRST_MARGIN)) if on_cuda else memory_bytes
+        self._num_retries = 0
+        if on_cuda:
+            _prefer_expandable_segments()
         self.kinds: dict[Key, Kind] = {}
         self._given_plan = plan
+        self._given_fits = False
         self._last: Kind | None = None
         self._run: Recorder | Execution | None = None
         self._kind: Kind | None = None
@@ -137,6 +148,9 @@ class Limited:
         try:
             yield self
             failed = False
+        except torch.OutOfMemoryError:
+            self._shrink_room(self._kind)
+            raise
         finally:
             self._interception.stop()
             self._active = False
@@ -163,7 +177,8 @@ class Limited:
         before_bytes = self._before_bytes(inputs)
         self._meter = self._log = None
         if kind.trace is None and not kind.unplanned:
-            self._run = Recorder(self.model, self.store, self.device, before_bytes)
+            room = self.budget.device_bytes
+            self._run = Recorder(self.model, self.store, self.device, before_bytes, budget_bytes=room)
             self._interception.listen(self._run, ops=True)
             return
         if kind.trace is not None and (kind.plan is None or before_bytes > kind.plan.before_bytes + MIB):
@@ -173,8 +188,10 @@ class Limited:
         if closely:
             self._log = []
             self._watch_memory(before_bytes)
-        self._run = Execution(program, self.store, meter=self._meter, log=self._log)
-        self._interception.listen(self._run, ops=bool(program.captured) or self._meter is not None)
+        time_again = self.device.type == "cuda" and kind.trace is not None and not kind.timed_again
+        clock = Clock(self.device) if time_again else None
+        self._run = Execution(program, self.store, meter=self._meter, log=self._log, clock=clock)
+        self._interception.listen(self._run, ops=bool(program.captured or self._meter or clock))
         self._started = self._now()
 
     def _end(self, *, failed: bool) -> None:
@@ -199,8 +216,24 @@ class Limited:
             return
         kind.num_steps += 1
         self._last = kind
-        if self._log is not None:
+        if run.clock is not None:
+            self._correct_times(kind, run)
+        elif self._log is not None:
             self._note_measured(kind)
+            self._fit_room(kind)
+
+    def _correct_times(self, kind: Kind, run: Execution) -> None:
+        """The recorded step also paid for the allocator's first calls to the driver: the second time an op is timed
+        the smaller figure counts, and the step is planned once more."""
+        assert run.clock is not None
+        kind.timed_again = True
+        if kind.trace is not None and run.timed == [op.name for op in kind.trace.ops]:
+            seconds = run.clock.seconds()
+            ops = tuple(dataclasses.replace(op, seconds=min(op.seconds, s)) for op, s in zip(kind.trace.ops, seconds))
+            kind.trace = dataclasses.replace(kind.trace, ops=ops)
+            kind.plan = None
+        else:
+            log.info("the first planned step ran other ops than recorded; its times were not used")
 
     def _on_left(self, kind: Kind, run: Execution) -> None:
         kind.num_left += 1
@@ -218,6 +251,9 @@ class Limited:
 
     def _make_plan(self, kind: Kind, before_bytes: int) -> None:
         assert kind.trace is not None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what the allocator reserves from here on is the plan's own doing
+            self._num_retries = torch.cuda.memory_stats(self.device)["num_alloc_retries"]
         trace = kind.trace = dataclasses.replace(kind.trace, before_bytes=before_bytes)
         kind.plan = self._plan_for(trace)
         kind.schedule = lower(trace, kind.plan, self.machine)
@@ -228,21 +264,46 @@ class Limited:
         self.store.reserve(kind.predicted.host_peak_bytes)
 
     def _plan_for(self, trace: Trace) -> Plan:
-        given, self._given_plan = self._given_plan, None
-        if given is not None:
-            if given.fingerprint != trace.fingerprint:
-                raise PlanMismatch(
-                    f"the plan was made for another step (fingerprint {given.fingerprint}, this step is "
-                    f"{trace.fingerprint}); plan this one anew: leave out plan=..."
-                )
+        given = self._given_plan
+        if given is not None and given.fingerprint == trace.fingerprint:
+            self._given_fits = True
             return given
-        margin = MARGIN_SHARE if self.device.type == "cuda" else 0.0
-        inner = dataclasses.replace(self.budget, device_bytes=int(self.budget.device_bytes * (1 - margin)))
-        try:
-            return make_plan(trace, self.machine, inner, planner=self.planner)
-        except BudgetTooSmall as error:
-            needed = int(error.needed_bytes / (1 - margin)) + 1
-            raise BudgetTooSmall(needed, self.budget.device_bytes, error.at_op, where=str(self.device)) from None
+        if given is not None and not self._given_fits:
+            raise PlanMismatch(
+                f"the plan was made for another step (fingerprint {given.fingerprint}, this step is "
+                f"{trace.fingerprint}); plan this one anew: leave out plan=..."
+            )
+        margin = LEAST_MARGIN if self.device.type == "cuda" else 0.0
+        for room_bytes in (self._room_bytes, int(self.budget.device_bytes * (1 - margin))):
+            room = dataclasses.replace(self.budget, device_bytes=room_bytes)
+            try:
+                return make_plan(trace, self.machine, room, planner=self.planner)
+            except BudgetTooSmall as error:
+                too_small = error
+        needed = int(too_small.needed_bytes / (1 - margin)) + 1
+        raise BudgetTooSmall(needed, self.budget.device_bytes, too_small.at_op, where=str(self.device)) from None
+
+    def _fit_room(self, kind: Kind) -> None:
+        """The allocator reserves more than is allocated: holes. What it reserved on a planned step tells how much of
+        the budget plans may use; if it even ran out and had to start over, they used too much."""
+        if self.device.type != "cuda" or kind.num_steps < 2 or kind.num_tuned >= NUM_TUNED or self._given_fits:
+            return
+        kind.num_tuned += 1
+        stats = torch.cuda.memory_stats(self.device)
+        memory_bytes, reserved = self.budget.device_bytes, self._peak_bytes()[1]
+        if stats["num_alloc_retries"] > self._num_retries:
+            kind.num_tuned -= 1
+            self._shrink_room(kind)
+        elif reserved < memory_bytes * (1 - 2 * LEAST_MARGIN) and kind.plan and "keep-all" not in kind.plan.planner:
+            self._room_bytes += int(0.8 * (memory_bytes * (1 - LEAST_MARGIN) - reserved))
+            kind.plan = None
+        self._num_retries = stats["num_alloc_retries"]
+
+    def _shrink_room(self, kind: Kind | None) -> None:
+        self._room_bytes -= int(0.04 * self.budget.device_bytes)
+        if kind is not None:
+            kind.plan = None
+            kind.num_tuned += NUM_TUNED  # do not grow back
 
     # -- measuring ----------------------------------------------------------------------------------------------------
 
@@ -360,6 +421,12 @@ def _optimizer_watch(ref: weakref.ref[Limited]) -> Callable[..., None]:
             owner._on_optimizer(optimizer)
 
     return watch
+
+
+def _prefer_expandable_segments() -> None:
+    """Segments that grow leave far fewer holes. A choice the user made stands."""
+    if not (os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")):
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:

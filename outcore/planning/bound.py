@@ -1,10 +1,173 @@
-"""Trace + Machine + Budget -> seconds no plan can beat."""
+"""Trace + Machine + Budget -> seconds no plan can beat.
+
+Look at one slot. Everything evictable that the program has let go and autograd has not yet asked for must be kept,
+copied out by then, or remade later. Room for keeping is the budget less what every plan holds there. Copies out are
+bounded by the lane's rate times the clock. The rest costs seconds: of remaking (at least its share of the ops it
+reruns, cheapest bytes first), or of waiting for the lane. The dearest slot is the bound.
+
+An op's seconds are shared among the values whose remaking needs it, so that any set of values costs at least the sum
+of their shares; sharing evenly per byte, op after op, makes the bound tight where segments overlap.
+"""
 
 from __future__ import annotations
 
-from outcore.planning.terrain import Terrain
+import numpy as np
+from numpy.typing import NDArray
+
+from outcore.planning.costs import segments_of
+from outcore.planning.scoring import Decisions, lean_bytes
+from outcore.planning.terrain import Int64s, Terrain
 from outcore.values import Budget, Machine
+
+NUM_SLOTS_LOOKED_AT = 24
+NUM_SHARING_ROUNDS = 6
+ROUNDING = 1 - 1e-9  # the simulator adds the same seconds in another order
 
 
 def bound_step_s(terrain: Terrain, machine: Machine, budget: Budget) -> float:
-    return terrain.total_s / machine.speed
+    """A lower bound on the step time of every plan for this budget."""
+    op_s = terrain.total_s / machine.speed
+    if not terrain.evictable:
+        return op_s * ROUNDING
+    over_bytes = _over_bytes(terrain, budget)
+    clock_s = _slot_clock(terrain) / machine.speed
+    rate = _fastest_out(machine, budget)
+    urgent = np.where(over_bytes > 0, over_bytes - rate * clock_s, -np.inf)
+    looked_at = np.argsort(urgent, kind="stable")[::-1][:NUM_SLOTS_LOOKED_AT]
+    shares_s = _shares(terrain)
+    delay_s = max(
+        (
+            _delay_at(terrain, machine, budget, int(slot), int(over_bytes[slot]), float(clock_s[slot]), shares_s)
+            for slot in looked_at
+            if over_bytes[slot] > 0
+        ),
+        default=0.0,
+    )
+    return (op_s + delay_s) * ROUNDING
+
+
+def _spans(terrain: Terrain) -> dict[int, tuple[int, int]]:
+    """Value -> slots in which only keeping it would have it on the device."""
+    storages, slots = terrain.trace.storages, terrain.tick_slots
+    return {
+        value: (
+            storages[terrain.storage[value]].dies + 1,
+            slots[terrain.unpacks[value][0]] if terrain.unpacks[value] else terrain.trace.num_slots,
+        )
+        for value in terrain.evictable
+    }
+
+
+def _over_bytes(terrain: Terrain, budget: Budget) -> Int64s:
+    """Per slot, how far keeping everything evictable would go over the budget; ticks are left out (0)."""
+    swapped: Decisions = dict.fromkeys(terrain.evictable, "swap")
+    change = np.zeros(terrain.trace.num_slots + 1, dtype=np.int64)
+    for value, (first, end) in _spans(terrain).items():
+        if first < end:
+            change[first] += terrain.value_bytes[value]
+            change[end] -= terrain.value_bytes[value]
+    over: Int64s = lean_bytes(terrain, budget, swapped) + np.cumsum(change)[:-1] - budget.device_bytes
+    over[terrain.tick_slots] = 0
+    return over
+
+
+def _slot_clock(terrain: Terrain) -> NDArray[np.float64]:
+    """Op seconds before each slot."""
+    seconds = np.zeros(terrain.trace.num_slots + 1)
+    for op in terrain.trace.ops:
+        seconds[op.slot + 1] = op.seconds
+    clock_s: NDArray[np.float64] = np.cumsum(seconds)[:-1]
+    return clock_s
+
+
+def _fastest_out(machine: Machine, budget: Budget) -> float:
+    rates = [machine.swap_out_bytes_per_s] if budget.host_bytes else []
+    rates += [machine.disk_write_bytes_per_s] if budget.disk_bytes else []
+    return max(rates, default=0.0)
+
+
+def _shares(terrain: Terrain) -> dict[int, float]:
+    """Value -> seconds of remaking it that nobody else is charged with."""
+    segments = {value: ops for value, ops in segments_of(terrain).items() if terrain.unpacks[value]}
+    users: dict[int, list[int]] = {}
+    for value, ops in segments.items():
+        for op in ops:
+            users.setdefault(op, []).append(value)
+    share_s = dict.fromkeys(segments, 0.0)
+    given: dict[int, dict[int, float]] = {op: {} for op in users}
+    shared = [op for op, values in users.items() if len(values) > 1]
+    for op, values in users.items():
+        if len(values) == 1:
+            share_s[values[0]] += terrain.trace.ops[op].rerun_s
+    for _ in range(NUM_SHARING_ROUNDS):
+        for op in shared:
+            for value, seconds in given[op].items():
+                share_s[value] -= seconds
+            given[op] = _level(terrain, users[op], share_s, terrain.trace.ops[op].rerun_s)
+            for value, seconds in given[op].items():
+                share_s[value] += seconds
+    return share_s
+
+
+def _level(terrain: Terrain, values: list[int], share_s: dict[int, float], seconds: float) -> dict[int, float]:
+    """Give `seconds` to the values whose seconds per byte are lowest, until they are level."""
+    by_density = sorted(values, key=lambda value: share_s[value] / terrain.value_bytes[value])
+    num_bytes, held_s = 0, 0.0
+    for at, value in enumerate(by_density):
+        num_bytes += terrain.value_bytes[value]
+        held_s += share_s[value]
+        level = (held_s + seconds) / num_bytes
+        after = by_density[at + 1] if at + 1 < len(by_density) else None
+        if after is None or level <= share_s[after] / terrain.value_bytes[after]:
+            break
+    return {one: level * terrain.value_bytes[one] - share_s[one] for one in by_density[: at + 1]}
+
+
+def _delay_at(
+    terrain: Terrain,
+    machine: Machine,
+    budget: Budget,
+    slot: int,
+    over_bytes: int,
+    clock_s: float,
+    shares_s: dict[int, float],
+) -> float:
+    """The least extra seconds with which this slot fits: remake the cheapest bytes, or wait for the lane."""
+    rate, stored_bytes = _fastest_out(machine, budget), budget.host_bytes + budget.disk_bytes
+    remade = _remake_offers(terrain, machine, slot, shares_s)
+    first_unpack = min((ticks[0] for ticks in terrain.unpacks.values() if ticks), default=0)
+    if slot < terrain.tick_slots[first_unpack]:  # no rerun has run yet: only waiting gives the lane more time
+        copied_bytes = min(rate * clock_s, stored_bytes)
+        wait = [(1 / rate, max(stored_bytes - copied_bytes, 0.0))] if rate > 0 else []
+        return _cheapest(sorted(remade + wait), over_bytes - copied_bytes)
+    low_s, high_s = 0.0, _cheapest(remade, float(over_bytes - min(rate * clock_s, stored_bytes)))
+    high_s = min(high_s, over_bytes / rate if rate > 0 else high_s)
+    for _ in range(50):  # any delay also gives the lane time: the fixed point
+        middle_s = (low_s + high_s) / 2
+        left_bytes = over_bytes - min(rate * (clock_s + middle_s), stored_bytes)
+        low_s, high_s = (middle_s, high_s) if _cheapest(remade, left_bytes) > middle_s else (low_s, middle_s)
+    return low_s
+
+
+def _remake_offers(
+    terrain: Terrain, machine: Machine, slot: int, shares_s: dict[int, float]
+) -> list[tuple[float, float]]:
+    """(seconds per byte, bytes) of what may be remade instead of being there in this slot, cheapest first."""
+    offers = []
+    for value, (first, end) in _spans(terrain).items():
+        if first <= slot < end and terrain.recomputable[value]:
+            num_bytes = terrain.value_bytes[value]
+            offers.append((shares_s.get(value, 0.0) / machine.speed / num_bytes, float(num_bytes)))
+    return sorted(offers)
+
+
+def _cheapest(offers: list[tuple[float, float]], num_bytes: float) -> float:
+    """Seconds to get rid of `num_bytes` by the cheapest offers, in part where that is enough."""
+    seconds = 0.0
+    for density, offered_bytes in offers:
+        if num_bytes <= 0:
+            break
+        taken_bytes = min(offered_bytes, num_bytes)
+        seconds += taken_bytes * density
+        num_bytes -= taken_bytes
+    return seconds

@@ -11,6 +11,8 @@ from heapq import heapify, heappop, heappush
 
 from outcore.planning.terrain import Terrain
 
+MAX_BUNDLE = 32  # values offered together; a longer sharing is found through its parts
+
 
 def segments_of(terrain: Terrain) -> dict[int, tuple[int, ...]]:
     """Evictable value that can be recomputed -> the ops its rerun needs when every saved value is there."""
@@ -32,22 +34,42 @@ def segments_of(terrain: Terrain) -> dict[int, tuple[int, ...]]:
 
 
 def remake_density(terrain: Terrain, segments: dict[int, tuple[int, ...]]) -> dict[int, float]:
-    """Value -> seconds per byte to remake it, cheapest first, each paying only for ops nobody before it pays for."""
-    ops = terrain.trace.ops
+    """Value -> seconds per byte to remake it, cheapest first, paying only for ops nobody before it pays for.
+
+    Values that share ops are also offered together: alone, the first of them would have to pay for all.
+    """
+    ops, value_bytes = terrain.trace.ops, terrain.value_bytes
     paid: set[int] = set()
-
-    def density(value: int) -> float:
-        return sum(ops[op].seconds for op in segments[value] if op not in paid) / terrain.value_bytes[value]
-
-    heap = [(density(value), value) for value in segments]
-    heapify(heap)
     found: dict[int, float] = {}
+
+    def density(values: tuple[int, ...]) -> float:
+        left = [value for value in values if value not in found]
+        needed = {op for value in left for op in segments[value]} - paid
+        return sum(ops[op].rerun_s for op in needed) / max(sum(value_bytes[value] for value in left), 1)
+
+    heap = [(density(bundle), bundle) for bundle in _bundles(segments)]
+    heapify(heap)
     while heap:
-        before, value = heappop(heap)
-        now = density(value)
-        if now < before and heap and now > heap[0][0]:
-            heappush(heap, (now, value))
+        before, bundle = heappop(heap)
+        left = tuple(value for value in bundle if value not in found)
+        if not left:
             continue
-        found[value] = now
-        paid.update(segments[value])
+        now = density(left)
+        if now != before and heap and now > heap[0][0]:
+            heappush(heap, (now, left))
+            continue
+        found.update(dict.fromkeys(left, now))
+        for value in left:
+            paid.update(segments[value])
     return found
+
+
+def _bundles(segments: dict[int, tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Every value alone, and all values that share an op together."""
+    sharing: dict[int, list[int]] = {}
+    for value, segment in segments.items():
+        for op in segment:
+            sharing.setdefault(op, []).append(value)
+    bundles: set[tuple[int, ...]] = {(value,) for value in segments}
+    bundles |= {tuple(values) for values in sharing.values() if 1 < len(values) <= MAX_BUNDLE}
+    return sorted(bundles)

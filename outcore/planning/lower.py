@@ -39,7 +39,7 @@ def lower(trace: Trace, plan: Plan, machine: Machine) -> Schedule:
         )
     steps = lower_steps(terrain_of(trace), plan.decisions, machine, plan.budget)
     actions = tuple(
-        Action(tick, kind, op=subject, values=held, in_place=in_place)
+        Action(tick, "rerun", op=subject, values=held, in_place=in_place)
         if kind == "rerun"
         else Action(tick, kind, value=subject, tier=tier)  # type: ignore[arg-type]
         for tick, kind, subject, tier, held, in_place in steps
@@ -231,7 +231,7 @@ class _Sweep:
         for tick, clock_s in enumerate(self.terrain.clock_s):
             for step in self.unrolled.steps.get(tick, ()):
                 if step[1] == "rerun":
-                    delay_s += ops[step[2]].seconds / speed
+                    delay_s += ops[step[2]].rerun_s / speed
             ends_s.append(clock_s / speed + delay_s)
         return ends_s
 
@@ -265,5 +265,5 @@ class _Sweep:
                 self._swap_in(tick, subject)
             self.delay_s += max(0.0, self.lanes.finish(IN, subject) - self._now_s(tick))
         elif kind == "rerun":
-            self.delay_s += self.terrain.trace.ops[subject].seconds / self.machine.speed
+            self.delay_s += self.terrain.trace.ops[subject].rerun_s / self.machine.speed
         self.steps.append(step)

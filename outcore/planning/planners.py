@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from outcore.errors import BudgetTooSmall, OutcoreError
 from outcore.planning.bound import bound_step_s
+from outcore.planning.exact import exact
 from outcore.planning.hybrid import hybrid
+from outcore.planning.pooch import pooch
 from outcore.planning.scoring import Decisions, Planner, Progress, Scored, lean_bytes, score, stored_fits
 from outcore.planning.simple import keep_all, leanest, recompute_all, swap_all
+from outcore.planning.swap import swap
 from outcore.planning.terrain import Terrain, terrain_of
 from outcore.values import Budget, Machine, Plan, Trace
 
@@ -17,7 +20,10 @@ PLANNERS: dict[str, Planner] = {
     "keep-all": keep_all,
     "swap-all": swap_all,
     "recompute-all": recompute_all,
+    "swap": swap,
+    "pooch": pooch,
     "hybrid": hybrid,
+    "exact": exact,
 }
 PURE = ("keep-all", "swap-all", "recompute-all")  # what they decide does not depend on the device budget
 
@@ -68,7 +74,7 @@ def _reasons(terrain: Terrain, scored: Scored) -> dict[int, str]:
     for value, decision in scored.decisions.items():
         stall_s = scored.clocked.out_stall_s.get(value, 0.0) + scored.clocked.in_stall_s.get(value, 0.0)
         if decision == "recompute":
-            seconds = terrain.trace.ops[terrain.producer[value]].seconds
+            seconds = terrain.trace.ops[terrain.producer[value]].rerun_s
             reasons[value] = f"its op takes {seconds * 1e6:.0f} µs to run again"
         elif decision == "swap":
             reasons[value] = f"compute waits {stall_s * 1e6:.0f} µs for it" if stall_s > 0 else "its copies are hidden"

@@ -52,3 +52,10 @@ def stored_fits(terrain: Terrain, budget: Budget, decisions: Mapping[int, Decisi
     """What is swapped fits into host and disk."""
     tiers = tiers_of(terrain, decisions, budget)
     return sum(terrain.value_bytes[value] for value, tier in tiers.items() if tier == "disk") <= budget.disk_bytes
+
+
+def better(best: Scored, other: Scored, budget: Budget) -> Scored:
+    """The one that fits; of two that fit, the faster one."""
+    if other.peak_bytes > budget.device_bytes:
+        return best
+    return other if other.step_s < best.step_s or best.peak_bytes > budget.device_bytes else best

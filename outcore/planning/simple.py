@@ -13,7 +13,7 @@ from outcore.values import Budget, Machine
 
 def keep_all(terrain: Terrain, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
     """Nothing is evicted."""
-    return {value: "keep" for value in terrain.evictable}
+    return dict.fromkeys(terrain.evictable, "keep")
 
 
 def swap_all(terrain: Terrain, machine: Machine, budget: Budget, progress: Progress) -> Decisions:

@@ -101,7 +101,7 @@ def memory_of(terrain: Terrain, steps: Sequence[Step], decisions: Mapping[int, s
 
 def held_until(terrain: Terrain, decisions: Mapping[int, str]) -> dict[int, int]:
     """Value -> the last slot in which a recipe reaches it: recomputed values hold what they will be made from."""
-    producer, ops = terrain.producer, terrain.trace.ops
+    producer, ops, packs = terrain.producer, terrain.trace.ops, terrain.packs
     until: dict[int, int] = {}
     pending: list[int] = []
     seen: set[int] = set()
@@ -109,7 +109,7 @@ def held_until(terrain: Terrain, decisions: Mapping[int, str]) -> dict[int, int]
     def reach(value: int, end: int) -> None:
         if end > until.get(value, -1):
             until[value] = end
-        passes = value not in terrain.packs or decisions.get(value) == "recompute"
+        passes = value not in packs or decisions.get(value) == "recompute"
         if passes and producer[value] >= 0 and producer[value] not in seen:
             seen.add(producer[value])
             heappush(pending, -producer[value])
@@ -119,15 +119,14 @@ def held_until(terrain: Terrain, decisions: Mapping[int, str]) -> dict[int, int]
         if decision == "recompute":
             reach(value, terrain.handle_end[value])
     while pending:  # newest op first: everything that reads its outputs was seen before
-        op = ops[-heappop(pending)]
+        op = -heappop(pending)
         end = max(
             until[value]
-            for value in op.writes
-            if value in until and (value not in terrain.packs or decisions.get(value) == "recompute")
+            for value in ops[op].writes
+            if value in until and (value not in packs or decisions.get(value) == "recompute")
         )
-        for read in op.reads:
-            if not terrain.trace.storages[terrain.storage[read]].external:
-                reach(read, end)
+        for read in terrain.reads[op]:
+            reach(read, end)
     return until
 
 
@@ -279,7 +278,7 @@ def clock_of(terrain: Terrain, steps: Sequence[Step], machine: Machine, *, detai
                 start_s, end_s = lanes.start_s[lane][subject], lanes.end_s[lane][subject]
                 found.spans.append(Span(f"swap_{kind[5:]}", start_s, end_s, f"swap_{kind[5:]} {subject}"))
         elif kind == "rerun":
-            seconds = ops[subject].seconds / speed
+            seconds = ops[subject].rerun_s / speed
             delay_s += seconds
             found.recompute_s += seconds
             if detail:

@@ -20,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outcore.units import KIB
-from outcore.values import Trace
+from outcore.values import Op, Trace
 
 Int64s = NDArray[np.int64]
+THERE, SWAPPED, RECOMPUTED, UNSAVED = range(4)  # where a rerun finds a value it reads
 FLOOR_BYTES = 64 * KIB  # smaller saved values are kept: a copy's fixed cost is worth more than they are
 FLOOR_SHARE = 4096  # in a small step the floor is this part of all that is saved
 
@@ -45,6 +46,9 @@ class Terrain:
     evictable: tuple[int, ...]  # in order of first pack
     recomputable: list[bool]  # per value
     kept_for: dict[int, str]  # saved value that is no candidate -> why
+    reads: list[tuple[int, ...]]  # per op: what it reads of the step's own, each once
+    overwrites: list[tuple[int, ...]]  # per op: those of its reads whose storage it writes
+    state: list[int]  # per value: THERE (external or saved, kept unless decided otherwise) or UNSAVED
 
     def op_at(self, slot: int) -> str:
         """The op or tick of a slot, in words."""
@@ -89,6 +93,12 @@ def _survey(trace: Trace) -> Terrain:
         evictable=tuple(value for value in packs if value not in kept_for),
         recomputable=_recomputable(trace, packs),
         kept_for=kept_for,
+        reads=[_own_reads(trace, op) for op in trace.ops],
+        overwrites=[_overwritten_reads(trace, op) for op in trace.ops],
+        state=[
+            THERE if value in packs or trace.storages[made.storage].external else UNSAVED
+            for value, made in enumerate(trace.values)
+        ],
     )
 
 
@@ -99,6 +109,15 @@ def _handle_end(trace: Trace, packs: list[int], unpacks: list[int], last_slot: i
     if min(handles) < 0:  # the handles were not watched
         return given if unpacks else last_slot
     return max(given, *handles)
+
+
+def _own_reads(trace: Trace, op: Op) -> tuple[int, ...]:
+    return tuple(read for read in dict.fromkeys(op.reads) if not trace.storages[trace.values[read].storage].external)
+
+
+def _overwritten_reads(trace: Trace, op: Op) -> tuple[int, ...]:
+    written = {trace.values[value].storage for value in op.writes}
+    return tuple(read for read in dict.fromkeys(op.reads) if trace.values[read].storage in written)
 
 
 def _ticks_by_value(trace: Trace) -> tuple[dict[int, list[int]], dict[int, list[int]]]:

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from outcore.planning.simulate import Step
-from outcore.planning.terrain import Terrain
+from outcore.planning.terrain import RECOMPUTED, SWAPPED, THERE, UNSAVED, Terrain
 
-THERE, SWAPPED, RECOMPUTED, UNSAVED = range(4)
+STATES = {"keep": THERE, "swap": SWAPPED, "recompute": RECOMPUTED}
 
 
 @dataclass
@@ -44,6 +44,9 @@ class _Unroller:
         self.terrain = terrain
         self.ops = terrain.trace.ops
         self.decisions = decisions
+        self.state = terrain.state.copy()
+        for value, decision in decisions.items():
+            self.state[value] = STATES[decision]
         self.present: set[int] = set()  # recomputed values whose copy we hold
         self.swap_reads: dict[int, list[tuple[int, int]]] = {}  # swapped value -> (tick, position of the reading step)
         self.found = Unrolled()
@@ -66,18 +69,11 @@ class _Unroller:
         self._place_swap_needs()
         return self.found
 
-    def _state(self, value: int) -> int:
-        if value not in self.terrain.packs:
-            external = self.terrain.trace.storages[self.terrain.storage[value]].external
-            return THERE if external else UNSAVED
-        decision = self.decisions.get(value)
-        return SWAPPED if decision == "swap" else RECOMPUTED if decision == "recompute" else THERE
-
     def _remake(self, value: int, tick: int) -> list[Step]:
         order = self._order_of_reruns(self.terrain.producer[value])
         last_reader: dict[int, int] = {}
         for position, op in enumerate(order):
-            for read in self.ops[op].reads:
+            for read in self.terrain.reads[op]:
                 last_reader[read] = position
         steps: list[Step] = []
         made: set[int] = set()  # transients of this tick
@@ -90,16 +86,16 @@ class _Unroller:
         """Depth first, inputs in order; without recursion, because a segment may be thousands of ops long."""
         order: list[int] = []
         entered: set[int] = {goal}
-        stack = [(goal, iter(self.ops[goal].reads))]
+        stack = [(goal, iter(self.terrain.reads[goal]))]
         while stack:
             op, reads = stack[-1]
             for read in reads:
-                state = self._state(read)
+                state = self.state[read]
                 if state == UNSAVED or (state == RECOMPUTED and read not in self.present):
                     maker = self.terrain.producer[read]
                     if maker not in entered:
                         entered.add(maker)
-                        stack.append((maker, iter(self.ops[maker].reads)))
+                        stack.append((maker, iter(self.terrain.reads[maker])))
                         break
             else:
                 order.append(op)
@@ -107,16 +103,16 @@ class _Unroller:
         return order
 
     def _note_swap_reads(self, op: int, tick: int, position: int) -> None:
-        for read in self.ops[op].reads:
-            if self._state(read) == SWAPPED:
+        for read in self.terrain.reads[op]:
+            if self.state[read] == SWAPPED:
                 self.swap_reads.setdefault(read, []).append((tick, position))
 
     def _rerun(self, op: int, tick: int, position: int, last_reader: dict[int, int], made: set[int]) -> list[Step]:
         """Run `op` again; hold what is read again or asked for later; free what nobody reads any more."""
-        reads, writes, storage = self.ops[op].reads, self.ops[op].writes, self.terrain.storage
+        reads, overwritten = self.terrain.reads[op], self.terrain.overwrites[op]
         held = []
-        for value in writes:
-            if value in self.present or self._state(value) in (THERE, SWAPPED):
+        for value in self.ops[op].writes:
+            if value in self.present or self.state[value] in (THERE, SWAPPED):
                 continue  # readers find it elsewhere
             if self._asked_for_later(value, tick):
                 self.present.add(value)
@@ -124,11 +120,9 @@ class _Unroller:
             elif last_reader.get(value, -1) > position:
                 made.add(value)
                 held.append(value)
-        written = {storage[value] for value in writes}
-        overwritten = [read for read in dict.fromkeys(reads) if storage[read] in written]
         in_place = bool(overwritten) and all(read in made and last_reader[read] == position for read in overwritten)
         steps: list[Step] = [(tick, "rerun", op, "", tuple(held), in_place)]
-        for read in dict.fromkeys(reads):
+        for read in reads:
             if read in made and last_reader[read] == position:
                 made.remove(read)
                 if not (in_place and read in overwritten):

@@ -51,7 +51,7 @@ class _Checker:
                 self._op(event)
             else:
                 self._tick(event, self.trace.ticks[event], by_tick[event])
-        left = [value for value, state in self.copy.items() if value not in self._saved_at_all()]
+        left = [value for value in self.copy if value not in self._saved_at_all()]
         if left:
             raise ScheduleError(f"value {left[0]} is remade and never freed; lower the plan again")
 

@@ -1,17 +1,16 @@
 """The user's step -> Trace.
 
-The step runs for real, in the leanest state: what autograd saves is swapped out on the spot, so recording needs the
-memory of no more than one op and its tensors. When half the host's room is used, values that can be rerun directly from
-what was swapped are dropped instead; when all of it is used, so is whatever else can be dropped.
+The step runs for real, in the leanest state: what autograd saves leaves the device on the spot, so recording needs the
+memory of no more than a few ops and their tensors. On a GPU a value is dropped if a handful of ops make it again from
+what was swapped, else it is swapped: running ops again costs less than touching fresh host memory for the first time.
+When the host has no more room, whatever can be dropped is.
 
-Because nothing is held for autograd, the lifetimes seen are the program's own. On CUDA, ops are timed by event pairs,
-in batches that are queued behind a short spin of the device: the host is then ahead and does not show up in the times.
+Because nothing is held for autograd, the lifetimes seen are the program's own.
 """
 
 from __future__ import annotations
 
 import gc
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import date
@@ -22,11 +21,14 @@ import torch
 
 from outcore.recording.intercept import in_backward
 from outcore.running.cells import Cell, Handle, Kept, Marked, check_unchanged, clear_marks, is_plain
+from outcore.running.clock import Clock
 from outcore.running.execute import SMALL_BYTES, bring, op_name, swap_out_now
 from outcore.running.replay import (
     OpOverload,
     below_everything,
     capture,
+    has_twin,
+    normalise_again,
     outputs_of,
     reads_of,
     replay_kind,
@@ -37,8 +39,8 @@ from outcore.running.store import Store
 from outcore.values import Op, Storage, Tick, Trace, Value
 
 _MARK = "_outcore_recorded"
-_BATCH = 48  # ops queued behind one spin
-_SPIN_CYCLES = 14_000_000  # about 8 ms: longer than the host takes to queue a batch
+_HANDFUL = 8  # ops
+_TWIN_BYTES = 64 * 1024**2  # a twin is compared in pieces of this size: recording must not need more memory
 _ROUND_BYTES = 512  # the CUDA allocator's grain
 H = TypeVar("H", Handle, Kept)
 
@@ -58,40 +60,20 @@ class _Storage:
         self.num_versions = 0
 
 
-class Clock:
-    """Seconds of each op, read when the step is over."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._pairs: list[tuple[Any, Any]] = []
-
-    def start(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        if len(self._pairs) % _BATCH == 0:
-            torch.cuda._sleep(_SPIN_CYCLES)
-        return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(enable_timing=True))
-
-    def stop(self, started: Any) -> None:
-        if self.device.type != "cuda":
-            self._pairs.append((started, time.perf_counter()))
-            return
-        ended = torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(enable_timing=True))
-        self._pairs.append((started, ended))
-
-    def seconds(self) -> list[float]:
-        if self.device.type != "cuda":
-            return [end - start for start, end in self._pairs]
-        torch.cuda.synchronize(self.device)
-        return [start.elapsed_time(end) / 1e3 for start, end in self._pairs]
-
-
 class Recorder:
     """One step, recorded."""
 
     def __init__(
-        self, model: torch.nn.Module, store: Store, device: torch.device, before_bytes: int, *, name: str = ""
+        self,
+        model: torch.nn.Module,
+        store: Store,
+        device: torch.device,
+        before_bytes: int,
+        *,
+        budget_bytes: int = 0,
+        name: str = "",
     ) -> None:
+        self.budget_bytes = budget_bytes
         self.store = store
         self.device = device
         self.before_bytes = before_bytes
@@ -111,6 +93,7 @@ class Recorder:
         self._cells: dict[int, weakref.ref[Cell]] = {}
         self._marked: Marked = []
         self._clock = Clock(device)
+        self._twins: dict[int, Twin] = {}
         self._modules = ModuleNames(model)
         self._serial = object()
         self._know_what_is_there()
@@ -197,6 +180,8 @@ class Recorder:
         self._clock.stop(started)
         fresh, overwritten = outputs_of(func, args, kwargs, result)
         fresh = [tensor for tensor in fresh if tensor.layout is torch.strided]
+        if forward and has_twin(func, args):
+            self._twins[index] = Twin(args, fresh)
         writes = [self._storages[self._add_storage(t, external=False, producer=index)].current for t in fresh]
         writes += [self._add_value(self._storage_of(tensor), index) for tensor in overwritten]
         if recipe is not None:
@@ -296,8 +281,7 @@ class Recorder:
         return self._add_value(len(self._storages) - 1, -1)
 
     def _put_away(self, cell: Cell, tensor: torch.Tensor) -> None:
-        half_full = self.store.used_bytes("host") * 2 > self.store.host_bytes > 0
-        if half_full and _direct(cell):
+        if self.device.type == "cuda" and _quickly_made(cell, self.budget_bytes):
             return
         cell.hold(tensor)
         if swap_out_now(cell, self.store):
@@ -357,6 +341,8 @@ class Recorder:
         self.close()
         last = max(self._slot, 0)
         seconds = self._clock.seconds()
+        for index, twin in self._twins.items():
+            self._ops[index] |= twin.verdict()
         for tick in self._ticks:
             if tick["kind"] == "pack" and tick["dies"] < 0:
                 tick["dies"] = last  # its graph outlives the step
@@ -375,21 +361,20 @@ class Recorder:
         )
 
 
-def _direct(cell: Cell) -> bool:
-    """Can it be rerun from what is swapped or outside, through at most a few unsaved values?"""
-    if cell.recipe is None:
-        return False
-    frontier, depth = [cell.recipe], 0
-    while frontier and depth < 3:
-        behind = []
-        for recipe in frontier:
-            for source in recipe.reads:
-                if source.parcel is None and source.data is None:
-                    if source.recipe is None:
-                        return False
-                    behind.append(source.recipe)
-        frontier, depth = behind, depth + 1
-    return not frontier
+def _quickly_made(cell: Cell, budget_bytes: int) -> bool:
+    """Do a handful of ops make it from what is swapped or outside, in little room?"""
+    todo, seen = [cell], set()
+    while todo:
+        wanted = todo.pop()
+        recipe = wanted.recipe
+        if recipe is None or 16 * wanted.num_bytes > budget_bytes:
+            return False
+        if id(recipe) not in seen:
+            seen.add(id(recipe))
+            todo.extend(source for source in recipe.reads if source.parcel is None and source.data is None)
+        if len(seen) > _HANDFUL:
+            return False
+    return True
 
 
 def _rerunnable(cell: Cell) -> bool:
@@ -403,6 +388,38 @@ def _rerunnable(cell: Cell) -> bool:
             seen.add(id(recipe))
             todo.extend(source for source in recipe.reads if source.parcel is None and source.data is None)
     return True
+
+
+class Twin:
+    """Does a cheaper op give the same bits as the op that just ran? Compared on all of its result, read at the end."""
+
+    def __init__(self, args: Sequence[Any], fresh: list[torch.Tensor]) -> None:
+        self._differs: torch.Tensor | None = None
+        self._pair: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._share = 1.0  # of the rows that the timed piece has
+        try:
+            with below_everything():
+                self._compare(args, *fresh[:3])
+        except RuntimeError:  # a combination of types it does not take
+            self._differs = None
+
+    def _compare(self, args: Sequence[Any], out: torch.Tensor, mean: torch.Tensor, deviation: torch.Tensor) -> None:
+        num_rows = max(1, _TWIN_BYTES * out.shape[0] // max(out.nbytes, 1))
+        self._share = min(1.0, num_rows / out.shape[0])
+        stream = torch.cuda.current_stream(out.device)
+        for start in range(0, out.shape[0], num_rows):
+            rows = slice(start, start + num_rows)
+            began = stream.record_event(torch.cuda.Event(enable_timing=True))
+            again = normalise_again(args, mean, deviation, rows)
+            ended = stream.record_event(torch.cuda.Event(enable_timing=True))
+            self._pair = self._pair or (began, ended)
+            differs = (again != out[rows]).any()
+            self._differs = differs if self._differs is None else self._differs | differs
+
+    def verdict(self) -> dict[str, Any]:
+        if self._differs is None or self._pair is None or bool(self._differs):
+            return {}
+        return {"twin": True, "twin_s": self._pair[0].elapsed_time(self._pair[1]) / 1e3 / self._share}
 
 
 class ModuleNames:

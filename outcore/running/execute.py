@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from outcore.running.cells import Cell, Handle, Kept, Marked, cell_of, check_unchanged, clear_marks, is_plain
+from outcore.running.clock import Clock
 from outcore.running.meter import LiveBytes
 from outcore.running.replay import OpOverload, Recipe, below_everything, capture, outputs_of
 from outcore.running.store import Store
@@ -87,12 +88,20 @@ class Execution:
     """One step that follows a program."""
 
     def __init__(
-        self, program: Program, store: Store, *, meter: LiveBytes | None = None, log: list[str] | None = None
+        self,
+        program: Program,
+        store: Store,
+        *,
+        meter: LiveBytes | None = None,
+        log: list[str] | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.program = program
         self.store = store
         self.meter = meter
         self.log = log
+        self.clock = clock
+        self.timed: list[str] = []  # names of the ops the clock timed
         self.on_plan = True
         self.left_plan_because = ""
         self.num_inline = 0  # values that had to be brought back without the schedule's help
@@ -109,6 +118,15 @@ class Execution:
     # -- the forward's ops --------------------------------------------------------------------------------------------
 
     def op(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self.clock is None:
+            return self._op(func, args, kwargs)
+        self.timed.append(op_name(func))
+        started = self.clock.start()
+        result = self._op(func, args, kwargs)
+        self.clock.stop(started)
+        return result
+
+    def _op(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         index = self._num_ops
         if index > self.program.last_captured or not self.on_plan:
             result = func(*args, **kwargs)
@@ -129,6 +147,7 @@ class Execution:
         op = self.program.captured[index]
         reads = iter(op.reads)
         recipe = capture(index, func, args, kwargs, lambda tensor: self._source(next(reads, -1), tensor))
+        recipe.twin = op.twin
         result = func(*args, **kwargs)
         fresh, overwritten = outputs_of(func, args, kwargs, result)
         if len(fresh) + len(overwritten) != len(op.writes):
@@ -363,35 +382,56 @@ def rerun(recipe: Recipe, values: Sequence[int], *, in_place: bool, see: Callabl
 
 
 def bring(cell: Cell, store: Store, see: Callable[[torch.Tensor | None], None] = lambda tensor: None) -> torch.Tensor:
-    """The data of a cell, whatever it takes. What was brought along the way is let go again."""
-    todo, brought = [cell], []
-    while todo:
-        wanted = todo[-1]
+    """The data of a cell, whatever it takes. What is brought along the way is let go after its last reader."""
+    order = _makers(cell)
+    brought = {id(wanted) for wanted in order if wanted.data is None}
+    num_readers: dict[int, int] = {}
+    for wanted in order:
+        for source in _sources(wanted):
+            num_readers[id(source)] = num_readers.get(id(source), 0) + 1
+    for wanted in order:
+        sources = _sources(wanted)
         if wanted.data is None and wanted.parcel is not None:
             wanted.swap_in(store)
             see(wanted.data)
-            brought.append(wanted)
         elif wanted.data is None:
-            recipe = wanted.recipe
-            assert recipe is not None, "a saved value was lost"
-            missing = [source for source in recipe.reads if source.data is None]
-            if missing:
-                todo.extend(missing)
-                continue
-            for source in recipe.reads:
-                source.arrive()
-            _rerun_for(wanted, recipe, see)
-            brought.append(wanted)
+            _make(wanted, see)
         wanted.arrive()
-        todo.pop()
-    for other in brought:
-        if other is not cell:
-            other.let_go()
+        for source in sources:
+            num_readers[id(source)] -= 1
+            if not num_readers[id(source)] and id(source) in brought:
+                source.let_go()
     assert cell.data is not None
     return cell.data
 
 
-def _rerun_for(wanted: Cell, recipe: Recipe, see: Callable[[torch.Tensor | None], None]) -> None:
+def _sources(cell: Cell) -> list[Cell]:
+    """What a cell must be made from, if it must be made."""
+    must = cell.data is None and cell.parcel is None and cell.recipe is not None
+    return cell.recipe.reads if must and cell.recipe is not None else []
+
+
+def _makers(cell: Cell) -> list[Cell]:
+    """The cells to bring for one, sources first. Without recursion: a chain may be as long as the network."""
+    order: list[Cell] = []
+    entered = {id(cell)}
+    stack = [(cell, iter(_sources(cell)))]
+    while stack:
+        wanted, sources = stack[-1]
+        for source in sources:
+            if id(source) not in entered:
+                entered.add(id(source))
+                stack.append((source, iter(_sources(source))))
+                break
+        else:
+            order.append(wanted)
+            stack.pop()
+    return order
+
+
+def _make(wanted: Cell, see: Callable[[torch.Tensor | None], None]) -> None:
+    recipe = wanted.recipe
+    assert recipe is not None, "a saved value was lost"
     fresh, overwritten = recipe.run()
     for marks, tensors in ((recipe.made, fresh), (recipe.overwrote, overwritten)):
         for mark, tensor in zip(marks, tensors):

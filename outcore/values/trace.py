@@ -32,6 +32,13 @@ class Op:
     workspace_bytes: int = 0  # allocated at the op's peak beyond every storage that lives during its slot
     replay: Literal["no", "pure", "random"] = "no"  # may be run again: never, as it is, with its generator state
     module: str = ""  # "layer1.0.conv2"
+    twin: bool = False  # a cheaper op gives the same bits from what this one saved, checked while recording
+    twin_s: float = 0.0  # how long that takes
+
+    @property
+    def rerun_s(self) -> float:
+        """Seconds to make its outputs again."""
+        return self.twin_s if self.twin else self.seconds
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -38,14 +39,18 @@ def test_same_numbers(name: str, planner: str, delay_s: float) -> None:
     assert ooc.plan is not None
     budget = (ooc.plan.in_core_peak_bytes + 3 * ooc.plan.before_bytes) // 4
     ooc.close()
+    del model, loss, ooc
+    gc.collect()
     model, loss = build(name)
     ooc = limit(model, budget, planner=planner)
     ooc.store.delay_s = delay_s
     try:
         got = train(model, loss, ooc)
     except BudgetTooSmall as error:
-        budget = error.needed_bytes
+        budget = error.needed_bytes + 1024**2  # the allocator's baseline moves a little from run to run
         ooc.close()
+        del model, loss, ooc
+        gc.collect()
         model, loss = build(name)
         ooc = limit(model, budget, planner=planner)
         ooc.store.delay_s = delay_s

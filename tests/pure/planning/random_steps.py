@@ -1,4 +1,4 @@
-"""Random training steps for property tests: chains, residuals, in-place ops, several outputs, several forwards.
+"""Random training steps (and one fixed small one) for property tests: chains, residuals, in-place ops, several outputs, several forwards.
 
 Built as a list of events (one per slot) by a tiny pretend autograd: forward ops read the newest versions of what is
 there and may save what they read or wrote; each backward asks back, newest first, most of what its forward saved.
@@ -111,16 +111,13 @@ def steps(draw: st.DrawFn, max_ops: int = 7, max_rounds: int = 2) -> Trace:
 def _forward(draft: _Draft, draw: st.DrawFn, max_ops: int) -> list[tuple[int, int]]:
     saved: list[tuple[int, int]] = []
     for _ in range(draw(st.integers(1, max_ops))):
-        there = sorted(draft.newest.values())[-5:] + [draft.newest[0]]
+        there = [*sorted(draft.newest.values())[-5:], draft.newest[0]]
         reads = draw(st.lists(st.sampled_from(there), min_size=1, max_size=3))
         in_place = draw(st.sampled_from([False, True])) and _may_overwrite(draft, draw, reads[0], saved)
-        for read in dict.fromkeys(reads):
-            if draw(st.sampled_from([True, False, False])) and not (in_place and read == reads[0]):
-                saved.append((read, draft.pack(read)))
+        to_save = [read for read in dict.fromkeys(reads) if not (in_place and read == reads[0])]
+        saved += [(read, draft.pack(read)) for read in to_save if draw(st.sampled_from([True, False, False]))]
         made = draft.op("forward", reads, in_place, draw(st.sampled_from([0, 1, 2] if in_place else [1, 1, 2])))
-        for value in made:
-            if draw(st.booleans()):
-                saved.append((value, draft.pack(value)))
+        saved += [(value, draft.pack(value)) for value in made if draw(st.booleans())]
     return saved
 
 
@@ -155,3 +152,47 @@ def _finish(draft: _Draft, draw: st.DrawFn) -> Trace:
     ticks = tuple(Tick(t.slot, t.kind, t.value, t.pack, min(t.dies, last), t.shape, t.dtype) for t in draft.ticks)
     before_bytes = sum(size for size, outside in zip(draft.bytes, draft.external) if outside)
     return Trace(tuple(draft.ops), tuple(draft.values), storages, ticks, before_bytes)
+
+
+def chain() -> Trace:
+    """x -> a -> b -> b in place -> c; a, b (second version) and c are saved and asked for in reverse."""
+    return Trace(
+        ops=(
+            Op(0, "aten.conv.default", "forward", 1.0, (0,), (1,), replay="pure"),
+            Op(2, "aten.norm.default", "forward", 1.0, (1,), (2,), replay="pure"),
+            Op(3, "aten.relu_.default", "forward", 1.0, (2,), (3,), replay="pure"),
+            Op(5, "aten.conv.default", "forward", 1.0, (3,), (4,), replay="pure"),
+            Op(7, "aten.sum.default", "forward", 1.0, (4,), (5,), replay="no"),
+            Op(9, "aten.conv_backward.default", "backward", 1.0, (5,), (6,)),
+            Op(11, "aten.relu_backward.default", "backward", 1.0, (6,), (7,)),
+            Op(13, "aten.conv_backward.default", "backward", 1.0, (7,), (8,)),
+        ),
+        values=(
+            Value(0, 0, -1),
+            Value(1, 0, 0),
+            Value(2, 0, 1),
+            Value(2, 1, 2),
+            Value(3, 0, 3),
+            Value(4, 0, 4),
+            *(Value(5 + at, 0, 5 + at) for at in range(3)),
+        ),
+        storages=(
+            Storage(8, 0, 13, external=True),
+            Storage(8, 0, 2),
+            Storage(8, 2, 5),
+            Storage(8, 5, 7),
+            Storage(1, 7, 9),
+            Storage(8, 9, 11),
+            Storage(8, 11, 13),
+            Storage(8, 13, 13),
+        ),
+        ticks=(
+            Tick(1, "pack", 1, 0, -1),
+            Tick(4, "pack", 3, 1, -1),
+            Tick(6, "pack", 4, 2, -1),
+            Tick(8, "unpack", 4, 2, 9),
+            Tick(10, "unpack", 3, 1, 11),
+            Tick(12, "unpack", 1, 0, 13),
+        ),
+        before_bytes=8,
+    )

@@ -1,6 +1,8 @@
-"""Lowered schedules: they verify, they keep their promise about memory, and the simulator counts as the reference does."""
+"""Lowered schedules verify and keep their promise about memory; the simulator counts as the reference does."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,7 +69,7 @@ def test_seconds_add_up(made: tuple[Trace, Plan], machine: Machine) -> None:
     ends = {(span.stream, span.what): span.end_s for span in found.spans}
     assert all(end_s <= found.step_s + 1e-9 for (stream, _), end_s in ends.items() if stream != "swap_out")
     lanes = sorted((span.start_s, span.end_s) for span in found.spans if span.stream == "swap_out")
-    assert all(one[1] <= two[0] + 1e-9 for one, two in zip(lanes, lanes[1:]))  # one copy at a time
+    assert all(one[1] <= two[0] + 1e-9 for one, two in pairwise(lanes))  # one copy at a time
 
 
 @QUICK

@@ -1,0 +1,151 @@
+"""Terrain + Machine + Budget -> decisions by a mixed-integer program: for judging the others, not for speed.
+
+Small steps (up to `MAX_ENUMERATED` combinations) are enumerated: every combination of decisions is lowered and
+simulated, and the fastest that fits is the answer. That is the definition of exact.
+
+Larger ones are modelled, as Checkmate (MLSys 2020) and POET (ICML 2022) do, and solved by HiGHS through SciPy. The
+model assumes perfect overlap: one re-execution per op, pulled in by inputs nobody saved; memory at every slot, with
+each value on the device while it is asked for; both copy lanes able to carry what is swapped before the turn and after
+it. What the model leaves out (copies in flight, segments held early) the simulator sees: the program is solved for
+several reserves of memory and the fastest solution that really fits is returned. So here `exact` is the optimum of a
+model, and can lose to `hybrid` in the simulator.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+
+from outcore.errors import OutcoreError
+from outcore.planning.costs import segments_of
+from outcore.planning.market import LaneRoom
+from outcore.planning.scoring import Decisions, Progress, better, lean_bytes, score, stored_fits
+from outcore.planning.simple import keep_all, leanest
+from outcore.planning.terrain import Terrain
+from outcore.values import Budget, Decision, Machine
+
+MAX_ENUMERATED = 3**7
+TIME_LIMIT_S = 30.0
+GAP = 1e-3
+RESERVES = (0.0, 0.02, 0.05, 0.1)
+
+
+def exact(terrain: Terrain, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
+    """Enumeration where that is possible, else the mixed-integer optimum of the model."""
+    kept = keep_all(terrain, machine, budget, progress)
+    if int(lean_bytes(terrain, budget, kept).max(initial=0)) <= budget.device_bytes:
+        return kept
+    choices = [_choices(terrain, value) for value in terrain.evictable]
+    best = score(terrain, machine, budget, leanest(terrain, machine, budget, progress))
+    if np.prod([float(len(options)) for options in choices]) <= MAX_ENUMERATED:
+        for made in product(*choices):
+            decisions: Decisions = dict(zip(terrain.evictable, made))
+            if stored_fits(terrain, budget, decisions):
+                best = better(best, score(terrain, machine, budget, decisions), budget)
+        return dict(best.decisions)
+    model = Model(terrain, machine, budget)
+    for at, reserve in enumerate(RESERVES):
+        progress("solving", at / len(RESERVES))
+        found = model.solve(int(budget.device_bytes * (1 - reserve)))
+        if found is not None:
+            best = better(best, score(terrain, machine, budget, found), budget)
+    return dict(best.decisions)
+
+
+def _choices(terrain: Terrain, value: int) -> list[Decision]:
+    return ["keep", "swap", "recompute"] if terrain.recomputable[value] else ["keep", "swap"]
+
+
+class Model:
+    """Columns: keep per value, swap per value, rerun per op. Seconds in ms and bytes in MB, so that sizes are alike."""
+
+    def __init__(self, terrain: Terrain, machine: Machine, budget: Budget) -> None:
+        self.terrain, self.machine, self.budget = terrain, machine, budget
+        self.segments = segments_of(terrain)
+        self.values = list(terrain.evictable)
+        self.keep_at = {value: at for at, value in enumerate(self.values)}
+        self.swap_at = {value: at + len(self.values) for at, value in enumerate(self.values)}
+        ops = sorted({op for segment in self.segments.values() for op in segment})
+        self.rerun_at = {op: at + 2 * len(self.values) for at, op in enumerate(ops)}
+        self.num_columns = 2 * len(self.values) + len(ops)
+        self.rows: list[tuple[list[tuple[int, float]], float, float]] = []
+        self._every_value_somehow()
+        self._reruns_pull_in_unsaved()
+        self._lanes_keep_up()
+
+    def _every_value_somehow(self) -> None:
+        for value in self.values:
+            row = [(self.keep_at[value], 1.0), (self.swap_at[value], 1.0)]
+            if value in self.segments:
+                row.append((self.rerun_at[self.terrain.producer[value]], 1.0))
+            self.rows.append((row, 1.0, np.inf))
+
+    def _reruns_pull_in_unsaved(self) -> None:
+        for op, column in self.rerun_at.items():
+            for read in self.terrain.reads[op]:
+                maker = self.terrain.producer[read]
+                if read not in self.terrain.packs and maker in self.rerun_at:
+                    self.rows.append(([(self.rerun_at[maker], 1.0), (column, -1.0)], 0.0, np.inf))
+
+    def _lanes_keep_up(self) -> None:
+        lanes = LaneRoom(self.terrain, self.machine, self.budget)
+        row: list[tuple[int, float]] = []
+        for value in sorted(self.values, key=lambda value: -lanes.out_at[value]):
+            row.append((self.swap_at[value], lanes.out_s[value] * 1e3))
+            self.rows.append((list(row), -np.inf, lanes.out_room[lanes.out_at[value]] * 1e3))
+        row = []
+        for value in sorted(self.values, key=lambda value: lanes.in_at[value]):
+            row.append((self.swap_at[value], lanes.in_s[value] * 1e3))
+            self.rows.append((list(row), -np.inf, lanes.in_room[lanes.in_at[value]] * 1e3))
+        stored = [(self.swap_at[value], self.terrain.value_bytes[value] / 1e6) for value in self.values]
+        self.rows.append((stored, -np.inf, (self.budget.host_bytes + self.budget.disk_bytes) / 1e6))
+
+    def _memory(self, device_bytes: int) -> list[tuple[list[tuple[int, float]], float, float]]:
+        terrain = self.terrain
+        needed_bytes = lean_bytes(terrain, self.budget, dict.fromkeys(self.values, "swap"))
+        spans = {}
+        for value in self.values:
+            needs = terrain.unpacks[value]
+            end = terrain.tick_slots[needs[0]] if needs else terrain.trace.num_slots
+            spans[value] = (terrain.trace.storages[terrain.storage[value]].dies + 1, end)
+        edges = sorted({edge for span in spans.values() for edge in span if edge < terrain.trace.num_slots})
+        rows = []
+        for first, end in zip(edges, [*edges[1:], terrain.trace.num_slots]):
+            room = (device_bytes - int(needed_bytes[first:end].max())) / 1e6
+            row = [
+                (self.keep_at[value], terrain.value_bytes[value] / 1e6)
+                for value, span in spans.items()
+                if span[0] <= first < span[1]
+            ]
+            if sum(size for _, size in row) > room:
+                rows.append((row, -np.inf, room))
+        return rows
+
+    def solve(self, device_bytes: int) -> Decisions | None:
+        try:
+            from scipy.optimize import Bounds, LinearConstraint, milp
+            from scipy.sparse import coo_array
+        except ImportError:
+            raise OutcoreError("the exact planner needs SciPy; install outcore[exact] or choose hybrid") from None
+        rows = self.rows + self._memory(device_bytes)
+        entries = [(at, column, size) for at, (row, _, _) in enumerate(rows) for column, size in row]
+        where = (np.array([entry[0] for entry in entries]), np.array([entry[1] for entry in entries]))
+        matrix = coo_array((np.array([entry[2] for entry in entries]), where), shape=(len(rows), self.num_columns))
+        cost = np.full(self.num_columns, 1e-7)  # of equal seconds, the fewest evictions
+        for op, column in self.rerun_at.items():
+            cost[column] = self.terrain.trace.ops[op].rerun_s / self.machine.speed * 1e3
+        found = milp(
+            cost,
+            constraints=LinearConstraint(matrix.tocsr(), [row[1] for row in rows], [row[2] for row in rows]),
+            bounds=Bounds(0, 1),
+            integrality=np.ones(self.num_columns, dtype=np.int64),
+            options={"time_limit": TIME_LIMIT_S, "mip_rel_gap": GAP},
+        )
+        return None if found.x is None else self._read(found.x > 0.5)
+
+    def _read(self, on: np.typing.NDArray[np.bool_]) -> Decisions:
+        return {
+            value: "keep" if on[self.keep_at[value]] else "swap" if on[self.swap_at[value]] else "recompute"
+            for value in self.values
+        }

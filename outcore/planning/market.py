@@ -1,0 +1,237 @@
+"""A price for memory -> decisions that fit: the market behind the hybrid planner.
+
+Two prices decide. Memory has a price per byte: a value is evicted when that is cheaper than keeping it. The copy lanes
+have a capacity: they go to the values where a hidden copy saves most, that is the least of what remaking or keeping
+the value would cost. The lowest price of memory at which the step fits is found by bisection.
+
+A price alone forgets the backward: remaking a value also makes, and holds, everything its segment passes. Where such
+early copies do not fit, one value of the segment becomes an *anchor*: it is kept or swapped, never remade, and what
+lies before it is remade later, when there is more room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outcore.planning.costs import remake_density, segments_of
+from outcore.planning.lower import lean_steps, tiers_of
+from outcore.planning.scoring import Decisions
+from outcore.planning.simulate import memory_of
+from outcore.planning.terrain import Int64s, Terrain
+from outcore.planning.unroll import Unrolled, unroll
+from outcore.values import Budget, Machine
+
+INF = float("inf")
+NEVER_S = 1e12
+MAX_ANCHOR_ROUNDS = 80
+
+
+@dataclass(frozen=True)
+class Early:
+    """A copy held before it is asked for, because the remaking of `goal` at tick `made` needed it."""
+
+    value: int
+    goal: int
+    made: int
+    asked: int
+    remade: bool  # False: swapped in
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Decisions at a price, with the memory of their lean program."""
+
+    price_at: int
+    decisions: Decisions
+    unrolled: Unrolled
+    slot_bytes: Int64s
+    early: list[Early]
+
+
+class Market:
+    def __init__(self, terrain: Terrain, machine: Machine, budget: Budget) -> None:
+        self.terrain, self.machine, self.budget = terrain, machine, budget
+        self.segments = segments_of(terrain)
+        self.density = remake_density(terrain, self.segments)
+        found = sorted(set(self.density.values()))
+        self.prices = [*found, 2 * found[-1] + 1e-9 if found else 1.0]
+        self.lanes = LaneRoom(terrain, machine, budget)
+
+    def cheapest_fit(self, share: float, device_bytes: int) -> Decisions | None:
+        """The lowest price at which the lean program fits, with the anchors its segments need; None: there is none."""
+        anchors: set[int] = set()
+        price_at = 0
+        for _ in range(MAX_ANCHOR_ROUNDS):
+            offer = self._lowest_price(share, device_bytes, anchors, price_at)
+            if offer is None:
+                return None
+            over_bytes = offer.slot_bytes - device_bytes
+            if int(over_bytes.max(initial=0)) <= 0:
+                return offer.decisions
+            new = self._anchors_for(offer, over_bytes) - anchors
+            if not new:
+                return None
+            anchors |= new
+            price_at = offer.price_at
+        return None
+
+    def _decide(self, price: float, share: float, anchors: set[int]) -> Decisions:
+        density = {value: cost for value, cost in self.density.items() if value not in anchors}
+        worth = {value: min(density.get(value, INF), price) for value in self.terrain.evictable}
+        swapped = self.lanes.admit(worth, share)
+        return {
+            value: "swap" if value in swapped else "recompute" if density.get(value, INF) <= price else "keep"
+            for value in self.terrain.evictable
+        }
+
+    def _offer(self, price_at: int, share: float, anchors: set[int]) -> Offer:
+        decisions = self._decide(self.prices[price_at], share, anchors)
+        unrolled = unroll(self.terrain, decisions)
+        tiers = tiers_of(self.terrain, decisions, self.budget)
+        slot_bytes = memory_of(self.terrain, lean_steps(self.terrain, decisions, unrolled, tiers), decisions)
+        return Offer(price_at, decisions, unrolled, slot_bytes, early_copies(self.terrain, decisions, unrolled))
+
+    def _lowest_price(self, share: float, device_bytes: int, anchors: set[int], start: int) -> Offer | None:
+        """Fits but for what an anchor could cure. Prices below `start` were too low already: gallop, then bisect."""
+        low, high, stride = start, start, 1
+        found = self._offer(high, share, anchors)
+        while not self._fits_but_for_segments(found, device_bytes):
+            low = high + 1
+            if low >= len(self.prices):
+                return None
+            high = min(high + stride, len(self.prices) - 1)
+            stride *= 4
+            found = self._offer(high, share, anchors)
+        while low < high:
+            middle = (low + high) // 2
+            offer = self._offer(middle, share, anchors)
+            if self._fits_but_for_segments(offer, device_bytes):
+                found, high = offer, middle
+            else:
+                low = middle + 1
+        return found
+
+    def _fits_but_for_segments(self, offer: Offer, device_bytes: int) -> bool:
+        curable = np.zeros(len(offer.slot_bytes) + 1, dtype=np.int64)
+        slots = self.terrain.tick_slots
+        for copy in offer.early:
+            curable[slots[copy.made]] += self.terrain.value_bytes[copy.value]
+            curable[slots[copy.asked]] -= self.terrain.value_bytes[copy.value]
+        level = offer.slot_bytes - np.cumsum(curable)[:-1]
+        level[[slots[tick] for tick, steps in offer.unrolled.steps.items() if steps]] = 0  # their own reruns
+        return int(level.max(initial=0)) <= device_bytes
+
+    def _anchors_for(self, offer: Offer, over_bytes: Int64s) -> set[int]:
+        """For every segment that does not fit, the value whose keeping costs least and makes enough of it late."""
+        worst: dict[int, tuple[int, int]] = {}  # tick of the segment -> (bytes over, slot)
+        slots = np.array(self.terrain.tick_slots)
+        for slot in _tops(over_bytes):
+            segment = self._segment_at(offer, slot, slots)
+            if segment is not None and worst.get(segment, (0, 0))[0] < int(over_bytes[slot]):
+                worst[segment] = (int(over_bytes[slot]), slot)
+        return {self._anchor(offer, tick, slot, over) for tick, (over, slot) in worst.items()}
+
+    def _segment_at(self, offer: Offer, slot: int, slots: NDArray[np.int64]) -> int | None:
+        """The tick whose reruns hold most at this slot."""
+        held: dict[int, int] = {}
+        for copy in offer.early:
+            if slots[copy.made] <= slot < slots[copy.asked]:
+                held[copy.made] = held.get(copy.made, 0) + self.terrain.value_bytes[copy.value]
+        if held:
+            return max(held, key=lambda tick: held[tick])
+        at = int(np.searchsorted(slots, slot))
+        is_rerun = (
+            at < len(slots) and slots[at] == slot and any(s[1] == "rerun" for s in offer.unrolled.steps.get(at, ()))
+        )
+        return at if is_rerun else None
+
+    def _anchor(self, offer: Offer, tick: int, slot: int, over_bytes: int) -> int:
+        goal = self.terrain.trace.ticks[tick].value
+        slots, price = self.terrain.tick_slots, self.prices[offer.price_at]
+        made_before, choices = 0, []
+        for copy in offer.early:
+            if copy.made == tick and slots[copy.asked] > slot:
+                if copy.remade and made_before > 0:
+                    choices.append((copy.value, made_before))
+                made_before += self.terrain.value_bytes[copy.value]
+        choices.append((goal, max(made_before, 1)))
+        enough = [value for value, saved in choices if saved >= over_bytes]
+        if not enough:
+            return max(choices, key=lambda choice: choice[1])[0]
+        return min(enough, key=lambda v: self.terrain.value_bytes[v] * (price - self.density.get(v, price)))
+
+
+def _tops(over_bytes: Int64s) -> list[int]:
+    """The highest slot of every stretch of slots that are over."""
+    inside = np.concatenate(([False], over_bytes > 0, [False]))
+    edges = np.flatnonzero(inside[1:] != inside[:-1])
+    return [int(first + over_bytes[first:end].argmax()) for first, end in zip(edges[::2], edges[1::2])]
+
+
+def early_copies(terrain: Terrain, decisions: Decisions, unrolled: Unrolled) -> list[Early]:
+    """What segments hold ahead of its own need, in the order it is made."""
+    found: list[Early] = []
+    ticks = terrain.trace.ticks
+    for tick in sorted(unrolled.steps):
+        for step in unrolled.steps[tick]:
+            values = step[4] if step[1] == "rerun" else (step[2],) if step[1] == "wait_in" else ()
+            for value in values:
+                if value in decisions:
+                    asked = next((at for at in terrain.unpacks[value] if at >= tick), tick)
+                    if asked > tick:
+                        found.append(Early(value, ticks[tick].value, tick, asked, step[1] == "rerun"))
+    return found
+
+
+class LaneRoom:
+    """Which sets of values both copy lanes can carry in time, and host and disk can hold.
+
+    Going out, everything packed after some moment must be copied between then and the turn, when the step next asks
+    for something back; coming in, everything needed before some moment must be copied between the turn and then.
+    """
+
+    def __init__(self, terrain: Terrain, machine: Machine, budget: Budget) -> None:
+        self.terrain, self.budget = terrain, budget
+        tier = "host" if budget.host_bytes else "disk"
+        unpack_ticks = [tick for tick, made in enumerate(terrain.trace.ticks) if made.kind == "unpack"]
+        clock_s = np.array(terrain.clock_s) / machine.speed
+        values = list(terrain.evictable)
+        packed_s, turn_s, needed_s = [], [], []
+        for value in values:
+            pack, needs = terrain.packs[value][0], terrain.unpacks[value]
+            at = int(np.searchsorted(unpack_ticks, pack))
+            packed_s.append(clock_s[pack])
+            turn_s.append(clock_s[unpack_ticks[at]] if at < len(unpack_ticks) else clock_s[-1])
+            needed_s.append(clock_s[needs[0]] if needs else NEVER_S)
+        self.out_s = {value: machine.out_s(terrain.value_bytes[value], tier) for value in values}
+        self.in_s = {value: machine.in_s(terrain.value_bytes[value], tier) for value in values}
+        by_need = sorted(range(len(values)), key=lambda at: needed_s[at])
+        self.out_at = {value: at for at, value in enumerate(values)}
+        self.in_at = {values[at]: place for place, at in enumerate(by_need)}
+        self.out_room = np.array([turn - packed for turn, packed in zip(turn_s, packed_s)])
+        self.in_room = np.array([needed_s[at] - turn_s[at] for at in by_need])
+
+    def admit(self, worth: Mapping[int, float], share: float) -> set[int]:
+        """Values by falling worth per byte, while both lanes keep up; of equal worth, the first packed first."""
+        stored_bytes = self.budget.host_bytes + self.budget.disk_bytes
+        scale = min(share, 1e6)
+        out_room, in_room = self.out_room * scale, self.in_room * scale
+        chosen: set[int] = set()
+        for value in sorted(worth, key=lambda value: (-worth[value], self.out_at[value])):
+            first, last, num_bytes = self.in_at[value], self.out_at[value] + 1, self.terrain.value_bytes[value]
+            out_s, in_s = self.out_s[value], self.in_s[value]
+            lanes_keep_up = share == INF or (_least(out_room[:last]) >= out_s and _least(in_room[first:]) >= in_s)
+            if lanes_keep_up and num_bytes <= stored_bytes and worth[value] > 0:
+                out_room[:last] -= out_s
+                in_room[first:] -= in_s
+                stored_bytes -= num_bytes
+                chosen.add(value)
+        return chosen
+
+
+def _least(room: NDArray[np.float64]) -> float:
+    return float(room.min(initial=INF))

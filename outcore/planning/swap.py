@@ -1,0 +1,53 @@
+"""Terrain + Machine + Budget -> keep or swap, guided by the performance model; nothing is recomputed.
+
+The memory optimizer of Guo et al. (PPoPP 2019, 10.1145/3293883.3295718; long version AccUDNN, arXiv 1901.06773): first
+make the step trainable (everything swapped), then take back the swaps that slow it down, as far as memory allows. The
+papers work on layers of a network; here the simulator is the performance model and values are storages of ops. Which
+swap hurts most is read from its stalls, going out and coming in.
+"""
+
+from __future__ import annotations
+
+from outcore.planning.scoring import Decisions, Progress, Scored, better, lean_bytes, score
+from outcore.planning.simple import swap_all
+from outcore.planning.terrain import Terrain
+from outcore.values import Budget, Machine
+
+MAX_ROUNDS = 40
+
+
+def swap(terrain: Terrain, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
+    """All swapped, then kept where the model says a swap is not hidden, the dearest first, while it fits."""
+    best = score(terrain, machine, budget, swap_all(terrain, machine, budget, progress))
+    num_taken = max(len(terrain.evictable) // 8, 1)
+    for at in range(MAX_ROUNDS):
+        progress("taking swaps back", at / MAX_ROUNDS)
+        decisions = _keep_dearest(terrain, budget, best, num_taken)
+        tried = score(terrain, machine, budget, decisions)
+        if better(best, tried, budget) is tried:
+            best = tried
+        elif num_taken == 1:
+            break
+        else:
+            num_taken = max(num_taken // 2, 1)
+    return dict(best.decisions)
+
+
+def _keep_dearest(terrain: Terrain, budget: Budget, scored: Scored, num_taken: int) -> Decisions:
+    """Up to `num_taken` more values kept, by falling stall, each only if everything still fits."""
+    stalls_s = {
+        value: scored.clocked.out_stall_s.get(value, 0.0) + scored.clocked.in_stall_s.get(value, 0.0)
+        for value, decision in scored.decisions.items()
+        if decision == "swap"
+    }
+    decisions: Decisions = dict(scored.decisions)
+    taken = 0
+    for value in sorted(stalls_s, key=lambda value: stalls_s[value], reverse=True):
+        if taken == num_taken:
+            break
+        decisions[value] = "keep"
+        if int(lean_bytes(terrain, budget, decisions).max(initial=0)) <= budget.device_bytes:
+            taken += 1
+        else:
+            decisions[value] = "swap"
+    return decisions

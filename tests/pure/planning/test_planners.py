@@ -1,0 +1,116 @@
+"""Every planner: what it gives verifies and fits, or it raises a number with which it succeeds; none beats the bound."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from random_steps import MACHINES, chain, steps
+
+from outcore.errors import BudgetTooSmall, OutcoreError, PlanMismatch
+from outcore.planning import PLANNERS, lower, plan, simulate, verify
+from outcore.planning.bound import bound_step_s
+from outcore.planning.scoring import score, stored_fits
+from outcore.planning.terrain import terrain_of
+from outcore.values import Budget, Decision, Machine, Plan, Trace
+
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+
+
+@st.composite
+def budgets(draw: st.DrawFn) -> Budget:
+    return Budget(draw(st.integers(1, 120)), draw(st.sampled_from([0, 15, 1000])), draw(st.sampled_from([0, 20, 1000])))
+
+
+def check(trace: Trace, machine: Machine, made: Plan) -> None:
+    schedule = lower(trace, made, machine)
+    verify(trace, schedule)
+    timeline = simulate(trace, schedule, machine)
+    assert timeline.peak_bytes == made.predicted_peak_bytes <= made.budget.device_bytes
+    assert timeline.step_s == made.predicted_step_s
+    assert timeline.host_peak_bytes <= made.budget.host_bytes
+    assert timeline.disk_peak_bytes <= made.budget.disk_bytes
+    assert made.bound_step_s <= made.predicted_step_s + 1e-12
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@QUICK
+@given(trace=steps(), machine=MACHINES, budget=budgets())
+def test_a_plan_fits_or_says_what_would(planner: str, trace: Trace, machine: Machine, budget: Budget) -> None:
+    try:
+        made = plan(trace, machine, budget, planner)
+    except BudgetTooSmall as error:
+        assert error.needed_bytes > budget.device_bytes
+        enough = Budget(error.needed_bytes, budget.host_bytes, budget.disk_bytes)
+        made = plan(trace, machine, enough, planner)
+    check(trace, machine, made)
+
+
+def all_decisions(trace: Trace, budget: Budget) -> list[dict[int, Decision]]:
+    terrain = terrain_of(trace)
+    choices: list[list[Decision]] = [
+        ["keep", "swap", "recompute"] if terrain.recomputable[value] else ["keep", "swap"]
+        for value in terrain.evictable
+    ]
+    made = [dict(zip(terrain.evictable, combination)) for combination in product(*choices)]
+    return [decisions for decisions in made if stored_fits(terrain, budget, decisions)]
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@given(trace=steps(max_ops=5), machine=MACHINES, budget=budgets())
+def test_exact_is_brute_force_and_nothing_beats_the_bound(trace: Trace, machine: Machine, budget: Budget) -> None:
+    terrain = terrain_of(trace)
+    assume(1 <= len(terrain.evictable) <= 5)
+    fastest_s = None
+    bound_s = bound_step_s(terrain, machine, budget)
+    for decisions in all_decisions(trace, budget):
+        scored = score(terrain, machine, budget, decisions)
+        if scored.peak_bytes <= budget.device_bytes:
+            assert bound_s <= scored.step_s + 1e-12
+            fastest_s = scored.step_s if fastest_s is None else min(fastest_s, scored.step_s)
+    try:
+        found = plan(trace, machine, budget, "exact")
+    except BudgetTooSmall:
+        assert fastest_s is None
+    else:
+        assert found.predicted_step_s == fastest_s
+
+
+@QUICK
+@given(trace=steps(), machine=MACHINES, budget=budgets())
+def test_hybrid_is_never_slower_than_the_simple_ones(trace: Trace, machine: Machine, budget: Budget) -> None:
+    found = []
+    for planner in ("keep-all", "swap-all"):
+        try:
+            found.append(plan(trace, machine, budget, planner).predicted_step_s)
+        except BudgetTooSmall:
+            continue
+    assume(found)
+    assert plan(trace, machine, budget, "hybrid").predicted_step_s <= min(found) + 1e-12
+
+
+@QUICK
+@given(trace=steps(), machine=MACHINES)
+def test_with_room_for_everything_everything_is_kept(trace: Trace, machine: Machine) -> None:
+    made = plan(trace, machine, Budget(10**9))
+    assert set(made.decisions.values()) <= {"keep"}
+    assert made.predicted_step_s == made.in_core_step_s
+    assert made.predicted_peak_bytes == made.in_core_peak_bytes
+    assert lower(trace, made, machine).actions == ()
+
+
+TRACE = chain()
+
+
+def test_an_unknown_planner_is_named_with_those_there_are() -> None:
+    machine = Machine("cpu", 1, 0, 1, 1.0, 1.0, 1.0, 1.0)
+    with pytest.raises(OutcoreError, match="no planner 'best'; choose one of keep-all, swap-all"):
+        plan(TRACE, machine, Budget(1), "best")
+
+
+def test_a_plan_for_another_step_is_refused() -> None:
+    machine = Machine("cpu", 1, 0, 1, 1.0, 1.0, 1.0, 1.0)
+    with pytest.raises(PlanMismatch, match="made for step abc"):
+        lower(TRACE, Plan("abc", "hybrid", Budget(1), {}, 0), machine)
