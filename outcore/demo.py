@@ -27,7 +27,7 @@ from outcore.values import Machine, Plan, Schedule, Timeline, Trace
 SIDE_PX = 64  # the digits are 8 x 8; upscaled, so that activations and not parameters fill the memory
 BATCH = {"cpu": 64, "cuda": 768}
 BUDGET_PART = 3  # a third of what the step needs in-core
-NUM_STEPS = 6
+NUM_STEPS = {"cpu": 6, "cuda": 16}  # on a GPU the plan is fitted to its allocator over the first steps
 MIN_STEPS = 4  # one is recorded, one makes the plan, the others are timed
 Tell = Callable[[str, float], None]  # what is being done, part done
 
@@ -110,21 +110,24 @@ class Training:
     marks: list[str] = dataclasses.field(default_factory=list)  # a hash per step, and one of the final state
     losses: list[float] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
+    settled: list[int] = dataclasses.field(default_factory=list)  # steps that followed a plan already made
+    plan: Plan | None = None
 
 
 def run_demo(
     memory: int | str | None = None,
     *,
-    num_steps: int = NUM_STEPS,
+    num_steps: int | None = None,
     planner: str = "hybrid",
     disk: str | None = None,
     tell: Tell = lambda what, part: None,
 ) -> Demo:
     """Trains plain, then in `memory` (default: a third of what the step needs), and compares."""
-    if num_steps < MIN_STEPS:
-        raise OutcoreError(f"{num_steps} steps are too few: one is recorded and one makes the plan; take {MIN_STEPS}")
     began_s = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    num_steps = NUM_STEPS[device.type] if num_steps is None else num_steps
+    if num_steps < MIN_STEPS:
+        raise OutcoreError(f"{num_steps} steps are too few: one is recorded and one makes the plan; take {MIN_STEPS}")
     images, labels = load_digits(device)
     limit(build(device), memory or "100%", planner=planner, disk=disk).close()  # refuses nonsense before time is spent
     with _deterministic():
@@ -171,12 +174,16 @@ def train(
     for step in range(num_steps):
         picked = torch.arange(step * batch, (step + 1) * batch, device=images.device) % len(images)
         x, y = F.interpolate(images[picked], size=(SIDE_PX, SIDE_PX), mode="bilinear"), labels[picked]
+        plan = ooc.plan if ooc is not None else None
         began_s = _now_s(images.device)
         with ooc.step() if ooc is not None else nullcontext():
             loss = F.cross_entropy(model(x), y)
             loss.backward()
         found.seconds.append(_now_s(images.device) - began_s)
         found.losses.append(loss.item())
+        if ooc is not None and ooc.plan is not None:
+            found.settled += [step] if ooc.plan is plan else []
+            found.plan = ooc.plan
         found.marks.append(_hash([loss, *(p.grad for p in model.parameters() if p.grad is not None)]))
         optimizer.step()
         optimizer.zero_grad()
@@ -204,7 +211,8 @@ def _budget_bytes(memory: int | str | None, in_core_peak_bytes: int) -> int:
 
 
 def _compare(ooc: Limited, plain: Training, ours: Training, in_core_peak_bytes: int, total_s: float) -> Demo:
-    trace, plan, schedule, predicted, measured = ooc.trace, ooc.plan, ooc.schedule, ooc.predicted, ooc.timeline
+    trace, plan, schedule, predicted, measured = ooc.trace, ours.plan, ooc.schedule, ooc.predicted, ooc.timeline
+    timed = ours.settled or range(1, len(ours.seconds))
     if trace is None or plan is None or schedule is None or predicted is None or measured is None:
         raise OutcoreError("the demo's steps were not planned, which is a bug; run it again with --planner swap-all")
     return Demo(
@@ -220,8 +228,8 @@ def _compare(ooc: Limited, plain: Training, ours: Training, in_core_peak_bytes: 
         kept_bytes=predicted.kept_bytes,
         swapped_bytes=predicted.swapped_bytes,
         recomputed_bytes=predicted.recomputed_bytes,
-        in_core_step_s=statistics.median(plain.seconds[2:]),
-        step_s=statistics.median(ours.seconds[2:]),
+        in_core_step_s=statistics.median(plain.seconds[step] for step in timed),
+        step_s=statistics.median(ours.seconds[step] for step in timed),
         predicted_step_s=predicted.step_s,
         first_loss=ours.losses[0],
         last_loss=ours.losses[-1],

@@ -80,7 +80,7 @@ def _rerun_seconds(terrain: Terrain, plan: Plan, speed: float) -> dict[int, floa
     """Value -> seconds of the reruns at the ticks that ask for it."""
     ticks, ops, seconds = terrain.trace.ticks, terrain.trace.ops, dict[int, float]()
     for tick, steps in unroll(terrain, plan.decisions).steps.items():
-        spent_s = sum(ops[step[2]].seconds for step in steps if step[1] == "rerun") / speed
+        spent_s = sum(ops[step[2]].rerun_s for step in steps if step[1] == "rerun") / speed
         seconds[ticks[tick].value] = seconds.get(ticks[tick].value, 0.0) + spent_s
     return seconds
 
