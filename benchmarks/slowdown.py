@@ -127,7 +127,7 @@ def run_method(name: str, method: str, memory_gib: float, steps: int, traces: Pa
 def _time_steps(name: str, method: str, memory_gib: float, steps: int, traces: Path | None) -> dict[str, Any]:
     import torch
 
-    import outcore.limit
+    import outcore
     from benchmarks.networks import build
     from benchmarks.peers import PEERS
 
@@ -136,7 +136,7 @@ def _time_steps(name: str, method: str, memory_gib: float, steps: int, traces: P
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.0)
     ooc = None
     if method in OURS:
-        ooc = outcore.limit.limit(model, int(memory_gib * GIB), planner=method)
+        ooc = outcore.limit(model, int(memory_gib * GIB), planner=method)
         around: Any = ooc.step
     elif method == "compile":
         model.compile()

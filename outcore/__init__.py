@@ -6,23 +6,92 @@ machine needs no torch.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from outcore.errors import BadFile, BadSize, BudgetTooSmall, OutcoreError, PlanMismatch
+from outcore.errors import (
+    BadFile,
+    BadSize,
+    BudgetTooSmall,
+    OutcoreError,
+    PlanMismatch,
+    ReplayError,
+    ScheduleError,
+    StoreError,
+)
+
+if TYPE_CHECKING:
+    from outcore.limit import Limited, limit
+    from outcore.planning import lower, plan, simulate, verify
+    from outcore.tiling.linear import TiledLinear
+    from outcore.tiling.product import matmul
+    from outcore.values import Budget, Machine, Plan, Schedule, Timeline, Trace
 
 __version__ = "0.1.0"
 
 _HOMES: dict[str, str] = {
+    "limit": "outcore.limit",
+    "Limited": "outcore.limit",
+    "plan": "outcore.planning",
+    "lower": "outcore.planning",
+    "simulate": "outcore.planning",
+    "verify": "outcore.planning",
+    "Budget": "outcore.values",
+    "Machine": "outcore.values",
+    "Plan": "outcore.values",
+    "Schedule": "outcore.values",
+    "Timeline": "outcore.values",
+    "Trace": "outcore.values",
     "matmul": "outcore.tiling.product",
     "TiledLinear": "outcore.tiling.linear",
 }
 
-__all__ = ["BadFile", "BadSize", "BudgetTooSmall", "OutcoreError", "PlanMismatch", *_HOMES]
+__all__ = [
+    "BadFile",
+    "BadSize",
+    "Budget",
+    "BudgetTooSmall",
+    "Limited",
+    "Machine",
+    "OutcoreError",
+    "Plan",
+    "PlanMismatch",
+    "ReplayError",
+    "Schedule",
+    "ScheduleError",
+    "StoreError",
+    "TiledLinear",
+    "Timeline",
+    "Trace",
+    "limit",
+    "lower",
+    "matmul",
+    "plan",
+    "simulate",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'outcore' has no attribute {name!r}")
-    module = import_module(_HOMES[name])
-    return getattr(module, name) if name != _HOMES[name].rpartition(".")[2] else module
+    found = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
+
+
+class _Package(ModuleType):
+    """`outcore.limit` is the function, also after the import system bound the file limit.py to that name."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        public = name in _HOMES and isinstance(value, ModuleType)
+        super().__setattr__(name, getattr(value, name) if public else value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,11 +1,490 @@
-"""The command line: one subcommand per public verb; text for people, `--json` for programs."""
+"""The command line: one subcommand per public verb; text for people, `--json` for programs.
+
+Results go to stdout, progress and errors to stderr. Whatever outcore refuses on purpose ends in one sentence and exit
+code 1. `plan` and `explain` need no torch: every verb imports what it needs when it runs.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 import click
 
+from outcore.errors import BadFile, OutcoreError
 
-@click.group()
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from outcore.values import Machine, Plan, Schedule, Timeline, Trace
+
+# Verbs that live in rooms of their own: name -> "module:command", loaded when called.
+ELSEWHERE: dict[str, str] = {}
+
+FILE = click.Path(path_type=Path, dir_okay=False)
+FOLDER = click.Path(path_type=Path, file_okay=False)
+
+
+class Verbs(click.Group):
+    """Loads a verb of another room when it is called, and turns what outcore refuses into one sentence."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*super().list_commands(ctx), *ELSEWHERE]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in ELSEWHERE:
+            module, _, command = ELSEWHERE[cmd_name].partition(":")
+            found: click.Command = getattr(import_module(module), command)
+            return found
+        return super().get_command(ctx, cmd_name)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OutcoreError as error:
+            raise click.ClickException(str(error)) from None
+
+
+@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="outcore")
 def main() -> None:
-    """Train neural networks larger than the memory they are given."""
+    """Train neural networks larger than the memory they are given, with the same numbers.
+
+    Start with `outcore demo`. Then record a step of your own, measure this machine (or take another's file), plan for
+    a budget, and see what the plan does:
+
+    \b
+        outcore record train.py:step -o step.trace.json
+        outcore machine -o here.machine.json
+        outcore plan step.trace.json --machine here.machine.json --memory 16GiB -o step.plan.json
+        outcore explain step.plan.json --trace step.trace.json
+    """
+
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of tables for people.")
+html_option = click.option("--html", type=FILE, help="Also write a report page: memory curve, lanes, decisions.")
+perfetto_option = click.option("--perfetto", type=FILE, help="Also write the lanes for ui.perfetto.dev.")
+
+
+@main.command(short_help="Measure what this machine holds and how fast it moves bytes.")
+@click.option(
+    "--device", default="auto", show_default=True, help="cpu, cuda, cuda:1 ...; auto: the GPU if there is one."
+)
+@click.option(
+    "--folder", type=FOLDER, help="Folder for the swap file, whose disk is measured.  [default: temporary files]"
+)
+@click.option("-o", "--out", type=FILE, help="Save the machine, for `outcore plan --machine`.")
+@as_json
+def machine(device: str, folder: Path | None, out: Path | None, as_json: bool) -> None:
+    """Measure this machine: what it holds and how fast it moves bytes.
+
+    Links and disk are measured with real copies (about a second); capacities are what this process is granted, not what
+    is built in. A saved machine lets `outcore plan` work where the machine is not.
+    """
+    from outcore.reporting.text import machine_table
+
+    with progress() as tell:
+        tell("measuring links and disk", 0.0)
+        found = _measure(device, folder)
+    _save(found, out)
+    _show(json.loads(found.to_json()) if as_json else machine_table(found))
+
+
+def _measure(device: str, folder: Path | None) -> Machine:
+    import tempfile
+
+    import torch
+
+    from outcore.recording.machine import measure_machine
+
+    if folder is not None and not folder.is_dir():
+        raise OutcoreError(f"there is no folder {folder}; make it or name another with --folder")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        where = torch.device(device)
+    except RuntimeError:
+        raise OutcoreError(f"{device!r} is no device; write cpu, cuda or cuda:1") from None
+    if where.type not in ("cpu", "cuda") or (where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count()):
+        raise OutcoreError(f"there is no device {device} here ({torch.cuda.device_count()} GPUs); try --device cpu")
+    return measure_machine(where, str(folder or tempfile.gettempdir()))
+
+
+@main.command(short_help="Record one training step of FILE.py, op by op.")
+@click.argument("step", metavar="FILE.py:FUNCTION")
+@click.option("-o", "--out", type=FILE, help="Where to save the trace.  [default: FUNCTION.trace.json]")
+@click.option("--model", "model_name", default="model", show_default=True, help="The model's name in the file.")
+@click.option("--folder", type=FOLDER, help="Folder for the swap file.  [default: temporary files, without a GPU]")
+@click.option(
+    "--warm-up", default=1, show_default=True, type=click.IntRange(min=0), help="Steps before the recorded one."
+)
+@as_json
+def record(step: str, out: Path | None, model_name: str, folder: Path | None, warm_up: int, as_json: bool) -> None:
+    """Record one training step, op by op, in the least memory it can run in.
+
+    FILE.py is an ordinary script that defines `model`, the network; FUNCTION, which takes no arguments and does what
+    stands inside `with ooc.step():` in a training loop, forward and backward; and, if there is one, `optimizer`, which
+    is stepped after it, so that its state is counted. See examples/record_me.py:
+
+    \b
+        model = MyNetwork().cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        def step():
+            loss_fn(model(x), y).backward()
+
+    What FILE.py keeps behind `if __name__ == "__main__":` does not run.
+    """
+    path, function_name = _split(step)
+    with progress() as tell:
+        tell(f"loading {path}", 0.0)
+        found = _record(path, function_name, model_name, folder, warm_up, tell)
+    out = out or Path(f"{function_name}.trace.json")
+    _save(found, out)
+    facts = {"trace": str(out), **_facts_of_trace(found)}
+    _show(facts if as_json else _trace_table(facts))
+
+
+def _split(step: str) -> tuple[Path, str]:
+    path, colon, name = step.rpartition(":")
+    if not colon or not path or not name.isidentifier():
+        raise OutcoreError(f"{step!r} names no function; write FILE.py:FUNCTION, for example train.py:step")
+    if not Path(path).is_file():
+        raise BadFile(f"cannot read {path} (no such file); check the path")
+    return Path(path), name
+
+
+def _record(
+    path: Path,
+    function_name: str,
+    model_name: str,
+    folder: Path | None,
+    warm_up: int,
+    tell: Callable[[str, float], None],
+) -> Trace:
+    import torch
+
+    from outcore.limit import limit
+
+    names = _run_file(path)
+    model, step, optimizer = names.get(model_name), names.get(function_name), names.get("optimizer")
+    if not isinstance(model, torch.nn.Module):
+        raise OutcoreError(f"{path} defines no torch.nn.Module named {model_name!r}; define it or name it with --model")
+    if not callable(step):
+        raise OutcoreError(f"{path} defines no function {function_name!r}; define it or name another after the colon")
+    ooc = limit(model, "100%", disk=folder)
+    try:
+        for index in range(warm_up + 1):
+            tell("recording" if index == warm_up else "warming up", index / (warm_up + 1))
+            ooc.kinds.clear()  # each step is recorded anew: the last one with optimizer state and warm kernels
+            with ooc.step():
+                step()
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+        if ooc.trace is None or not ooc.trace.ticks:
+            raise OutcoreError(
+                f"{function_name} saved nothing for a backward pass; it must call the model and backward()"
+            )
+        return ooc.trace
+    finally:
+        ooc.close()
+
+
+def _run_file(path: Path) -> dict[str, Any]:
+    """The names a script defines. It runs as a module, so what is behind `__main__` does not."""
+    import runpy
+
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        return runpy.run_path(str(path), run_name=path.stem)
+    except SyntaxError as error:
+        raise BadFile(f"{path} is no Python ({error}); correct it") from None
+    finally:
+        sys.path.pop(0)
+
+
+def _facts_of_trace(trace: Trace) -> dict[str, Any]:
+    from outcore.planning.terrain import terrain_of
+
+    terrain = terrain_of(trace)
+    return {
+        "model": trace.model,
+        "fingerprint": trace.fingerprint,
+        "device": trace.device,
+        "num_ops": len(trace.ops),
+        "num_saved": len(terrain.packs),
+        "saved_bytes": sum(terrain.value_bytes[value] for value in terrain.evictable),
+        "before_bytes": trace.before_bytes,
+        "step_s": terrain.total_s,
+    }
+
+
+def _trace_table(facts: dict[str, Any]) -> Table:
+    from outcore.reporting.text import rows_table
+    from outcore.units import format_bytes, format_seconds
+
+    rows = [
+        ("ops", str(facts["num_ops"])),
+        (
+            "values autograd saves",
+            f"{facts['num_saved']}, of which {format_bytes(facts['saved_bytes'])} can be evicted",
+        ),
+        ("there before the step", format_bytes(facts["before_bytes"])),
+        ("its ops take", format_seconds(facts["step_s"])),
+        ("saved as", facts["trace"]),
+    ]
+    return rows_table(f"outcore: a step of {facts['model']} on {facts['device']}", rows)
+
+
+@main.command(short_help="Plan a recorded step for a machine and a budget.")
+@click.argument("trace", type=FILE)
+@click.option(
+    "--machine", "machine_file", type=FILE, required=True, help="From `outcore machine -o`, here or elsewhere."
+)
+@click.option("--memory", required=True, help='Device memory for the whole step: "16GiB", "80%", or bytes.')
+@click.option("--host", help="Pinned host memory to swap to.  [default: what the machine grants]")
+@click.option("--disk", help="Disk to swap to.  [default: what the machine grants]")
+@click.option("--planner", default="hybrid", show_default=True, help="How to decide; an unknown name lists them all.")
+@click.option("-o", "--out", type=FILE, help="Save the plan, for `outcore explain` and limit(plan=...).")
+@html_option
+@perfetto_option
+@as_json
+def plan(
+    trace: Path,
+    machine_file: Path,
+    memory: str,
+    host: str | None,
+    disk: str | None,
+    planner: str,
+    out: Path | None,
+    html: Path | None,
+    perfetto: Path | None,
+    as_json: bool,
+) -> None:
+    """Plan a recorded step for a machine and a budget: what to keep, swap and recompute.
+
+    Needs neither torch nor the machine: only TRACE, from `outcore record`, and a machine file. When nothing fits, the
+    error says how many bytes would.
+    """
+    from outcore.planning import lower, simulate, verify
+    from outcore.planning import plan as make_plan
+    from outcore.reporting.text import plan_table
+    from outcore.units import parse_bytes
+    from outcore.values import Budget, Machine, Trace
+
+    target, recorded = load(Machine, machine_file), load(Trace, trace)
+    budget = Budget(
+        parse_bytes(memory, of_bytes=target.device_bytes),
+        target.host_bytes if host is None else parse_bytes(host, of_bytes=target.host_bytes),
+        target.disk_bytes if disk is None else parse_bytes(disk, of_bytes=target.disk_bytes),
+    )
+    with progress() as tell:
+        tell(f"planning ({planner})", 0.0)
+        made = make_plan(recorded, target, budget, planner=planner, progress=tell)
+        schedule = lower(recorded, made, target)
+        verify(recorded, schedule)
+        predicted = simulate(recorded, schedule, target, detail=True)
+    _save(made, out)
+    _write_pages(html, perfetto, target, recorded, made, schedule, predicted)
+    _show(
+        _facts_of_plan(made, predicted)
+        if as_json
+        else plan_table(budget, recorded, made, predicted, where=target.device)
+    )
+
+
+def _facts_of_plan(made: Plan, predicted: Timeline) -> dict[str, Any]:
+    return {
+        "fingerprint": made.fingerprint,
+        "planner": made.planner,
+        "budget_bytes": made.budget.device_bytes,
+        "predicted_step_s": predicted.step_s,
+        "predicted_peak_bytes": predicted.peak_bytes,
+        "peak_at": predicted.peak_at,
+        "in_core_step_s": made.in_core_step_s,
+        "in_core_peak_bytes": made.in_core_peak_bytes,
+        "bound_step_s": made.bound_step_s,
+        "stall_s": predicted.stall_s,
+        "recompute_s": predicted.recompute_s,
+        "kept_bytes": predicted.kept_bytes,
+        "swapped_bytes": predicted.swapped_bytes,
+        "recomputed_bytes": predicted.recomputed_bytes,
+        "host_bytes": predicted.host_peak_bytes,
+        "disk_bytes": predicted.disk_peak_bytes,
+        "num_kept": made.count("keep"),
+        "num_swapped": made.count("swap"),
+        "num_recomputed": made.count("recompute"),
+    }
+
+
+@main.command(short_help="Say what a plan does with every saved value, and why.")
+@click.argument("plan_file", metavar="PLAN", type=FILE)
+@click.option("--trace", "trace_file", type=FILE, required=True, help="The trace the plan was made from.")
+@click.option("--machine", "machine_file", type=FILE, help="The machine it was made for: adds the seconds of copies.")
+@click.option("--top", default=15, show_default=True, type=click.IntRange(min=1), help="Rows per table.")
+@html_option
+@perfetto_option
+@as_json
+def explain(
+    plan_file: Path,
+    trace_file: Path,
+    machine_file: Path | None,
+    top: int,
+    html: Path | None,
+    perfetto: Path | None,
+    as_json: bool,
+) -> None:
+    """Say what a plan does with every saved value: decision, bytes, seconds and why, and the sums per module."""
+    from outcore.planning import lower, simulate
+    from outcore.reporting.explanation import by_module
+    from outcore.reporting.explanation import explain as explain_values
+    from outcore.reporting.text import module_table, value_table
+    from outcore.values import Machine, Plan, Trace
+
+    made, recorded = load(Plan, plan_file), load(Trace, trace_file)
+    target = load(Machine, machine_file) if machine_file is not None else None
+    explained = explain_values(recorded, made, target)
+    shares = by_module(explained)
+    if html is not None or perfetto is not None:
+        if target is None:
+            raise OutcoreError("a page needs the seconds of copies; give the machine of the plan with --machine")
+        schedule = lower(recorded, made, target)
+        predicted = simulate(recorded, schedule, target, detail=True)
+        _write_pages(html, perfetto, target, recorded, made, schedule, predicted)
+    if as_json:
+        modules = [{**dataclasses.asdict(share), "bytes": share.bytes} for share in shares]
+        _show({"planner": made.planner, "modules": modules, "values": [dataclasses.asdict(item) for item in explained]})
+    else:
+        _show(module_table(shares, top), value_table(explained, top))
+
+
+@main.command(short_help="Train in a third of the memory; prove every bit is the same.")
+@click.option("--memory", help='Budget: "100MiB", bytes, or a share of what the step needs.  [default: a third of it]')
+@click.option("--steps", type=click.IntRange(min=4), help="Training steps of each run.  [default: 6; 16 on a GPU]")
+@click.option("--planner", default="hybrid", show_default=True, help="How to decide; an unknown name lists them all.")
+@click.option("--folder", type=FOLDER, help="Folder for the swap file.  [default: temporary files, without a GPU]")
+@html_option
+@perfetto_option
+@as_json
+def demo(
+    memory: str | None,
+    steps: int | None,
+    planner: str,
+    folder: Path | None,
+    html: Path | None,
+    perfetto: Path | None,
+    as_json: bool,
+) -> None:
+    """Train a small ResNet in a third of the memory it needs, and prove that every bit is the same.
+
+    On the GPU if there is one, else on the CPU with a swap file. Takes a minute on two cores. The exit code is not 0 if
+    a bit differs or the budget was overrun.
+    """
+    from outcore.demo import run_demo
+    from outcore.planning import simulate
+    from outcore.reporting.text import demo_table
+
+    with progress() as tell:
+        found = run_demo(memory, num_steps=steps, planner=planner, disk=str(folder) if folder else None, tell=tell)
+    if html is not None or perfetto is not None:
+        target, recorded, made, schedule, measured = found.values
+        predicted = simulate(recorded, schedule, target, detail=True)
+        _write_pages(html, perfetto, target, recorded, made, schedule, predicted, measured)
+    facts = found.facts()
+    _show(facts if as_json else demo_table(facts))
+    if not found.bitwise_equal:
+        raise OutcoreError("loss or gradients differ from plain PyTorch's; this is a bug, please report the table")
+    if not found.in_budget:
+        raise OutcoreError("the measured peak is over the budget; this is a bug, please report the table")
+
+
+# --- files, tables, progress ------------------------------------------------------------------------------------------
+
+
+def load(kind: Any, path: Path) -> Any:
+    """A saved value; what is wrong with the file is said with its name."""
+    try:
+        return kind.load(path)
+    except BadFile as error:
+        said = str(error)
+        raise BadFile(said if str(path) in said else f"{path}: {said}") from None
+
+
+def _save(value: Any, out: Path | None) -> None:
+    if out is not None:
+        _write(out, value.to_json())
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise BadFile(f"cannot write {path} ({error.strerror or error}); name another file") from None
+
+
+def _write_pages(
+    html: Path | None,
+    perfetto: Path | None,
+    target: Machine,
+    recorded: Trace,
+    made: Plan,
+    schedule: Schedule,
+    predicted: Timeline,
+    measured: Timeline | None = None,
+) -> None:
+    from outcore.reporting.curve import curve_of
+    from outcore.reporting.page import page
+    from outcore.reporting.perfetto import trace_events
+
+    if html is not None:
+        _write(html, page(target, recorded, made, schedule, predicted, measured))
+    if perfetto is not None:
+        _write(perfetto, trace_events([("predicted", predicted, curve_of(recorded, schedule, target))]))
+
+
+def _show(*results: Table | dict[str, Any]) -> None:
+    """Tables for people, one JSON object for programs."""
+    from rich.console import Console
+
+    from outcore.reporting.text import WIDTH
+
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    for result in results:
+        if isinstance(result, dict):
+            click.echo(json.dumps(result, indent=1))
+        else:
+            console.print(result)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, float], None]]:
+    """A bar on stderr for people; nothing where stderr is no terminal, but a line per new piece of work."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    said: set[str] = set()
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as bar:
+        task = bar.add_task("", total=1.0)
+
+        def tell(what: str, part: float) -> None:
+            bar.update(task, description=what, completed=part)
+            if not console.is_terminal and what not in said:
+                said.add(what)
+                click.echo(f"outcore: {what}", err=True)
+
+        yield tell

@@ -1,0 +1,263 @@
+"""The main job on any machine: digits -> a small ResNet trained plain and in a third of its memory -> the same bits.
+
+The same training, from the same seed: with everything kept, for the peak, counted the way ours is counted; then plain
+PyTorch and under the budget, a step of one after a step of the other, so that a busy machine slows both alike. Every
+step's loss and gradients, and the parameters and buffers at the end, go through a hash: equal hashes are equal bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from outcore.errors import OutcoreError
+from outcore.limit import Limited, limit
+from outcore.units import parse_bytes
+from outcore.values import Machine, Plan, Schedule, Timeline, Trace
+
+SIDE_PX = 64  # the digits are 8 x 8; upscaled, so that activations and not parameters fill the memory
+BATCH = {"cpu": 64, "cuda": 768}
+BUDGET_PART = 3  # a third of what the step needs in-core
+NUM_STEPS = {"cpu": 6, "cuda": 16}  # on a GPU the plan is fitted to its allocator over the first steps
+MIN_STEPS = 4  # one is recorded, one makes the plan, the others are timed
+Tell = Callable[[str, float], None]  # what is being done, part done
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3, 1x1 and a way around them."""
+
+    def __init__(self, channels: int, inner: int, outer: int, stride: int) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(
+            nn.Conv2d(channels, inner, 1, bias=False),
+            nn.BatchNorm2d(inner),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(inner, inner, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(inner),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(inner, outer, 1, bias=False),
+            nn.BatchNorm2d(outer),
+        )
+        self.around: nn.Module = nn.Identity()
+        if channels != outer or stride != 1:
+            self.around = nn.Sequential(nn.Conv2d(channels, outer, 1, stride, bias=False), nn.BatchNorm2d(outer))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.inside(x) + self.around(x), inplace=True)
+
+
+class DigitsResNet(nn.Module):
+    """A stem, two stages of two bottlenecks, a linear head. No op in it is undecided about its bits on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(1, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(inplace=True))
+        self.stage1 = nn.Sequential(Bottleneck(16, 16, 64, 1), Bottleneck(64, 16, 64, 1))
+        self.stage2 = nn.Sequential(Bottleneck(64, 32, 128, 2), Bottleneck(128, 32, 128, 1))
+        self.head = nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.stage2(self.stage1(self.stem(x))).mean((2, 3)))
+        return logits
+
+
+@dataclasses.dataclass(frozen=True)
+class Demo:
+    """What the demo found. `facts` are its numbers; the rest is for the report page."""
+
+    device: str
+    num_steps: int
+    batch: int
+    planner: str
+    in_core_peak_bytes: int
+    budget_bytes: int
+    peak_bytes: int
+    predicted_peak_bytes: int
+    bitwise_equal: bool
+    kept_bytes: int
+    swapped_bytes: int
+    recomputed_bytes: int
+    in_core_step_s: float
+    step_s: float
+    predicted_step_s: float
+    first_loss: float
+    last_loss: float
+    total_s: float
+    values: tuple[Machine, Trace, Plan, Schedule, Timeline]
+
+    @property
+    def in_budget(self) -> bool:
+        return self.peak_bytes <= self.budget_bytes
+
+    def facts(self) -> dict[str, Any]:
+        names = [field.name for field in dataclasses.fields(self) if field.name != "values"]
+        return {**{name: getattr(self, name) for name in names}, "in_budget": self.in_budget}
+
+
+@dataclasses.dataclass
+class Training:
+    """What one run of the training left behind."""
+
+    marks: list[str] = dataclasses.field(default_factory=list)  # a hash per step, and one of the final state
+    losses: list[float] = dataclasses.field(default_factory=list)
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    settled: list[int] = dataclasses.field(default_factory=list)  # steps that followed a plan already made
+    plan: Plan | None = None
+
+
+def run_demo(
+    memory: int | str | None = None,
+    *,
+    num_steps: int | None = None,
+    planner: str = "hybrid",
+    disk: str | None = None,
+    tell: Tell = lambda what, part: None,
+) -> Demo:
+    """Trains plain, then in `memory` (default: a third of what the step needs), and compares."""
+    began_s = time.perf_counter()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    num_steps = NUM_STEPS[device.type] if num_steps is None else num_steps
+    if num_steps < MIN_STEPS:
+        raise OutcoreError(f"{num_steps} steps are too few: one is recorded and one makes the plan; take {MIN_STEPS}")
+    images, labels = load_digits(device)
+    limit(build(device), memory or "100%", planner=planner, disk=disk).close()  # refuses nonsense before time is spent
+    with _deterministic():
+        tell("what it needs in-core", 0.0)
+        in_core_peak_bytes = _in_core_peak_bytes(images, labels)
+        budget_bytes = _budget_bytes(memory, in_core_peak_bytes)
+        model = build(device)
+        ooc = limit(model, budget_bytes, planner=planner, disk=disk)
+        try:
+            runs = train(images, labels, num_steps, build(device)), train(images, labels, num_steps, model, ooc)
+            for plain, ours in zip(*runs):
+                part = (len(plain.losses) + len(ours.losses)) / (2 * num_steps)
+                tell("plain PyTorch and in less memory, step by step", part)
+            return _compare(ooc, plain, ours, in_core_peak_bytes, time.perf_counter() - began_s)
+        finally:
+            ooc.close()
+
+
+def load_digits(device: torch.device) -> tuple[Tensor, Tensor]:
+    """scikit-learn's 1,797 scanned digits, in an order of their own."""
+    try:
+        from sklearn.datasets import load_digits as load
+    except ImportError:
+        raise OutcoreError(
+            "the demo trains on scikit-learn's digits and scikit-learn is not here; pip install 'outcore[demo]'"
+        ) from None
+    digits = load()
+    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
+    images = torch.tensor(digits.images, dtype=torch.float32)[order, None] / 16
+    return images.to(device), torch.tensor(digits.target, dtype=torch.int64)[order].to(device)
+
+
+def build(device: torch.device) -> DigitsResNet:
+    torch.manual_seed(0)
+    return DigitsResNet().to(device).train()
+
+
+def train(
+    images: Tensor, labels: Tensor, num_steps: int, model: nn.Module, ooc: Limited | None = None
+) -> Iterator[Training]:
+    """An ordinary loop; `with ooc.step():` is all that is added. Pauses after every step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    batch, found = BATCH[images.device.type], Training()
+    for step in range(num_steps):
+        picked = torch.arange(step * batch, (step + 1) * batch, device=images.device) % len(images)
+        x, y = F.interpolate(images[picked], size=(SIDE_PX, SIDE_PX), mode="bilinear"), labels[picked]
+        plan = ooc.plan if ooc is not None else None
+        began_s = _now_s(images.device)
+        with ooc.step() if ooc is not None else nullcontext():
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+        found.seconds.append(_now_s(images.device) - began_s)
+        found.losses.append(loss.item())
+        if ooc is not None and ooc.plan is not None:
+            found.settled += [step] if ooc.plan is plan else []
+            found.plan = ooc.plan
+        found.marks.append(_hash([loss, *(p.grad for p in model.parameters() if p.grad is not None)]))
+        optimizer.step()
+        optimizer.zero_grad()
+        del x, y, loss  # nothing of this step is there while the other training runs
+        yield found
+    found.marks.append(_hash(model.state_dict().values()))
+    yield found
+
+
+def _in_core_peak_bytes(images: Tensor, labels: Tensor) -> int:
+    """The peak with nothing swapped or recomputed, counted as ours is."""
+    model = build(images.device)
+    ooc = limit(model, "100%", planner="keep-all")
+    try:
+        for _ in train(images, labels, 2, model, ooc):
+            pass
+        assert ooc.timeline is not None
+        return ooc.timeline.peak_bytes
+    finally:
+        ooc.close()
+
+
+def _budget_bytes(memory: int | str | None, in_core_peak_bytes: int) -> int:
+    return in_core_peak_bytes // BUDGET_PART if memory is None else parse_bytes(memory, of_bytes=in_core_peak_bytes)
+
+
+def _compare(ooc: Limited, plain: Training, ours: Training, in_core_peak_bytes: int, total_s: float) -> Demo:
+    trace, plan, schedule, predicted, measured = ooc.trace, ours.plan, ooc.schedule, ooc.predicted, ooc.timeline
+    timed = ours.settled or range(1, len(ours.seconds))
+    if trace is None or plan is None or schedule is None or predicted is None or measured is None:
+        raise OutcoreError("the demo's steps were not planned, which is a bug; run it again with --planner swap-all")
+    return Demo(
+        device=ooc.machine.device,
+        num_steps=len(ours.losses),
+        batch=BATCH[ooc.device.type],
+        planner=plan.planner,
+        in_core_peak_bytes=in_core_peak_bytes,
+        budget_bytes=ooc.budget.device_bytes,
+        peak_bytes=measured.peak_bytes,
+        predicted_peak_bytes=predicted.peak_bytes,
+        bitwise_equal=plain.marks == ours.marks,
+        kept_bytes=predicted.kept_bytes,
+        swapped_bytes=predicted.swapped_bytes,
+        recomputed_bytes=predicted.recomputed_bytes,
+        in_core_step_s=statistics.median(plain.seconds[step] for step in timed),
+        step_s=statistics.median(ours.seconds[step] for step in timed),
+        predicted_step_s=predicted.step_s,
+        first_loss=ours.losses[0],
+        last_loss=ours.losses[-1],
+        total_s=total_s,
+        values=(ooc.machine, trace, plan, schedule, measured),
+    )
+
+
+def _hash(tensors: Any) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _now_s(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """cuDNN must choose the same kernels every time, or plain would not equal plain."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.deterministic, cudnn.benchmark
+    cudnn.deterministic, cudnn.benchmark = True, False
+    try:
+        yield
+    finally:
+        cudnn.deterministic, cudnn.benchmark = before

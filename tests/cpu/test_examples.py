@@ -1,0 +1,41 @@
+"""The examples run as they stand, in less memory than they need."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+BUDGETS_MIB = {"plain_loop": 16, "accumulation": 6, "hugging_face": 10}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.mark.parametrize("name", BUDGETS_MIB)
+def test_an_example_runs_in_its_budget(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if name == "hugging_face":
+        pytest.importorskip("transformers", reason="the example trains a Hugging Face model")
+    ooc = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name=name)["main"]()
+    try:
+        assert ooc.plan.in_core_peak_bytes > ooc.budget.device_bytes == BUDGETS_MIB[name] * 1024**2
+        assert ooc.timeline.peak_bytes <= ooc.budget.device_bytes
+        assert all(kind.num_left == 0 for kind in ooc.kinds.values())
+        assert "peak memory" in capsys.readouterr().out
+    finally:
+        ooc.close()
+
+
+def test_every_example_is_short_and_run_by_a_test() -> None:
+    found = {path.stem: path.read_text().count("\n") for path in EXAMPLES.glob("*.py")}
+    assert set(found) == {*BUDGETS_MIB, "record_me"}  # record_me is recorded by test_cli
+    assert max(found.values()) < 80
