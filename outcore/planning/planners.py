@@ -54,7 +54,7 @@ def plan(
         predicted_peak_bytes=scored.peak_bytes,
         in_core_step_s=kept.step_s,
         in_core_peak_bytes=kept.peak_bytes,
-        bound_step_s=min(bound_step_s(terrain, machine, budget), scored.step_s),
+        bound_step_s=bound_step_s(terrain, machine, budget),
         reasons=_reasons(terrain, scored),
     )
 
