@@ -114,11 +114,7 @@ class Model:
     def _memory(self, device_bytes: int) -> list[tuple[list[tuple[int, float]], float, float]]:
         terrain = self.terrain
         needed_bytes = lean_bytes(terrain, self.budget, dict.fromkeys(self.values, "swap"))
-        spans = {}
-        for value in self.values:
-            needs = terrain.unpacks[value]
-            end = terrain.tick_slots[needs[0]] if needs else terrain.trace.num_slots
-            spans[value] = (terrain.trace.storages[terrain.storage[value]].dies + 1, end)
+        spans = terrain.spans
         edges = sorted({edge for span in spans.values() for edge in span if edge < terrain.trace.num_slots})
         rows = []
         for first, end in zip(edges, [*edges[1:], terrain.trace.num_slots]):

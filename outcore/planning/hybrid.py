@@ -82,12 +82,6 @@ class Flips:
     def __init__(self, terrain: Terrain, budget: Budget) -> None:
         self.terrain, self.budget = terrain, budget
         self.random = random.Random(0)
-        storages = terrain.trace.storages
-        self.span = {}  # value -> the slots that keeping it costs memory in
-        for value in terrain.evictable:
-            first = storages[terrain.storage[value]].dies + 1
-            needs = terrain.unpacks[value]
-            self.span[value] = (first, terrain.tick_slots[needs[0]] if needs else terrain.trace.num_slots)
 
     def draw(self, scored: Scored) -> Decisions | None:
         """One value decided anew; where that needs room, another one evicted for it."""
@@ -109,13 +103,13 @@ class Flips:
         """A quick look: what becomes kept fits beside what stays, less what leaves."""
         for value, decision in changed.items():
             if decision == "keep" and scored.decisions[value] != "keep":
-                first, end = self.span[value]
+                first, end = self.terrain.spans[value]
                 if first < end:
                     at = first + int(scored.slot_bytes[first:end].argmax())
                     level = int(scored.slot_bytes[at]) + self.terrain.value_bytes[value]
                     for other, other_decision in changed.items():
                         if other_decision != "keep" and scored.decisions[other] == "keep":
-                            inside = self.span[other][0] <= at < self.span[other][1]
+                            inside = self.terrain.spans[other][0] <= at < self.terrain.spans[other][1]
                             level -= self.terrain.value_bytes[other] if inside else 0
                     if level > self.budget.device_bytes:
                         return False
