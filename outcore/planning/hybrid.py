@@ -13,17 +13,21 @@ from __future__ import annotations
 
 import random
 
+from outcore.planning.bound import bound_step_s
 from outcore.planning.market import INF, Market
 from outcore.planning.scoring import Decisions, Progress, Scored, better, lean_bytes, score
 from outcore.planning.simple import keep_all, leanest
+from outcore.planning.swap import swap
 from outcore.planning.terrain import Terrain
 from outcore.values import Budget, Decision, Machine
 
-SHARES = (0.95, 1.0, 1.05)  # of the lanes' capacity; some copies may be late, some early
+SHARES = (1.0, 0.95, 1.05, 0.8)  # of the lanes' capacity; some copies may be late, some early
 FORCED_SHARES = (0.0, 1.5, 2.0, 3.0, INF)  # where nothing else fits: copies that stall, or none at all
 RESERVES = (0.0, 0.02)  # of the budget, for copies in flight
 FLIP_WORK = 1_000_000  # flips drawn x (ops + ticks): what improving may cost, a few seconds
 MAX_FLIPS = 2000
+GOOD_ENOUGH = 1e-4  # a plan this near to the bound is not improved further
+NEARLY_FREE = 1e-3  # where the bound says that copies alone may hide, the swap planner is asked too
 MIN_PATIENCE = 150  # flips in a row that change nothing before improving stops
 
 
@@ -32,13 +36,16 @@ def hybrid(terrain: Terrain, machine: Machine, budget: Budget, progress: Progres
     kept = keep_all(terrain, machine, budget, progress)
     if int(lean_bytes(terrain, budget, kept).max(initial=0)) <= budget.device_bytes:
         return kept
-    best = _best_of_market(terrain, machine, budget, progress)
-    if best.peak_bytes > budget.device_bytes:
+    enough_s = bound_step_s(terrain, machine, budget) * (1 + GOOD_ENOUGH)
+    best = _best_of_market(terrain, machine, budget, enough_s, progress)
+    if enough_s <= terrain.total_s / machine.speed * (1 + NEARLY_FREE) and best.step_s > enough_s:
+        best = better(best, score(terrain, machine, budget, swap(terrain, machine, budget, progress)), budget)
+    if best.peak_bytes > budget.device_bytes or best.step_s <= enough_s:
         return dict(best.decisions)
     return _improve(terrain, machine, budget, best, progress)
 
 
-def _best_of_market(terrain: Terrain, machine: Machine, budget: Budget, progress: Progress) -> Scored:
+def _best_of_market(terrain: Terrain, machine: Machine, budget: Budget, enough_s: float, progress: Progress) -> Scored:
     best = score(terrain, machine, budget, leanest(terrain, machine, budget, progress))
     market = Market(terrain, machine, budget)
     for shares in (SHARES, FORCED_SHARES):
@@ -49,6 +56,8 @@ def _best_of_market(terrain: Terrain, machine: Machine, budget: Budget, progress
             if found is not None:
                 any_fit = True
                 best = better(best, score(terrain, machine, budget, found), budget)
+            if best.step_s <= enough_s and best.peak_bytes <= budget.device_bytes:
+                return best
         if any_fit:
             break
     return best
