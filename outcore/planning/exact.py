@@ -23,7 +23,7 @@ from outcore.errors import OutcoreError
 from outcore.planning.costs import segments_of
 from outcore.planning.hybrid import hybrid
 from outcore.planning.market import LaneRoom, offer_of, segments_over
-from outcore.planning.scoring import Decisions, Progress, better, lean_bytes, score, stored_fits
+from outcore.planning.scoring import Decisions, Progress, better, lean_bytes, score
 from outcore.planning.simple import keep_all
 from outcore.planning.terrain import Terrain
 from outcore.values import Budget, Decision, Machine
@@ -46,8 +46,7 @@ def exact(terrain: Terrain, machine: Machine, budget: Budget, progress: Progress
     if np.prod([float(len(options)) for options in choices]) <= MAX_ENUMERATED:
         for made in product(*choices):
             decisions: Decisions = dict(zip(terrain.evictable, made))
-            if stored_fits(terrain, budget, decisions):
-                best = better(best, score(terrain, machine, budget, decisions), budget)
+            best = better(best, score(terrain, machine, budget, decisions))
         return dict(best.decisions)
     model, until_s = Model(terrain, machine, budget), time.monotonic() + TOTAL_LIMIT_S
     for at, reserve in enumerate(RESERVES):
@@ -60,7 +59,7 @@ def exact(terrain: Terrain, machine: Machine, budget: Budget, progress: Progress
             if found is None or not model.cut(found):
                 break
         if found is not None:
-            best = better(best, score(terrain, machine, budget, found), budget)
+            best = better(best, score(terrain, machine, budget, found))
     return dict(best.decisions)
 
 

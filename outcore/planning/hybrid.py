@@ -39,8 +39,8 @@ def hybrid(terrain: Terrain, machine: Machine, budget: Budget, progress: Progres
     enough_s = bound_step_s(terrain, machine, budget) * (1 + GOOD_ENOUGH)
     best = _best_of_market(terrain, machine, budget, enough_s, progress)
     if enough_s <= terrain.total_s / machine.speed * (1 + NEARLY_FREE) and best.step_s > enough_s:
-        best = better(best, score(terrain, machine, budget, swap(terrain, machine, budget, progress)), budget)
-    if best.peak_bytes > budget.device_bytes or best.step_s <= enough_s:
+        best = better(best, score(terrain, machine, budget, swap(terrain, machine, budget, progress)))
+    if not best.fits or best.step_s <= enough_s:
         return dict(best.decisions)
     return _improve(terrain, machine, budget, best, progress)
 
@@ -55,8 +55,8 @@ def _best_of_market(terrain: Terrain, machine: Machine, budget: Budget, enough_s
             found = market.cheapest_fit(share, int(budget.device_bytes * (1 - reserve)))
             if found is not None:
                 any_fit = True
-                best = better(best, score(terrain, machine, budget, found), budget)
-            if best.step_s <= enough_s and best.peak_bytes <= budget.device_bytes:
+                best = better(best, score(terrain, machine, budget, found))
+            if best.fits and best.step_s <= enough_s:
                 return best
         if any_fit:
             break
@@ -78,7 +78,7 @@ def _improve(terrain: Terrain, machine: Machine, budget: Budget, best: Scored, p
         num_idle += 1
         if int(lean_bytes(terrain, budget, decisions).max(initial=0)) <= budget.device_bytes:
             tried = score(terrain, machine, budget, decisions)
-            if better(best, tried, budget) is tried:
+            if better(best, tried) is tried:
                 best, num_idle = tried, 0
         if num_idle == patience:
             break

@@ -69,7 +69,7 @@ def test_exact_is_brute_force_and_nothing_beats_the_bound(trace: Trace, machine:
     bound_s = bound_step_s(terrain, machine, budget)
     for decisions in all_decisions(trace, budget):
         scored = score(terrain, machine, budget, decisions)
-        if scored.peak_bytes <= budget.device_bytes:
+        if scored.fits:
             assert bound_s <= scored.step_s + 1e-12
             fastest_s = scored.step_s if fastest_s is None else min(fastest_s, scored.step_s)
     try:
