@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import date as Date
 from typing import Any
 
 import torch
@@ -75,6 +76,9 @@ class Demo:
     """What the demo found. `facts` are its numbers; the rest is for the report page."""
 
     device: str
+    num_threads: int
+    torch: str
+    date: str
     num_steps: int
     batch: int
     planner: str
@@ -217,6 +221,9 @@ def _compare(ooc: Limited, plain: Training, ours: Training, in_core_peak_bytes: 
         raise OutcoreError("the demo's steps were not planned, which is a bug; run it again with --planner swap-all")
     return Demo(
         device=ooc.machine.device,
+        num_threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        date=Date.today().isoformat(),
         num_steps=len(ours.losses),
         batch=BATCH[ooc.device.type],
         planner=plan.planner,
