@@ -12,6 +12,7 @@ The six steps were recorded in-core, op by op, before the project could record i
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,14 @@ def h200() -> Machine:
     )
 
 
-def load(name: str, folder: Path = FOLDER) -> Trace:
-    """`load("vgg_256")`: one recorded step as a Trace."""
-    return convert(json.loads((folder / f"{name}.json").read_text()), name)
+def load(name: str, folder: Path = FOLDER, *, workspace: bool = True) -> Trace:
+    """`load("vgg_256")`: one recorded step as a Trace.
+
+    In-core, convolutions took workspaces of up to 6 GiB because they could; under a cap the library falls back to
+    algorithms that need less. `workspace=False` leaves them out, as the published ideal does.
+    """
+    trace = convert(json.loads((folder / f"{name}.json").read_text()), name)
+    return trace if workspace else replace(trace, ops=tuple(replace(op, workspace_bytes=0) for op in trace.ops))
 
 
 def convert(raw: dict[str, Any], name: str) -> Trace:
@@ -211,3 +217,83 @@ def _device_seconds(rows: list[dict[str, Any]], step_s: float) -> list[float]:
         left_s = sum(max(seconds - off_s, seconds * 0.02) for seconds in measured_s)
         low_s, high_s = (off_s, high_s) if left_s > step_s else (low_s, off_s)
     return [max(seconds - high_s, seconds * 0.02) for seconds in measured_s]
+
+
+def repeat(trace: Trace, num_times: int) -> Trace:
+    """All forwards of `num_times` copies of a step, then their backwards, newest first: as deep as one likes.
+
+    What was there before the step is shared, except what the step itself overwrites.
+    """
+    turn = min(tick.slot for tick in trace.ticks if tick.kind == "unpack")
+    return _Repeated(trace, num_times, turn).trace()
+
+
+class _Repeated:
+    def __init__(self, trace: Trace, num_times: int, turn: int) -> None:
+        self.step, self.num_times, self.turn = trace, num_times, turn
+        written = {trace.values[value].storage for op in trace.ops for value in op.writes}
+        shared = [storage.external and at not in written for at, storage in enumerate(trace.storages)]
+        self.storage_at = _places(shared, num_times)
+        self.value_at = _places([shared[value.storage] for value in trace.values], num_times)
+        self.num_forward_ops = sum(1 for op in trace.ops if op.slot < turn)
+
+    def _slot(self, copy: int, slot: int) -> int:
+        if slot < self.turn:
+            return copy * self.turn + slot
+        backwards = (self.num_times - 1 - copy) * (self.step.num_slots - self.turn)
+        return self.num_times * self.turn + backwards + slot - self.turn
+
+    def _op_at(self, copy: int, op: int) -> int:
+        if op < 0:
+            return -1
+        num_backward = len(self.step.ops) - self.num_forward_ops
+        if op < self.num_forward_ops:
+            return copy * self.num_forward_ops + op
+        backwards = (self.num_times - 1 - copy) * num_backward
+        return self.num_times * self.num_forward_ops + backwards + op - self.num_forward_ops
+
+    def trace(self) -> Trace:
+        step, copies = self.step, range(self.num_times)
+        values: dict[int, Value] = {}
+        storages: dict[int, Storage] = {}
+        ops: list[Op] = []
+        ticks: list[Tick] = []
+        for copy in copies:
+            value_at, storage_at = self.value_at[copy], self.storage_at[copy]
+            for at, value in enumerate(step.values):
+                values[value_at[at]] = replace(
+                    value, storage=storage_at[value.storage], producer=self._op_at(copy, value.producer)
+                )
+            for at, storage in enumerate(step.storages):
+                born, dies = self._slot(copy, storage.born), self._slot(copy, storage.dies)
+                storages[storage_at[at]] = replace(storage, born=born, dies=dies)
+            for op in step.ops:
+                reads, writes = tuple(value_at[v] for v in op.reads), tuple(value_at[v] for v in op.writes)
+                ops.append(replace(op, slot=self._slot(copy, op.slot), reads=reads, writes=writes))
+            for tick in step.ticks:
+                dies = self._slot(copy, tick.dies) if tick.dies >= 0 else -1
+                pack = tick.pack + copy * len(step.ticks)
+                ticks.append(
+                    replace(tick, slot=self._slot(copy, tick.slot), value=value_at[tick.value], pack=pack, dies=dies)
+                )
+        return replace(
+            step,
+            ops=tuple(sorted(ops, key=lambda op: op.slot)),
+            values=tuple(values[at] for at in range(len(values))),
+            storages=tuple(storages[at] for at in range(len(storages))),
+            ticks=tuple(sorted(ticks, key=lambda tick: tick.slot)),
+            model=f"{step.model} x{self.num_times}",
+        )
+
+
+def _places(shared: list[bool], num_times: int) -> list[list[int]]:
+    """Per copy, where each item goes: shared ones have one place for all copies."""
+    first = {at: place for place, at in enumerate(at for at, one in enumerate(shared) if one)}
+    places, free = [], len(first)
+    for _ in range(num_times):
+        row = []
+        for at, one in enumerate(shared):
+            row.append(first[at] if one else free)
+            free += 0 if one else 1
+        places.append(row)
+    return places

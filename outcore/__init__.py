@@ -25,6 +25,8 @@ from outcore.errors import (
 if TYPE_CHECKING:
     from outcore.limit import Limited, limit
     from outcore.planning import lower, plan, simulate, verify
+    from outcore.tiling.linear import TiledLinear
+    from outcore.tiling.product import matmul
     from outcore.values import Budget, Machine, Plan, Schedule, Timeline, Trace
 
 __version__ = "0.1.0"
@@ -42,6 +44,8 @@ _HOMES: dict[str, str] = {
     "Schedule": "outcore.values",
     "Timeline": "outcore.values",
     "Trace": "outcore.values",
+    "matmul": "outcore.tiling.product",
+    "TiledLinear": "outcore.tiling.linear",
 }
 
 __all__ = [
@@ -58,10 +62,12 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "StoreError",
+    "TiledLinear",
     "Timeline",
     "Trace",
     "limit",
     "lower",
+    "matmul",
     "plan",
     "simulate",
     "verify",

@@ -81,6 +81,7 @@ class Kind:
     num_steps: int = 0  # planned steps so far
     num_left: int = 0  # steps that left the plan
     timed_again: bool = False  # op times were corrected on a planned step
+    stale: bool = True  # to be planned (again) when it comes next
     num_tuned: int = 0  # times the room was fitted to what the allocator reserved
     unplanned: bool = False  # given up
 
@@ -181,7 +182,8 @@ class Limited:
             self._run = Recorder(self.model, self.store, self.device, before_bytes, budget_bytes=room)
             self._interception.listen(self._run, ops=True)
             return
-        if kind.trace is not None and (kind.plan is None or before_bytes > kind.plan.before_bytes + MIB):
+        grown = kind.plan is not None and before_bytes > kind.plan.before_bytes + MIB
+        if kind.trace is not None and (kind.stale or grown):
             self._make_plan(kind, before_bytes)
         program = kind.program or Program.empty()
         closely = self.measure or kind.num_steps < NUM_MEASURED
@@ -203,7 +205,7 @@ class Limited:
                 run.close()
             else:
                 kind.trace = run.finish()
-                kind.plan = None
+                kind.stale = True
                 self._last = kind
             return
         run.close()
@@ -219,7 +221,7 @@ class Limited:
         if run.clock is not None:
             self._correct_times(kind, run)
         elif self._log is not None:
-            self._note_measured(kind)
+            self._note_measured(kind, run)
             self._fit_room(kind)
 
     def _correct_times(self, kind: Kind, run: Execution) -> None:
@@ -231,7 +233,7 @@ class Limited:
             seconds = run.clock.seconds()
             ops = tuple(dataclasses.replace(op, seconds=min(op.seconds, s)) for op, s in zip(kind.trace.ops, seconds))
             kind.trace = dataclasses.replace(kind.trace, ops=ops)
-            kind.plan = None
+            kind.stale = True
         else:
             log.info("the first planned step ran other ops than recorded; its times were not used")
 
@@ -239,6 +241,7 @@ class Limited:
         kind.num_left += 1
         log.info("a step left its plan: %s", run.left_plan_because)
         kind.trace = kind.plan = kind.program = None
+        kind.stale = True
         if kind.num_left >= NUM_TRIES:
             kind.unplanned = True
             warnings.warn(
@@ -261,6 +264,7 @@ class Limited:
         kind.predicted = simulate(trace, kind.schedule, self.machine)
         kind.program = Program(trace, kind.schedule)
         kind.num_steps = 0
+        kind.stale = False
         self.store.reserve(kind.predicted.host_peak_bytes)
 
     def _plan_for(self, trace: Trace) -> Plan:
@@ -296,13 +300,13 @@ class Limited:
             self._shrink_room(kind)
         elif reserved < memory_bytes * (1 - 2 * LEAST_MARGIN) and kind.plan and "keep-all" not in kind.plan.planner:
             self._room_bytes += int(0.8 * (memory_bytes * (1 - LEAST_MARGIN) - reserved))
-            kind.plan = None
+            kind.stale = True
         self._num_retries = stats["num_alloc_retries"]
 
     def _shrink_room(self, kind: Kind | None) -> None:
         self._room_bytes -= int(0.04 * self.budget.device_bytes)
         if kind is not None:
-            kind.plan = None
+            kind.stale = True
             kind.num_tuned += NUM_TUNED  # do not grow back
 
     # -- measuring ----------------------------------------------------------------------------------------------------
@@ -329,7 +333,7 @@ class Limited:
             return stream.record_event(torch.cuda.Event(enable_timing=True))
         return time.perf_counter()
 
-    def _note_measured(self, kind: Kind) -> None:
+    def _note_measured(self, kind: Kind, run: Execution) -> None:
         """Times are read when somebody asks or the next step begins: the device is not made to wait for them."""
         ended, started, actions = self._now(), self._started, tuple(self._log or ())
         peak, reserved = self._peak_bytes()
@@ -337,6 +341,7 @@ class Limited:
         def read() -> None:
             if self.device.type == "cuda":
                 ended.synchronize()
+            stall_s, recompute_s = run.measured_s()
             assert kind.predicted is not None
             kind.measured = dataclasses.replace(
                 kind.predicted,
@@ -344,8 +349,8 @@ class Limited:
                 step_s=started.elapsed_time(ended) / 1e3 if self.device.type == "cuda" else ended - started,
                 peak_bytes=peak,
                 peak_at="",
-                stall_s=0.0,
-                recompute_s=0.0,
+                stall_s=stall_s,
+                recompute_s=recompute_s,
                 host_peak_bytes=self.store.peak_bytes["host"],
                 disk_peak_bytes=self.store.peak_bytes["disk"],
                 reserved_bytes=reserved,
@@ -426,7 +431,8 @@ def _optimizer_watch(ref: weakref.ref[Limited]) -> Callable[..., None]:
 def _prefer_expandable_segments() -> None:
     """Segments that grow leave far fewer holes. A choice the user made stands."""
     if not (os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")):
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        set_them = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        (set_them or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:

@@ -6,29 +6,33 @@ simulated, and the fastest that fits is the answer. That is the definition of ex
 Larger ones are modelled, as Checkmate (MLSys 2020) and POET (ICML 2022) do, and solved by HiGHS through SciPy. The
 model assumes perfect overlap: one re-execution per op, pulled in by inputs nobody saved; memory at every slot, with
 each value on the device while it is asked for; both copy lanes able to carry what is swapped before the turn and after
-it. What the model leaves out (copies in flight, segments held early) the simulator sees: the program is solved for
-several reserves of memory and the fastest solution that really fits is returned. So here `exact` is the optimum of a
-model, and can lose to `hybrid` in the simulator.
+it. What the model leaves out the simulator sees: where a segment held early does not fit, a cut asks for one value of
+it to be kept or swapped and the program is solved again; for copies in flight it is also solved with a reserve of
+memory, for about a minute in all. The fastest solution that really fits is returned. So here `exact` is the optimum of
+a model, and can lose to `hybrid` in the simulator.
 """
 
 from __future__ import annotations
 
+import time
 from itertools import product
 
 import numpy as np
 
 from outcore.errors import OutcoreError
 from outcore.planning.costs import segments_of
-from outcore.planning.market import LaneRoom
+from outcore.planning.market import LaneRoom, offer_of, segments_over
 from outcore.planning.scoring import Decisions, Progress, better, lean_bytes, score, stored_fits
 from outcore.planning.simple import keep_all, leanest
 from outcore.planning.terrain import Terrain
 from outcore.values import Budget, Decision, Machine
 
 MAX_ENUMERATED = 3**7
-TIME_LIMIT_S = 30.0
-GAP = 1e-3
-RESERVES = (0.0, 0.02, 0.05, 0.1)
+TIME_LIMIT_S = 10.0  # for one solution
+TOTAL_LIMIT_S = 60.0
+GAP = 2e-3
+RESERVES = (0.0, 0.03)
+MAX_CUT_ROUNDS = 12
 
 
 def exact(terrain: Terrain, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
@@ -44,10 +48,16 @@ def exact(terrain: Terrain, machine: Machine, budget: Budget, progress: Progress
             if stored_fits(terrain, budget, decisions):
                 best = better(best, score(terrain, machine, budget, decisions), budget)
         return dict(best.decisions)
-    model = Model(terrain, machine, budget)
+    model, until_s = Model(terrain, machine, budget), time.monotonic() + TOTAL_LIMIT_S
     for at, reserve in enumerate(RESERVES):
         progress("solving", at / len(RESERVES))
-        found = model.solve(int(budget.device_bytes * (1 - reserve)))
+        found = None
+        for _ in range(MAX_CUT_ROUNDS):
+            if time.monotonic() > until_s:
+                break
+            found = model.solve(int(budget.device_bytes * (1 - reserve)))
+            if found is None or not model.cut(found):
+                break
         if found is not None:
             best = better(best, score(terrain, machine, budget, found), budget)
     return dict(best.decisions)
@@ -121,6 +131,20 @@ class Model:
             if sum(size for _, size in row) > room:
                 rows.append((row, -np.inf, room))
         return rows
+
+    def cut(self, decisions: Decisions) -> bool:
+        """Segments that do not fit when they are remade: one of each must not be. False: everything fits."""
+        offer = offer_of(self.terrain, self.budget, decisions)
+        over_bytes = offer.slot_bytes - self.budget.device_bytes
+        worst = segments_over(self.terrain, offer, over_bytes)
+        for tick, (_, slot) in worst.items():
+            chain = {self.terrain.trace.ticks[tick].value}
+            chain |= {
+                copy.value for copy in offer.early if copy.made == tick and self.terrain.tick_slots[copy.asked] > slot
+            }
+            row = [(column[value], 1.0) for value in chain for column in (self.keep_at, self.swap_at)]
+            self.rows.append((row, 1.0, np.inf))
+        return bool(worst)
 
     def solve(self, device_bytes: int) -> Decisions | None:
         try:

@@ -19,11 +19,12 @@ from outcore.planning.simple import keep_all, leanest
 from outcore.planning.terrain import Terrain
 from outcore.values import Budget, Decision, Machine
 
-SHARES = (0.85, 1.0, 1.1)  # of the lanes' capacity; some copies may be late, some early
+SHARES = (0.95, 1.0, 1.05)  # of the lanes' capacity; some copies may be late, some early
 FORCED_SHARES = (0.0, 1.5, 2.0, 3.0, INF)  # where nothing else fits: copies that stall, or none at all
-RESERVES = (0.0, 0.04)  # of the budget, for copies in flight
+RESERVES = (0.0, 0.02)  # of the budget, for copies in flight
 FLIP_WORK = 1_000_000  # flips drawn x (ops + ticks): what improving may cost, a few seconds
 MAX_FLIPS = 2000
+MIN_PATIENCE = 150  # flips in a row that change nothing before improving stops
 
 
 def hybrid(terrain: Terrain, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
@@ -57,6 +58,7 @@ def _improve(terrain: Terrain, machine: Machine, budget: Budget, best: Scored, p
     """Flips and exchanges, drawn with a fixed seed, while they make the simulated step faster."""
     flips = Flips(terrain, budget)
     num_flips = min(MAX_FLIPS, FLIP_WORK // terrain.trace.num_slots)
+    num_idle, patience = 0, max(MIN_PATIENCE, 4 * len(terrain.evictable))
     for at in range(num_flips):
         if at % 64 == 0:
             progress("improving", at / num_flips)
@@ -64,8 +66,13 @@ def _improve(terrain: Terrain, machine: Machine, budget: Budget, best: Scored, p
         if changed is None:
             continue
         decisions = {**best.decisions, **changed}
+        num_idle += 1
         if int(lean_bytes(terrain, budget, decisions).max(initial=0)) <= budget.device_bytes:
-            best = better(best, score(terrain, machine, budget, decisions), budget)
+            tried = score(terrain, machine, budget, decisions)
+            if better(best, tried, budget) is tried:
+                best, num_idle = tried, 0
+        if num_idle == patience:
+            break
     return dict(best.decisions)
 
 

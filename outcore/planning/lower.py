@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -132,7 +133,10 @@ class _Sweep:
         self.lanes = Lanes(machine.duplex_share)
         self.delay_s = 0.0
         self.steps: list[Step] = []
-        self.begun: set[int] = set()
+        self.begun: set[tuple[int, int]] = set()  # (value, tick of need)
+        self.stays_on: set[tuple[int, int]] = set()  # (value, tick): not freed there, because the next need is near
+        self.still_there: set[tuple[int, int]] = set()  # (value, tick of need): there since the need before
+        self.stays = self._join_stays()
         self.queue = self._plan_swap_ins()
 
     def run(self) -> list[Step]:
@@ -210,20 +214,43 @@ class _Sweep:
 
     # --- swap-ins
 
+    def _join_stays(self) -> list[tuple[int, int]]:
+        """(tick of need, value) of every swap-in: a value stays from one need to the next where there is room."""
+        gaps, first_needs = [], []
+        for value, stays in self.unrolled.stays.items():
+            first_needs.append((stays[0][0], value))
+            gaps += [(after[0] - before[1], before[1], after[0], value) for before, after in pairwise(stays)]
+        for _, last, need, value in sorted(gaps):  # the shortest first: they cost least
+            if self._room(last, need, self.terrain.value_bytes[value]):
+                self.ahead_bytes[last:need] += self.terrain.value_bytes[value]
+                self.stays_on.add((value, last))
+                self.still_there.add((value, need))
+            else:
+                first_needs.append((need, value))
+        return sorted(first_needs)
+
+    def _room(self, tick: int, need: int, num_bytes: int) -> bool:
+        taken = self.range_bytes[tick:need] + self.ahead_bytes[tick:need]
+        return int(taken.max(initial=0)) + self.flight_bytes + num_bytes <= self.budget_bytes
+
     def _plan_swap_ins(self) -> deque[tuple[int, int, int]]:
         """(tick to start at, tick of need, value) in order of need, as late as the lane allows."""
         ends_s = self._tick_ends()
-        in_order = sorted(self.unrolled.needs, key=lambda value: self.unrolled.needs[value].first)
         queue: deque[tuple[int, int, int]] = deque()
         free_s = float("inf")
-        for value in reversed(in_order):
-            need = self.unrolled.needs[value].first
+        for need, value in reversed(self.stays):
             copy_s = self.machine.in_s(self.terrain.value_bytes[value], self.tiers[value])
             need_s = ends_s[need - 1] if need else 0.0
             free_s = min(free_s, need_s) - copy_s * (1 + SLACK_SHARE)
             tick = bisect_right(ends_s, free_s - SLACK_S) - 1
-            queue.appendleft((max(tick, self.terrain.packs[value][0]), need, value))
+            queue.appendleft((max(tick, self._gone_at(value, need)), need, value))
         return queue
+
+    def _gone_at(self, value: int, need: int) -> int:
+        """The tick from which on it is not on the device before this need: its pack, or the stay before."""
+        stays = self.unrolled.stays[value]
+        at = next(place for place, stay in enumerate(stays) if stay[0] == need)
+        return stays[at - 1][1] if at else self.terrain.packs[value][0]
 
     def _tick_ends(self) -> list[float]:
         """The clock after each tick's reruns, without stalls."""
@@ -239,18 +266,16 @@ class _Sweep:
         """Start what is due, first come first served; what finds no room waits for the next tick."""
         while self.queue and self.queue[0][0] <= tick:
             _, need, value = self.queue[0]
-            if value not in self.begun:
+            if (value, need) not in self.begun:
                 num_bytes = self.terrain.value_bytes[value]
-                taken = self.range_bytes[tick:need] + self.ahead_bytes[tick:need]
-                room = int(taken.max(initial=0)) + self.flight_bytes + num_bytes <= self.budget_bytes
-                if not room or value in self.flying:
+                if not self._room(tick, need, num_bytes) or value in self.flying:
                     return
                 self.ahead_bytes[tick:need] += num_bytes
-                self._swap_in(tick, value)
+                self._swap_in(tick, need, value)
             self.queue.popleft()
 
-    def _swap_in(self, tick: int, value: int) -> None:
-        self.begun.add(value)
+    def _swap_in(self, tick: int, need: int, value: int) -> None:
+        self.begun.add((value, need))
         self.steps.append((tick, "swap_in", value, self.tiers[value], (), False))
         work_s = self.machine.in_s(self.terrain.value_bytes[value], self.tiers[value])
         self.lanes.issue(IN, value, self._now_s(tick), work_s)
@@ -258,11 +283,13 @@ class _Sweep:
     def _perform(self, step: Step) -> None:
         """One step of the lean program, with the clock running along."""
         tick, kind, subject = step[:3]
+        if (subject, tick) in (self.still_there if kind == "wait_in" else self.stays_on if kind == "free" else ()):
+            return
         if kind == "wait_in":
             while subject in self.flying:
                 self._release(tick)
-            if subject not in self.begun:
-                self._swap_in(tick, subject)
+            if (subject, tick) not in self.begun:
+                self._swap_in(tick, tick, subject)
             self.delay_s += max(0.0, self.lanes.finish(IN, subject) - self._now_s(tick))
         elif kind == "rerun":
             self.delay_s += self.terrain.trace.ops[subject].rerun_s / self.machine.speed

@@ -38,7 +38,6 @@ class Early:
     goal: int
     made: int
     asked: int
-    remade: bool  # False: swapped in
 
 
 @dataclass(frozen=True)
@@ -89,11 +88,7 @@ class Market:
         }
 
     def _offer(self, price_at: int, share: float, anchors: set[int]) -> Offer:
-        decisions = self._decide(self.prices[price_at], share, anchors)
-        unrolled = unroll(self.terrain, decisions)
-        tiers = tiers_of(self.terrain, decisions, self.budget)
-        slot_bytes = memory_of(self.terrain, lean_steps(self.terrain, decisions, unrolled, tiers), decisions)
-        return Offer(price_at, decisions, unrolled, slot_bytes, early_copies(self.terrain, decisions, unrolled))
+        return offer_of(self.terrain, self.budget, self._decide(self.prices[price_at], share, anchors), price_at)
 
     def _lowest_price(self, share: float, device_bytes: int, anchors: set[int], start: int) -> Offer | None:
         """Fits but for what an anchor could cure. Prices below `start` were too low already: gallop, then bisect."""
@@ -127,27 +122,8 @@ class Market:
 
     def _anchors_for(self, offer: Offer, over_bytes: Int64s) -> set[int]:
         """For every segment that does not fit, the value whose keeping costs least and makes enough of it late."""
-        worst: dict[int, tuple[int, int]] = {}  # tick of the segment -> (bytes over, slot)
-        slots = np.array(self.terrain.tick_slots)
-        for slot in _tops(over_bytes):
-            segment = self._segment_at(offer, slot, slots)
-            if segment is not None and worst.get(segment, (0, 0))[0] < int(over_bytes[slot]):
-                worst[segment] = (int(over_bytes[slot]), slot)
+        worst = segments_over(self.terrain, offer, over_bytes)
         return {self._anchor(offer, tick, slot, over) for tick, (over, slot) in worst.items()}
-
-    def _segment_at(self, offer: Offer, slot: int, slots: NDArray[np.int64]) -> int | None:
-        """The tick whose reruns hold most at this slot."""
-        held: dict[int, int] = {}
-        for copy in offer.early:
-            if slots[copy.made] <= slot < slots[copy.asked]:
-                held[copy.made] = held.get(copy.made, 0) + self.terrain.value_bytes[copy.value]
-        if held:
-            return max(held, key=lambda tick: held[tick])
-        at = int(np.searchsorted(slots, slot))
-        is_rerun = (
-            at < len(slots) and slots[at] == slot and any(s[1] == "rerun" for s in offer.unrolled.steps.get(at, ()))
-        )
-        return at if is_rerun else None
 
     def _anchor(self, offer: Offer, tick: int, slot: int, over_bytes: int) -> int:
         goal = self.terrain.trace.ticks[tick].value
@@ -155,7 +131,7 @@ class Market:
         made_before, choices = 0, []
         for copy in offer.early:
             if copy.made == tick and slots[copy.asked] > slot:
-                if copy.remade and made_before > 0:
+                if made_before > 0:
                     choices.append((copy.value, made_before))
                 made_before += self.terrain.value_bytes[copy.value]
         choices.append((goal, max(made_before, 1)))
@@ -163,6 +139,37 @@ class Market:
         if not enough:
             return max(choices, key=lambda choice: choice[1])[0]
         return min(enough, key=lambda v: self.terrain.value_bytes[v] * (price - self.density.get(v, price)))
+
+
+def offer_of(terrain: Terrain, budget: Budget, decisions: Decisions, price_at: int = 0) -> Offer:
+    unrolled = unroll(terrain, decisions)
+    steps = lean_steps(terrain, decisions, unrolled, tiers_of(terrain, decisions, budget))
+    early = early_copies(terrain, decisions, unrolled)
+    return Offer(price_at, decisions, unrolled, memory_of(terrain, steps, decisions), early)
+
+
+def segments_over(terrain: Terrain, offer: Offer, over_bytes: Int64s) -> dict[int, tuple[int, int]]:
+    """Tick of a segment that does not fit -> (bytes it is over, in which slot)."""
+    worst: dict[int, tuple[int, int]] = {}
+    slots = np.array(terrain.tick_slots)
+    for slot in _tops(over_bytes):
+        segment = _segment_at(terrain, offer, slot, slots)
+        if segment is not None and worst.get(segment, (0, 0))[0] < int(over_bytes[slot]):
+            worst[segment] = (int(over_bytes[slot]), slot)
+    return worst
+
+
+def _segment_at(terrain: Terrain, offer: Offer, slot: int, slots: NDArray[np.int64]) -> int | None:
+    """The tick whose reruns hold most at this slot."""
+    held: dict[int, int] = {}
+    for copy in offer.early:
+        if slots[copy.made] <= slot < slots[copy.asked]:
+            held[copy.made] = held.get(copy.made, 0) + terrain.value_bytes[copy.value]
+    if held:
+        return max(held, key=lambda tick: held[tick])
+    at = int(np.searchsorted(slots, slot))
+    reruns = any(step[1] == "rerun" for step in offer.unrolled.steps.get(at, ()))
+    return at if at < len(slots) and slots[at] == slot and reruns else None
 
 
 def _tops(over_bytes: Int64s) -> list[int]:
@@ -178,12 +185,11 @@ def early_copies(terrain: Terrain, decisions: Decisions, unrolled: Unrolled) -> 
     ticks = terrain.trace.ticks
     for tick in sorted(unrolled.steps):
         for step in unrolled.steps[tick]:
-            values = step[4] if step[1] == "rerun" else (step[2],) if step[1] == "wait_in" else ()
-            for value in values:
+            for value in step[4]:
                 if value in decisions:
                     asked = next((at for at in terrain.unpacks[value] if at >= tick), tick)
                     if asked > tick:
-                        found.append(Early(value, ticks[tick].value, tick, asked, step[1] == "rerun"))
+                        found.append(Early(value, ticks[tick].value, tick, asked))
     return found
 
 

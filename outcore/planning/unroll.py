@@ -5,7 +5,8 @@ swap-in at that very tick, and its swap-out is waited for and freed where it was
 decisions needs less memory; `lower` then moves frees later and swap-ins earlier, where memory allows, to hide copies.
 
 An op is rerun once per need of its segment: saved outputs that are recomputed too and still to be asked for are held
-until their own last unpack. What no later rerun of the tick reads is freed at once.
+until their own last unpack. What no later rerun of the tick reads is freed at once. A swapped value that a rerun reads
+and autograd asks for later is brought in for each.
 """
 
 from __future__ import annotations
@@ -20,19 +21,14 @@ STATES = {"keep": THERE, "swap": SWAPPED, "recompute": RECOMPUTED}
 
 
 @dataclass
-class Needs:
-    """The ticks of one swapped value: from `first` on it is on the device, until `last`."""
-
-    first: int
-    last: int
-
-
-@dataclass
 class Unrolled:
-    """Per unpack tick its steps in order; a swap-in is not among them: `needs` says when it must be there."""
+    """Per unpack tick its steps in order; swap-ins are not among them: a `wait_in` says where one must have ended.
+
+    `stays` has, per swapped value, the (first, last) ticks of each of its stays on the device.
+    """
 
     steps: dict[int, list[Step]] = field(default_factory=dict)
-    needs: dict[int, Needs] = field(default_factory=dict)
+    stays: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
 
 def unroll(terrain: Terrain, decisions: Mapping[int, str]) -> Unrolled:
@@ -133,17 +129,27 @@ class _Unroller:
         return self.decisions.get(value) == "recompute" and self.terrain.unpacks[value][-1:] >= [tick]
 
     def _place_swap_needs(self) -> None:
-        """Wait for a swapped value where it is first read, free it after it is last read."""
+        """Each tick that reads a swapped value waits for it before the first read and frees it after the last."""
         inserts: dict[int, list[tuple[int, int, Step]]] = {}
         for value, reads in self.swap_reads.items():
-            (first, first_at), (last, last_at) = reads[0], reads[-1]
-            self.found.needs[value] = Needs(first, last)
-            wait: Step = (first, "wait_in", value, "", (), False)
-            free: Step = (last, "free", value, "", (), False)
-            inserts.setdefault(first, []).append((first_at, 0, wait))
-            inserts.setdefault(last, []).append((last_at + 1, 1, free))
+            stays: list[tuple[int, int]] = []
+            for at, (tick, position) in enumerate(reads):
+                if not stays or not self._still_there(value, stays[-1][1], tick):
+                    wait: Step = (tick, "wait_in", value, "", (), False)
+                    inserts.setdefault(tick, []).append((position, 0, wait))
+                    stays.append((tick, tick))
+                stays[-1] = (stays[-1][0], tick)
+                if at + 1 == len(reads) or not self._still_there(value, tick, reads[at + 1][0]):
+                    free: Step = (tick, "free", value, "", (), False)
+                    inserts.setdefault(tick, []).append((position + 1, 1, free))
+            self.found.stays[value] = stays
         for tick, found in inserts.items():
             self.found.steps[tick] = _merge(self.found.steps[tick], found)
+
+    def _still_there(self, value: int, tick: int, later: int) -> bool:
+        """The same tick, or autograd holds what `tick` gave it until then anyway."""
+        given = self.terrain.trace.ticks[tick]
+        return tick == later or (given.value == value and given.dies >= self.terrain.tick_slots[later])
 
 
 def _merge(steps: Sequence[Step], inserts: list[tuple[int, int, Step]]) -> list[Step]:

@@ -40,7 +40,6 @@ from outcore.values import Op, Storage, Tick, Trace, Value
 
 _MARK = "_outcore_recorded"
 _HANDFUL = 8  # ops
-_TWIN_BYTES = 64 * 1024**2  # a twin is compared in pieces of this size: recording must not need more memory
 _ROUND_BYTES = 512  # the CUDA allocator's grain
 H = TypeVar("H", Handle, Kept)
 
@@ -181,7 +180,7 @@ class Recorder:
         fresh, overwritten = outputs_of(func, args, kwargs, result)
         fresh = [tensor for tensor in fresh if tensor.layout is torch.strided]
         if forward and has_twin(func, args):
-            self._twins[index] = Twin(args, fresh)
+            self._twins[index] = Twin(args, fresh, self.budget_bytes // 32)
         writes = [self._storages[self._add_storage(t, external=False, producer=index)].current for t in fresh]
         writes += [self._add_value(self._storage_of(tensor), index) for tensor in overwritten]
         if recipe is not None:
@@ -393,33 +392,35 @@ def _rerunnable(cell: Cell) -> bool:
 class Twin:
     """Does a cheaper op give the same bits as the op that just ran? Compared on all of its result, read at the end."""
 
-    def __init__(self, args: Sequence[Any], fresh: list[torch.Tensor]) -> None:
+    def __init__(self, args: Sequence[Any], fresh: list[torch.Tensor], piece_bytes: int) -> None:
         self._differs: torch.Tensor | None = None
-        self._pair: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        self._share = 1.0  # of the rows that the timed piece has
+        self._clock = Clock(fresh[0].device, spin=False)
+        self._num_pieces = 1.0
         try:
             with below_everything():
-                self._compare(args, *fresh[:3])
-        except RuntimeError:  # a combination of types it does not take
+                self._compare(args, fresh[0], fresh[1], fresh[2], piece_bytes)
+        except (RuntimeError, IndexError):  # a combination of types it does not take
             self._differs = None
 
-    def _compare(self, args: Sequence[Any], out: torch.Tensor, mean: torch.Tensor, deviation: torch.Tensor) -> None:
-        num_rows = max(1, _TWIN_BYTES * out.shape[0] // max(out.nbytes, 1))
-        self._share = min(1.0, num_rows / out.shape[0])
-        stream = torch.cuda.current_stream(out.device)
+    def _compare(
+        self, args: Sequence[Any], out: torch.Tensor, mean: torch.Tensor, deviation: torch.Tensor, piece_bytes: int
+    ) -> None:
+        """In pieces: recording must not need much more memory than the op."""
+        num_rows = min(out.shape[0], max(1, piece_bytes * out.shape[0] // max(out.nbytes, 1)))
+        self._num_pieces = out.shape[0] / num_rows
         for start in range(0, out.shape[0], num_rows):
             rows = slice(start, start + num_rows)
-            began = stream.record_event(torch.cuda.Event(enable_timing=True))
+            started = self._clock.start()
             again = normalise_again(args, mean, deviation, rows)
-            ended = stream.record_event(torch.cuda.Event(enable_timing=True))
-            self._pair = self._pair or (began, ended)
+            self._clock.stop(started)
             differs = (again != out[rows]).any()
             self._differs = differs if self._differs is None else self._differs | differs
 
     def verdict(self) -> dict[str, Any]:
-        if self._differs is None or self._pair is None or bool(self._differs):
+        if self._differs is None or bool(self._differs):
             return {}
-        return {"twin": True, "twin_s": self._pair[0].elapsed_time(self._pair[1]) / 1e3 / self._share}
+        whole = self._clock.seconds()[: int(self._num_pieces)]  # the last piece may be a small one
+        return {"twin": True, "twin_s": min(whole) * self._num_pieces}
 
 
 class ModuleNames:

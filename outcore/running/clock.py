@@ -19,14 +19,15 @@ _SPIN_CYCLES = 14_000_000  # about 8 ms: longer than the host takes to queue a b
 class Clock:
     """Seconds of each op, read when the step is over."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, spin: bool = True) -> None:
         self.device = device
+        self.spin = spin
         self._pairs: list[tuple[Any, Any]] = []
 
     def start(self) -> Any:
         if self.device.type != "cuda":
             return time.perf_counter()
-        if len(self._pairs) % _BATCH == 0:
+        if self.spin and len(self._pairs) % _BATCH == 0:
             torch.cuda._sleep(_SPIN_CYCLES)
         return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(enable_timing=True))
 

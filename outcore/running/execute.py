@@ -110,6 +110,8 @@ class Execution:
         self._cells: dict[int, weakref.ref[Cell]] = {}
         self._recipes: dict[int, weakref.ref[Recipe]] = {}
         self._marked: Marked = []
+        kinds = ("wait_out", "wait_in", "rerun") if log is not None else ()
+        self._stopwatches = {kind: Clock(store.device, spin=False) for kind in kinds}
 
     def close(self) -> None:
         """The step is over. Handles that outlive it still work."""
@@ -271,34 +273,49 @@ class Execution:
         return self.program.ticks[self._tick - 1]
 
     def _act(self, action: Action) -> None:
-        if self.log is not None:
-            self.log.append(f"{action.tick} {action.kind} {action.op if action.kind == 'rerun' else action.value}")
-        if action.kind == "rerun":
-            self._rerun(action)
+        if self.log is None:
+            _ACTS[action.kind](self, action)
             return
-        cell = self._find(action.value)
-        if cell is not None:
-            _ACTS[action.kind](self, cell, action)
+        self.log.append(f"{action.tick} {action.kind} {action.op if action.kind == 'rerun' else action.value}")
+        stopwatch = self._stopwatches.get(action.kind)
+        started = stopwatch.start() if stopwatch is not None else None
+        _ACTS[action.kind](self, action)
+        if stopwatch is not None:
+            stopwatch.stop(started)
 
-    def _swap_out(self, cell: Cell, action: Action) -> None:
-        if cell.data is not None and cell.parcel is None:
+    def measured_s(self) -> tuple[float, float]:
+        """Seconds the compute stream waited for copies, and seconds of reruns. Waits for the device."""
+        waits = self._stopwatches["wait_out"].seconds() + self._stopwatches["wait_in"].seconds()
+        return sum(waits), sum(self._stopwatches["rerun"].seconds())
+
+    def _drop(self, action: Action) -> None:
+        """Nothing to do: the pack did not hold it."""
+
+    def _swap_out(self, action: Action) -> None:
+        cell = self._find(action.value)
+        if cell is not None and cell.data is not None and cell.parcel is None:
             cell.swap_out(self.store, (action.tier, "host", "disk"))
 
-    def _wait_out(self, cell: Cell, action: Action) -> None:
-        if cell.parcel is not None:
+    def _wait_out(self, action: Action) -> None:
+        cell = self._find(action.value)
+        if cell is not None and cell.parcel is not None:
             cell.parcel.wait_out()
 
-    def _free(self, cell: Cell, action: Action) -> None:
-        if cell.parcel is not None or cell.recipe is not None:  # else nobody could bring it back
+    def _free(self, action: Action) -> None:
+        cell = self._find(action.value)
+        if cell is not None and (cell.parcel is not None or cell.recipe is not None):  # it can be brought back
             cell.let_go()
 
-    def _swap_in(self, cell: Cell, action: Action) -> None:
-        if cell.data is None and cell.parcel is not None:
+    def _swap_in(self, action: Action) -> None:
+        cell = self._find(action.value)
+        if cell is not None and cell.data is None and cell.parcel is not None:
             cell.swap_in(self.store)
             self._see(cell.data)
 
-    def _wait_in(self, cell: Cell, action: Action) -> None:
-        cell.arrive()
+    def _wait_in(self, action: Action) -> None:
+        cell = self._find(action.value)
+        if cell is not None:
+            cell.arrive()
 
     def _rerun(self, action: Action) -> None:
         mark = self._recipes.get(action.op)
@@ -344,13 +361,14 @@ class Execution:
                 self.meter.see(tensor)
 
 
-_ACTS: dict[str, Callable[[Execution, Cell, Action], None]] = {
-    "drop": lambda execution, cell, action: None,
+_ACTS: dict[str, Callable[[Execution, Action], None]] = {
+    "drop": Execution._drop,
     "swap_out": Execution._swap_out,
     "wait_out": Execution._wait_out,
     "free": Execution._free,
     "swap_in": Execution._swap_in,
     "wait_in": Execution._wait_in,
+    "rerun": Execution._rerun,
 }
 
 

@@ -1,4 +1,6 @@
-"""Random training steps (and one fixed small one) for property tests: chains, residuals, in-place ops, several outputs, several forwards.
+"""Random training steps for property tests, and one fixed small one.
+
+Chains, residuals, in-place ops, several outputs, several forwards.
 
 Built as a list of events (one per slot) by a tiny pretend autograd: forward ops read the newest versions of what is
 there and may save what they read or wrote; each backward asks back, newest first, most of what its forward saved.

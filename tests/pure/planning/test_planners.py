@@ -1,4 +1,4 @@
-"""Every planner: what it gives verifies and fits, or it raises a number with which it succeeds; none beats the bound."""
+"""Every planner gives what verifies and fits, or a number with which it succeeds; none beats the bound."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outcore.planning.scoring import score, stored_fits
 from outcore.planning.terrain import terrain_of
 from outcore.values import Budget, Decision, Machine, Plan, Trace
 
-QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 
 
 @st.composite
@@ -39,12 +39,13 @@ def check(trace: Trace, machine: Machine, made: Plan) -> None:
 @QUICK
 @given(trace=steps(), machine=MACHINES, budget=budgets())
 def test_a_plan_fits_or_says_what_would(planner: str, trace: Trace, machine: Machine, budget: Budget) -> None:
+    needed_bytes = 0
     try:
         made = plan(trace, machine, budget, planner)
     except BudgetTooSmall as error:
-        assert error.needed_bytes > budget.device_bytes
-        enough = Budget(error.needed_bytes, budget.host_bytes, budget.disk_bytes)
-        made = plan(trace, machine, enough, planner)
+        needed_bytes = error.needed_bytes
+        made = plan(trace, machine, Budget(needed_bytes, budget.host_bytes, budget.disk_bytes), planner)
+    assert needed_bytes == 0 or needed_bytes > budget.device_bytes
     check(trace, machine, made)
 
 
@@ -58,7 +59,7 @@ def all_decisions(trace: Trace, budget: Budget) -> list[dict[int, Decision]]:
     return [decisions for decisions in made if stored_fits(terrain, budget, decisions)]
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(trace=steps(max_ops=5), machine=MACHINES, budget=budgets())
 def test_exact_is_brute_force_and_nothing_beats_the_bound(trace: Trace, machine: Machine, budget: Budget) -> None:
     terrain = terrain_of(trace)

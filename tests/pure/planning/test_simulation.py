@@ -15,7 +15,7 @@ from outcore.planning.simulate import memory_of, steps_of
 from outcore.planning.terrain import terrain_of
 from outcore.values import Budget, Decision, Machine, Plan, Schedule, Trace
 
-QUICK = settings(max_examples=150, deadline=None)
+QUICK = settings(max_examples=100, deadline=None)
 
 
 @st.composite

@@ -1,0 +1,146 @@
+"""Activations -> activations through a weight that lives on the host; all three products of training stream it.
+
+The training of arXiv 1511.04348: forward and backward of a fully connected layer are three matrix products,
+
+    y = x W'        dx = dy W        dW = dy' x
+
+and each goes through `Job`, so that neither W nor dW is ever on the device as a whole. It differs from the paper in
+that activations may stay on the device: then only W comes in (twice) and only dW goes out (once). The weight is
+page-locked once, when it is first used with a CUDA device; gradients are written to page-locked memory that is used
+again in the next step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from outcore.errors import TilingError
+from outcore.tiling.lanes import Pins
+from outcore.tiling.product import Job, Report, matmul
+
+_UNSTREAMED = (
+    "TiledLinear's weight stays on the host: move the rest of the network with .to(), this layer keeps its own"
+)
+
+
+class TiledLinear(nn.Module):
+    """`nn.Linear` whose weight and weight gradient stay in host memory. Inputs may be on the host or on one device.
+
+    Host inputs are multiplied on `devices` (default: every CUDA device, else the CPU) and the result returns to the
+    host; device inputs are multiplied where they are. `memory` bounds the device bytes used for tiles, activations not
+    counted.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        memory: int | str | None = None,
+        devices: Sequence[str] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.memory, self.devices = memory, devices
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
+        self.reports: list[tuple[str, Report]] = []  # of the last step: product, report
+        self._pins: Pins | None = None
+        self.reset_parameters()
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, **options: Any) -> TiledLinear:
+        """The same layer, its parameters shared, not copied (they must be on the host)."""
+        if linear.weight.device.type != "cpu":
+            raise TilingError(f"the layer's weight is on {linear.weight.device}; move it to the host first")
+        layer = cls(1, 1, linear.bias is not None, **options)
+        layer.in_features, layer.out_features = linear.in_features, linear.out_features
+        layer.register_parameter("weight", cast(nn.Parameter, linear.weight))
+        layer.register_parameter("bias", linear.bias)
+        return layer
+
+    def reset_parameters(self) -> None:
+        """As `nn.Linear`: the same seed gives the same numbers."""
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.weight.device.type != "cpu":
+            raise TilingError(_UNSTREAMED)
+        if x.shape[-1] != self.in_features:
+            raise TilingError(f"the input has {x.shape[-1]} features, the layer takes {self.in_features}")
+        if x.dtype != self.weight.dtype:
+            raise TilingError(f"the input is {x.dtype} and the weight {self.weight.dtype}; convert one of them")
+        self.reports = []
+        self._lock_weight(x)
+        rows = x.reshape(-1, self.in_features)
+        y: torch.Tensor = _StreamedProduct.apply(rows, self.weight, self)  # type: ignore[no-untyped-call]
+        y = y.reshape(*x.shape[:-1], self.out_features)
+        return y if self.bias is None else y + self.bias.to(y.device)
+
+    def multiply(self, name: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        on_device = a.is_cuda or b.is_cuda
+        devices = None if on_device else self.devices
+        if out is None and not a.numel() * b.numel():
+            result = matmul(a, b, devices=devices)
+            assert isinstance(result, torch.Tensor)
+            return result
+        job = Job(a, b, out=out, memory=self.memory, devices=devices)
+        self.reports.append((name, job.run()))
+        assert isinstance(job.out, torch.Tensor)
+        return job.out
+
+    def gradient_memory(self) -> torch.Tensor:
+        """New memory for dW, page-locked beside a device: torch keeps freed locked blocks, only the first step pays."""
+        if self._pins is not None:
+            with suppress(RuntimeError):
+                return torch.empty(self.weight.shape, dtype=self.weight.dtype, pin_memory=True)
+        return torch.empty(self.weight.shape, dtype=self.weight.dtype)
+
+    def _lock_weight(self, x: torch.Tensor) -> None:
+        if self._pins is None and torch.cuda.is_available() and (x.is_cuda or self.devices != ["cpu"]):
+            self._pins = Pins()
+            self._pins.lock(self.weight.detach())
+
+    def __del__(self) -> None:
+        pins: Pins | None = self.__dict__.get("_pins")
+        if pins is not None:
+            pins.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_pins": None, "reports": []}
+
+    def extra_repr(self) -> str:
+        bias = self.bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, memory={self.memory}"
+
+
+class _StreamedProduct(torch.autograd.Function):
+    """x W' with both of its derivatives by streamed products."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: TiledLinear) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layer = layer
+        return layer.multiply("forward", x, weight.detach().t())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        layer: TiledLinear = ctx.layer
+        dy = grads[0]
+        dx = layer.multiply("backward input", dy, weight.detach()) if ctx.needs_input_grad[0] else None
+        dw = None
+        if ctx.needs_input_grad[1]:
+            dw = layer.multiply("backward weight", dy.t(), x, out=layer.gradient_memory())
+        return dx, dw, None

@@ -1,0 +1,265 @@
+"""A tensor or a file -> blocks that can be read into, or written from, a piece of memory.
+
+Each operand is kept in the orientation it is stored in (rows contiguous) with a flag that says the product wants its
+transpose: a transposed operand is never copied, the matrix product takes the flag. Files are read by several threads
+with plain positioned reads (`preadv`; by kvikio where it is installed), which keeps many requests at the disk at
+once; a mapping would fault one page at a time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from outcore.errors import TilingError
+from outcore.units import format_bytes
+
+NUM_FILE_THREADS = 8
+FILE_CHUNK_BYTES = 8 * 1024**2
+
+Span = tuple[int, int, int, int]  # row, stop row, column, stop column, as stored
+
+
+class Store(Protocol):
+    """A matrix as it lies somewhere: rows contiguous, read and written block by block."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    place: str  # "host", "disk" or a device such as "cuda:0"
+
+    def read_into(self, target: torch.Tensor, span: Span) -> None: ...
+
+    def write_from(self, source: torch.Tensor, span: Span) -> None: ...
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A store and whether the product uses its transpose."""
+
+    store: Store
+    flipped: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, cols = self.store.shape
+        return (cols, rows) if self.flipped else (rows, cols)
+
+    def span(self, row: int, stop_row: int, col: int, stop_col: int) -> Span:
+        return (col, stop_col, row, stop_row) if self.flipped else (row, stop_row, col, stop_col)
+
+    def t(self) -> Operand:
+        return Operand(self.store, not self.flipped)
+
+
+class TensorStore:
+    """A tensor of any strides; what is not stored by rows is copied element by element, which `is_plain` tells."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.shape: tuple[int, int] = (tensor.shape[0], tensor.shape[1])
+        self.dtype = tensor.dtype
+        self.place = "host" if tensor.device.type == "cpu" else str(tensor.device)
+
+    @property
+    def is_plain(self) -> bool:
+        return self.tensor.stride(1) == 1 and self.tensor.stride(0) >= self.tensor.shape[1]
+
+    def view(self, span: Span) -> torch.Tensor:
+        return self.tensor[span[0] : span[1], span[2] : span[3]]
+
+    def read_into(self, target: torch.Tensor, span: Span) -> None:
+        target.copy_(self.view(span))
+
+    def write_from(self, source: torch.Tensor, span: Span) -> None:
+        self.view(span).copy_(source)
+
+
+class FileMatrix:
+    """A matrix in a file, stored by rows after `offset_bytes`. `.t()` is its transpose, no byte moved."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], shape: tuple[int, int], dtype: torch.dtype, *, offset_bytes: int = 0
+    ) -> None:
+        self.path = Path(path)
+        self.shape = shape
+        self.dtype = dtype
+        self.offset_bytes = offset_bytes
+        self.place = "disk"
+        self.flipped = False
+        needed_bytes = offset_bytes + self.num_bytes
+        if not self.path.is_file():
+            raise TilingError(f"{self.path} is not a file; make one with FileMatrix.create")
+        if self.path.stat().st_size < needed_bytes:
+            raise TilingError(
+                f"{self.path} holds {format_bytes(self.path.stat().st_size)}, a {shape[0]} x {shape[1]} matrix of "
+                f"{dtype} needs {format_bytes(needed_bytes)}; check shape, dtype and offset"
+            )
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str], shape: tuple[int, int], dtype: torch.dtype) -> FileMatrix:
+        """A new file of the right length, sparse until written; an existing one is lengthened where too short."""
+        with open(path, "ab") as file:
+            num_bytes = shape[0] * shape[1] * dtype.itemsize
+            if file.tell() < num_bytes:
+                file.truncate(num_bytes)
+        return cls(path, shape, dtype)
+
+    @classmethod
+    def save(cls, path: str | os.PathLike[str], tensor: torch.Tensor) -> FileMatrix:
+        matrix = cls.create(path, (tensor.shape[0], tensor.shape[1]), tensor.dtype)
+        matrix.write_from(tensor.detach().contiguous(), (0, tensor.shape[0], 0, tensor.shape[1]))
+        return matrix
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape[0] * self.shape[1] * self.dtype.itemsize
+
+    @property
+    def unfinished_path(self) -> Path:
+        """Lies beside a file while a product is written into it, and stays there if that product did not end."""
+        return self.path.with_name(self.path.name + ".unfinished")
+
+    def t(self) -> FileMatrix:
+        other = FileMatrix(self.path, self.shape, self.dtype, offset_bytes=self.offset_bytes)
+        other.flipped = not self.flipped
+        return other
+
+    def to_tensor(self) -> torch.Tensor:
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        self.read_into(tensor, (0, self.shape[0], 0, self.shape[1]))
+        return tensor.t() if self.flipped else tensor
+
+    def read_into(self, target: torch.Tensor, span: Span) -> None:
+        if target.dtype != self.dtype or not target.is_contiguous():
+            whole = torch.empty((span[1] - span[0], span[3] - span[2]), dtype=self.dtype)
+            self.read_into(whole, span)
+            target.copy_(whole)
+            return
+        if _kvikio() is not None:
+            self._read_by_kvikio(target, span)
+            return
+        with open(self.path, "rb", buffering=0) as file:
+            self._each(target, span, lambda part, offset: _read_fully(file.fileno(), part, offset, self.path))
+
+    def write_from(self, source: torch.Tensor, span: Span) -> None:
+        source = source.to(self.dtype).contiguous()
+        with open(self.path, "r+b", buffering=0) as file:
+            self._each(source, span, lambda part, offset: _write_fully(file.fileno(), part, offset))
+
+    def _read_by_kvikio(self, target: torch.Tensor, span: Span) -> None:
+        """The same runs of bytes through kvikio's thread pool, which also knows how to bypass the page cache."""
+        memory = memoryview(target.view(-1).view(torch.uint8).numpy().data)
+        with _kvikio().CuFile(str(self.path), "r") as file:
+            parts = [(np.frombuffer(part, np.uint8), offset) for part, offset in self._parts(memory, span)]
+            pending = [(file.pread(part, file_offset=offset), part) for part, offset in parts]
+            if any(future.get() != part.nbytes for future, part in pending):
+                raise TilingError(f"{self.path} became shorter during the product; write it again")
+
+    def _each(self, tensor: torch.Tensor, span: Span, move: Callable[[memoryview, int], None]) -> None:
+        if not tensor.numel():
+            return
+        memory = memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
+        parts = list(self._parts(memory, span))
+        if len(parts) == 1:
+            move(*parts[0])
+        else:
+            list(_file_threads().map(lambda part: move(*part), parts))
+
+    def _parts(self, memory: memoryview, span: Span) -> Iterable[tuple[memoryview, int]]:
+        """Pieces of memory and where each lies in the file: whole rows as one run, otherwise row by row."""
+        element_bytes, row_bytes = self.dtype.itemsize, self.shape[1] * self.dtype.itemsize
+        run_bytes = (span[3] - span[2]) * element_bytes
+        start = self.offset_bytes + span[0] * row_bytes + span[2] * element_bytes
+        if run_bytes == row_bytes:
+            run_bytes, num_runs = run_bytes * (span[1] - span[0]), 1
+        else:
+            num_runs = span[1] - span[0]
+        for run in range(num_runs):
+            for part in range(0, run_bytes, FILE_CHUNK_BYTES):
+                stop = min(run_bytes, part + FILE_CHUNK_BYTES)
+                yield memory[run * run_bytes + part : run * run_bytes + stop], start + run * row_bytes + part
+
+
+@cache
+def _kvikio() -> Any:
+    try:
+        return import_module("kvikio")
+    except ImportError:
+        return None
+
+
+@cache
+def _file_threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(NUM_FILE_THREADS, thread_name_prefix="outcore file")
+
+
+def _read_fully(file: int, memory: memoryview, offset: int, path: Path) -> None:
+    while memory:
+        num_bytes = os.preadv(file, [memory], offset)
+        if not num_bytes:
+            raise TilingError(f"{path} ends at byte {offset}: it became shorter during the product; write it again")
+        memory, offset = memory[num_bytes:], offset + num_bytes
+
+
+def _write_fully(file: int, memory: memoryview, offset: int) -> None:
+    while memory:
+        num_bytes = os.pwritev(file, [memory], offset)
+        memory, offset = memory[num_bytes:], offset + num_bytes
+
+
+def as_operand(matrix: torch.Tensor | FileMatrix, name: str) -> Operand:
+    """A 2-D tensor or file matrix as stored; a tensor that is stored by columns becomes its transpose's rows."""
+    if isinstance(matrix, FileMatrix):
+        return Operand(matrix, matrix.flipped)
+    if matrix.dim() != 2:
+        raise TilingError(
+            f"{name} has {matrix.dim()} dimensions; a product takes matrices or vectors: reshape it first"
+        )
+    if matrix.layout != torch.strided:
+        raise TilingError(f"{name} is {matrix.layout}; a product takes dense tensors: call .to_dense() first")
+    matrix = matrix.detach()
+    if matrix.stride(0) == 1 and matrix.stride(1) != 1:
+        return Operand(TensorStore(matrix.t()), flipped=True)
+    return Operand(TensorStore(matrix))
+
+
+def overlaps(one: torch.Tensor | FileMatrix | None, other: torch.Tensor | FileMatrix | None) -> bool:
+    if isinstance(one, FileMatrix) and isinstance(other, FileMatrix):
+        return one.path.samefile(other.path)
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    if one.device != other.device or not one.numel() or not other.numel():
+        return False
+    first, stop = _addresses(one)
+    other_first, other_stop = _addresses(other)
+    return first < other_stop and other_first < stop
+
+
+def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
+    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.data_ptr(), tensor.data_ptr() + (extent + 1) * tensor.element_size()
+
+
+def is_file_mapping(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's memory is a mapped file: locking it would read all of the file into memory."""
+    address = tensor.data_ptr()
+    try:
+        with open("/proc/self/maps") as maps:
+            for line in maps:
+                fields = line.split(maxsplit=5)
+                first, _, stop = fields[0].partition("-")
+                if int(first, 16) <= address < int(stop, 16):
+                    path = fields[5].strip() if len(fields) > 5 else ""
+                    return fields[4] != "0" and not path.startswith(("/dev/shm", "/memfd", "/dev/zero"))
+    except OSError:
+        return False
+    return False

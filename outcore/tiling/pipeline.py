@@ -1,0 +1,315 @@
+"""Pieces of C, one lane -> loads, products and stores enqueued on its three streams.
+
+    copy_in   A block, B block ──┐ ready
+    compute                      └─ product, product, ... ──┐ tile complete
+    copy_out                                                └─ C tile ── done
+
+The host only enqueues. Every order is an event: a product waits for its blocks, a load for the last product that
+read the slot it overwrites, a product for the store of the C tile whose slot it takes. The host waits in one place,
+for the piece `window` pieces ago, so that a lane does not claim work it will do much later. Blocks that the copy
+engines cannot take from where they lie (unlocked memory, files) are read into a small ring of locked slabs first;
+stores of such operands run on a thread of their own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from outcore.tiling.lanes import Lane
+from outcore.tiling.operands import Operand, Span, Store, TensorStore
+from outcore.tiling.slots import Entry, SlotCache
+from outcore.tiling.streams import Event, ThreadStream
+from outcore.tiling.tasks import Answer, Piece, TaskQueue
+from outcore.tiling.tiles import Tiles
+
+SLAB_BYTES = 64 * 1024**2
+NUM_SLABS = 3
+
+
+@dataclass(frozen=True)
+class Work:
+    """The whole product as every lane sees it: C = alpha A B + beta D."""
+
+    tiles: Tiles
+    a: Operand
+    b: Operand
+    out: Operand
+    add: Operand | None
+    alpha: float
+    beta: float
+
+
+@dataclass
+class Slab:
+    memory: torch.Tensor
+    free: Event | None = None
+
+
+class SlabRing:
+    """A few equal pieces of host memory, taken in turn; taking one waits until its last user is done."""
+
+    def __init__(self, allocate: Callable[[int, torch.dtype], torch.Tensor], element_bytes: int) -> None:
+        self._allocate = allocate
+        self._num_elements = SLAB_BYTES // element_bytes
+        self._slabs: deque[Slab] = deque()
+
+    def rows_per_slab(self, num_cols: int) -> int:
+        return max(1, self._num_elements // max(1, num_cols))
+
+    def take(self, num_rows: int, num_cols: int, dtype: torch.dtype) -> tuple[Slab, torch.Tensor]:
+        num_elements = num_rows * num_cols
+        if len(self._slabs) < NUM_SLABS:
+            self._slabs.append(Slab(self._allocate(max(num_elements, self._num_elements), dtype)))
+        else:
+            self._slabs.rotate(-1)
+        slab = self._slabs[-1]
+        if slab.free is not None:
+            slab.free.synchronize()
+        if slab.memory.numel() < num_elements:
+            slab.memory = self._allocate(num_elements, dtype)
+        return slab, slab.memory[:num_elements].view(num_rows, num_cols)
+
+
+class Pool:
+    """The slots of one operand on one lane: memory, and the cache that says what is in it."""
+
+    def __init__(self, lane: Lane, num_slots: int, num_elements: int, dtype: torch.dtype) -> None:
+        self.cache = SlotCache(num_slots)
+        self.memory = [lane.allocate(num_elements, dtype) for _ in range(num_slots)]
+
+    def view(self, entry: Entry, span: Span) -> torch.Tensor:
+        num_rows, num_cols = span[1] - span[0], span[3] - span[2]
+        return self.memory[entry.slot][: num_rows * num_cols].view(num_rows, num_cols)
+
+
+class Pipeline:
+    """One lane's share of a product. Made on the caller's thread (its stream owns the memory), driven by `run`."""
+
+    def __init__(self, lane: Lane, work: Work, window: int) -> None:
+        self.lane, self.work, self.window = lane, work, window
+        self.peers: Sequence[Pipeline] = ()
+        self.is_open = True
+        self.bytes_in = self.bytes_out = self.bytes_from_peers = 0
+        tiles, dtype = work.tiles, work.a.store.dtype
+        self._slot_dtype = lane.slot_dtype(dtype)
+        self.pools: dict[str, Pool] = {}
+        for name, num_slots, side in (
+            ("a", tiles.num_a_slots, tiles.num_rows),
+            ("b", tiles.num_b_slots, tiles.num_cols),
+        ):
+            if name not in tiles.gemm.resident:
+                self.pools[name] = Pool(lane, num_slots, side * tiles.depth, self._slot_dtype)
+        tile_elements = tiles.num_rows * tiles.num_cols
+        resident = "c" in tiles.gemm.resident
+        self._c_memory = [] if resident else [lane.allocate(tile_elements, dtype) for _ in range(tiles.num_c_slots)]
+        self._c_free: list[Event | None] = [None] * tiles.num_c_slots
+        self._sums = lane.allocate(tile_elements, torch.float32) if tiles.has_sums else None
+        self._slabs_in = SlabRing(lane.allocate_slab, dtype.itemsize)
+        self._slabs_out = SlabRing(lane.allocate_slab, dtype.itemsize)
+        self._store_thread: ThreadStream | None = None
+        self._in_flight: deque[tuple[Piece, Event]] = deque()
+        self._num_submitted = 0
+        lane.begin()
+
+    @property
+    def device_bytes(self) -> int:
+        held = [memory for pool in self.pools.values() for memory in pool.memory] + self._c_memory
+        return sum(memory.nbytes for memory in held) + (0 if self._sums is None else self._sums.nbytes)
+
+    def run(self, queue: TaskQueue, index: int) -> None:
+        """Pull, enqueue, confirm, until every piece of the product is done (by whichever lane)."""
+        while (answer := queue.pull(index, time.monotonic())) is not Answer.FINISHED:
+            if isinstance(answer, Piece):
+                self._submit(answer)
+            if self._in_flight and (answer is Answer.LATER or len(self._in_flight) >= self.window):
+                self._confirm(queue, index)
+            elif answer is Answer.LATER:
+                queue.wait(timeout_s=0.5)
+
+    def _confirm(self, queue: TaskQueue, index: int) -> None:
+        piece, done = self._in_flight.popleft()
+        done.synchronize()
+        queue.done(index, piece, time.monotonic())
+
+    def _submit(self, piece: Piece) -> None:
+        tiles, task, compute = self.work.tiles, piece.task, self.lane.compute
+        turn = self._num_submitted % tiles.num_c_slots
+        self._num_submitted += 1
+        row, stop_row = task.row + piece.first, task.row + piece.stop
+        span = self.work.out.span(row, stop_row, task.col, task.col + task.num_cols)
+        tile = self._tile(turn, span)
+        beta = self._load_addend(tile, span, turn)
+        target = self._start_sums(tile, beta)
+        for start, stop in tiles.panels(task):
+            a, release_a = self._block("a", (task.row, task.row + task.num_rows, start, stop))
+            b, release_b = self._block("b", (start, stop, task.col, task.col + task.num_cols))
+            strip = a[piece.first : piece.stop]
+            flop = 2.0 * piece.area * (stop - start)
+            compute.run(_product(self.lane, target, strip, b, beta, self.work.alpha), flop)
+            used = compute.record()
+            release_a(used)
+            release_b(used)
+            beta = 1.0
+        if target is not tile:
+            compute.run(lambda: tile.copy_(target))
+        done = self._store(tile, span, compute.record())
+        self._c_free[turn] = done
+        self._in_flight.append((piece, done))
+
+    def _tile(self, turn: int, span: Span) -> torch.Tensor:
+        if not self._c_memory:
+            store = self.work.out.store
+            assert isinstance(store, TensorStore)
+            return store.view(span)
+        if (free := self._c_free[turn]) is not None:
+            self.lane.compute.wait(free)
+        num_rows, num_cols = span[1] - span[0], span[3] - span[2]
+        return self._c_memory[turn][: num_rows * num_cols].view(num_rows, num_cols)
+
+    def _load_addend(self, tile: torch.Tensor, span: Span, turn: int) -> float:
+        """Brings D's tile to C's place; the factor the first product has to apply to it."""
+        add, compute, copy_in = self.work.add, self.lane.compute, self.lane.copy_in
+        if add is None:
+            return 0.0
+        if add.store.place == str(self.lane.device):
+            assert isinstance(add.store, TensorStore)
+            source = add.store.view(span)
+            if source.data_ptr() != tile.data_ptr():
+                compute.run(lambda: tile.copy_(source))
+            return self.work.beta
+        if (free := self._c_free[turn]) is not None and self._c_memory:
+            copy_in.wait(free)
+        elif not self._c_memory:
+            copy_in.wait(compute.record())
+        self._load(tile, add.store, span)
+        compute.wait(copy_in.record())
+        return self.work.beta
+
+    def _start_sums(self, tile: torch.Tensor, beta: float) -> torch.Tensor:
+        if self._sums is None:
+            return tile
+        sums = self._sums[: tile.numel()].view(tile.shape)
+        if beta != 0:
+            self.lane.compute.run(lambda: sums.copy_(tile))
+        return sums
+
+    def _block(self, name: str, place: Span) -> tuple[torch.Tensor, Callable[[Event], None]]:
+        """The block on the device, its load enqueued and waited for, and how to let go of it."""
+        operand = self.work.a if name == "a" else self.work.b
+        span = operand.span(*place)
+        if name not in self.pools:
+            assert isinstance(operand.store, TensorStore)
+            view = operand.store.view(span)
+            return (view.t() if operand.flipped else view), _keep
+        pool = self.pools[name]
+        entry, hit = pool.cache.acquire(place)
+        view = pool.view(entry, span)
+        if not hit:
+            for reader in pool.cache.claim_readers(entry):
+                self.lane.copy_in.wait(reader, forgiving=True)
+            if not self._copy_from_peer(name, place, span, view):
+                self._load(view, operand.store, span)
+            entry.ready = self.lane.copy_in.record()
+        self.lane.compute.wait(entry.ready)
+        return (view.t() if operand.flipped else view), lambda used: pool.cache.release(entry, used)
+
+    def _copy_from_peer(self, name: str, place: Span, span: Span, view: torch.Tensor) -> bool:
+        """From a lane that already holds the block, if it can be reached without the host."""
+        for peer in self.peers:
+            if not peer.is_open or not self.lane.can_copy_from(peer.lane):
+                continue
+            if (entry := peer.pools[name].cache.lend(place)) is None:
+                continue
+            source = peer.pools[name].view(entry, span)
+            self.lane.copy_in.run(_copy(view, source), view.nbytes)
+            peer.pools[name].cache.release(entry, self.lane.copy_in.record())
+            self.bytes_from_peers += view.nbytes
+            return True
+        return False
+
+    def _load(self, view: torch.Tensor, store: Store, span: Span) -> None:
+        copy_in, num_bytes = self.lane.copy_in, view.numel() * store.dtype.itemsize
+        self.bytes_in += num_bytes
+        if self.lane.is_direct(store, span):
+            copy_in.run(lambda: self.lane.copy_from_store(view, store, span), num_bytes)
+            return
+        num_cols = span[3] - span[2]
+        step = self._slabs_in.rows_per_slab(num_cols)
+        for row in range(0, view.shape[0], step):
+            part = view[row : row + step]
+            slab, staged = self._slabs_in.take(part.shape[0], num_cols, store.dtype)
+            store.read_into(staged, (span[0] + row, span[0] + row + part.shape[0], span[2], span[3]))
+            copy_in.run(_copy(part, staged), staged.nbytes)
+            slab.free = copy_in.record()
+
+    def _store(self, tile: torch.Tensor, span: Span, complete: Event) -> Event:
+        """C's tile back to where it belongs; the event after which it is there."""
+        store, copy_out = self.work.out.store, self.lane.copy_out
+        if not self._c_memory:
+            return complete
+        self.bytes_out += tile.nbytes
+        if self.lane.is_direct(store, span):
+            copy_out.wait(complete)
+            copy_out.run(lambda: self.lane.copy_to_store(tile, store, span), tile.nbytes)
+            return copy_out.record()
+        if self._store_thread is None:
+            self._store_thread = ThreadStream(f"{self.lane.name} store")
+        self._store_thread.run(lambda: self._store_staged(tile, store, span, complete))
+        return self._store_thread.record()
+
+    def _store_staged(self, tile: torch.Tensor, store: Store, span: Span, complete: Event) -> None:
+        """On the store thread: strip by strip, the device writing one slab while the host empties the one before."""
+        copy_out = self.lane.copy_out
+        copy_out.wait(complete)
+        step = self._slabs_out.rows_per_slab(tile.shape[1])
+        waiting: deque[tuple[Event, torch.Tensor, Span]] = deque()
+        for row in range(0, tile.shape[0], step):
+            part = tile[row : row + step]
+            if len(waiting) == NUM_SLABS - 1:
+                _empty(waiting, store)
+            _, staged = self._slabs_out.take(part.shape[0], part.shape[1], store.dtype)
+            copy_out.run(_copy(staged, part), part.nbytes)
+            waiting.append(
+                (copy_out.record(), staged, (span[0] + row, span[0] + row + part.shape[0], span[2], span[3]))
+            )
+        while waiting:
+            _empty(waiting, store)
+
+    def close(self) -> None:
+        """Wait until nothing is in flight; errors met here were reported where they arose."""
+        self.is_open, self.peers = False, ()
+        streams: list[Any] = [self.lane.copy_in, self.lane.compute]
+        streams += [self._store_thread] if self._store_thread else []
+        for stream in [*streams, self.lane.copy_out]:
+            try:
+                stream.synchronize()
+            except BaseException:
+                continue
+        if self._store_thread is not None:
+            self._store_thread.close()
+
+
+def _product(
+    lane: Lane, target: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, alpha: float
+) -> Callable[[], None]:
+    return lambda: lane.multiply(target, a, b, beta, alpha)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
+    return lambda: target.copy_(source, non_blocking=True)
+
+
+def _empty(waiting: deque[tuple[Event, torch.Tensor, Span]], store: Store) -> None:
+    arrived, staged, span = waiting.popleft()
+    arrived.synchronize()
+    store.write_from(staged, span)
+
+
+def _keep(_: Event) -> None:
+    """A resident block needs no release."""

@@ -1,0 +1,84 @@
+"""Block key -> slot of device memory, least recently used first, never one that somebody still reads.
+
+The tile cache of BLASX (arXiv 1510.05041): inputs only, results are never cached. It differs in what a reader is:
+there a count that falls when a batch of kernels is known to have ended; here a count only while work is being
+enqueued, and after that an event which the next writer of the slot waits for on its own stream. So eviction never
+stops the host. The planner's simulator and the executor use this same class: they cannot disagree about what is
+evicted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from outcore.errors import TilingError
+
+
+@dataclass
+class Entry:
+    """One slot and what is in it. `ready` and `readers` are what the owner orders by: events, or simulated seconds."""
+
+    slot: int
+    key: Hashable = None
+    ready: Any = None
+    readers: list[Any] = field(default_factory=list)
+    num_readers: int = 0
+
+
+class SlotCache:
+    """`num_slots` equal slots; safe to call from several threads (peers look in)."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._entries: OrderedDict[Hashable, Entry] = OrderedDict()
+        self._unused = [Entry(slot) for slot in reversed(range(num_slots))]
+        self._lock = threading.Lock()
+        self.num_hits = 0
+        self.num_misses = 0
+
+    def acquire(self, key: Hashable) -> tuple[Entry, bool]:
+        """The entry for `key`, held by one more reader, and whether it already holds the block."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None:
+                self.num_hits += 1
+                self._entries.move_to_end(key)
+            else:
+                self.num_misses += 1
+                entry = self._unused.pop() if self._unused else self._evict()
+                entry.key, entry.ready = key, None
+                self._entries[key] = entry
+            entry.num_readers += 1
+            return entry, entry.ready is not None
+
+    def release(self, entry: Entry, last_use: Any) -> None:
+        """One reader fewer; whoever writes the slot next must wait for `last_use`."""
+        with self._lock:
+            entry.num_readers -= 1
+            if last_use is not None:
+                entry.readers.append(last_use)
+
+    def claim_readers(self, entry: Entry) -> list[Any]:
+        """What the new block's writer has to wait for: every use of the block it replaces."""
+        with self._lock:
+            readers, entry.readers = entry.readers, []
+            return readers
+
+    def lend(self, key: Hashable) -> Entry | None:
+        """An entry a peer may copy from, held by one more reader; None unless the block has already arrived."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None or entry.ready is None or not entry.ready.query():
+                return None
+            entry.num_readers += 1
+            return entry
+
+    def _evict(self) -> Entry:
+        for key, entry in self._entries.items():
+            if entry.num_readers == 0:
+                del self._entries[key]
+                return entry
+        raise TilingError("every tile slot is being read: the plan gave this operand too few slots; raise the memory")

@@ -1,0 +1,183 @@
+"""Tasks + lanes of unequal speed -> pieces, pulled from one counter.
+
+A lane (a device) takes whole C tiles while there is plenty, so faster lanes take more, as in BLASX (arXiv
+1510.05041). BLASX stops there; its last round waits for the slowest device's last tile. Here the last tiles are cut
+into row strips: a lane takes half of what it could do before the projected end, at its measured speed, and a lane
+too slow to help any more steps aside. What a failed lane had not finished goes back to the front of the queue.
+
+Time is a parameter: the executor passes the clock, tests and the simulated-devices benchmark pass their own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from outcore.tiling.tiles import Task
+
+NUM_STRIPS = 16
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows [first, stop) of a task's tile."""
+
+    task: Task
+    first: int
+    stop: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.first
+
+    @property
+    def area(self) -> int:
+        return self.num_rows * self.task.num_cols
+
+
+class Answer(Enum):
+    LATER = "nothing to take now; finish what is in flight, then ask again"
+    FINISHED = "every piece is done"
+
+
+@dataclass
+class LaneState:
+    """What the queue knows of a lane. `speed` is area per second, measured once `done_area` is above zero."""
+
+    hint: float
+    started_s: float | None = None
+    done_area: int = 0
+    num_pieces: int = 0
+    last_done_s: float = 0.0
+    held: list[Piece] = field(default_factory=list)
+    error: BaseException | None = None
+
+    @property
+    def held_area(self) -> int:
+        return sum(piece.area for piece in self.held)
+
+
+class TaskQueue:
+    """One counter over the tasks, a lock around it, and the books of who holds what."""
+
+    def __init__(self, tasks: Sequence[Task], hints: Sequence[float]) -> None:
+        self._tasks = tasks
+        self._next_task = 0
+        self._next_row = 0
+        self._returned: list[Piece] = []
+        self._changed = threading.Condition()
+        self.lanes = [LaneState(hint) for hint in hints]
+        self.total_area = sum(task.num_rows * task.num_cols for task in tasks)
+        self._unclaimed_area = self.total_area
+        self.done_area = 0
+        self._cancelled = False
+
+    def pull(self, lane: int, now_s: float) -> Piece | Answer:
+        with self._changed:
+            state = self.lanes[lane]
+            if self._cancelled or self.done_area == self.total_area:
+                return Answer.FINISHED
+            if not self._unclaimed_area or not self._may_take(lane, now_s):
+                return Answer.LATER
+            if state.started_s is None:
+                state.started_s = now_s
+            piece = self._returned.pop() if self._returned else self._advance(lane, now_s)
+            self._unclaimed_area -= piece.area
+            state.held.append(piece)
+            return piece
+
+    def done(self, lane: int, piece: Piece, now_s: float) -> None:
+        with self._changed:
+            state = self.lanes[lane]
+            state.held.remove(piece)
+            state.done_area += piece.area
+            state.num_pieces += 1
+            state.last_done_s = now_s
+            self.done_area += piece.area
+            self._changed.notify_all()
+
+    def fail(self, lane: int, error: BaseException) -> list[Piece]:
+        """The lane is gone; the pieces it held are for the others."""
+        with self._changed:
+            state = self.lanes[lane]
+            state.error = error
+            lost, state.held = state.held, []
+            self._returned.extend(reversed(lost))
+            self._unclaimed_area += sum(piece.area for piece in lost)
+            self._changed.notify_all()
+            return lost
+
+    def cancel(self) -> None:
+        """Nobody gets another piece; after the end this changes nothing."""
+        with self._changed:
+            self._cancelled = True
+            self._changed.notify_all()
+
+    def wait(self, timeout_s: float) -> None:
+        """Until another lane finishes or fails."""
+        with self._changed:
+            if self.done_area < self.total_area and not self._cancelled:
+                self._changed.wait(timeout_s)
+
+    def missing(self) -> list[Piece]:
+        """What nobody has finished: returned pieces, held pieces, and everything after the counter."""
+        with self._changed:
+            held = [piece for state in self.lanes for piece in state.held]
+            rest = [Piece(task, 0, task.num_rows) for task in self._tasks[self._next_task :]]
+            if rest and self._next_row:
+                rest[0] = Piece(rest[0].task, self._next_row, rest[0].task.num_rows)
+            return [*self._returned, *held, *rest]
+
+    def _alive(self) -> list[int]:
+        return [index for index, state in enumerate(self.lanes) if state.error is None]
+
+    def _speed(self, state: LaneState, now_s: float) -> float:
+        """Measured up to the lane's last finished piece (less, if it is late since); before that the hint, rescaled."""
+        if state.done_area and state.started_s is not None and state.last_done_s > state.started_s:
+            at_most = (state.done_area + state.held_area) / (now_s - state.started_s)
+            return min(state.done_area / (state.last_done_s - state.started_s), at_most)
+        return state.hint * self._area_per_hint(now_s)
+
+    def _area_per_hint(self, now_s: float) -> float:
+        known = [state for state in self.lanes if state.error is None and state.done_area]
+        hints = sum(state.hint for state in known)
+        return sum(self._speed(state, now_s) for state in known) / hints if hints else 1.0
+
+    def _spare(self, lane: int, now_s: float) -> float:
+        """Area the lane could still take and be done when everybody is."""
+        alive = self._alive()
+        open_area = self._unclaimed_area + sum(self.lanes[index].held_area for index in alive)
+        speed = self._speed(self.lanes[lane], now_s)
+        total_speed = sum(self._speed(self.lanes[index], now_s) for index in alive)
+        return speed / total_speed * open_area - self.lanes[lane].held_area
+
+    def _may_take(self, lane: int, now_s: float) -> bool:
+        """Whether the lane helps. Someone must: the lane with the most to spare may always take."""
+        alive = self._alive()
+        if len(alive) == 1:
+            return True
+        task = self._tasks[min(self._next_task, len(self._tasks) - 1)]
+        spare = self._spare(lane, now_s)
+        if spare >= task.num_rows * task.num_cols / NUM_STRIPS / 2:
+            return True
+        return spare >= max(self._spare(index, now_s) for index in alive)
+
+    def _advance(self, lane: int, now_s: float) -> Piece:
+        task = self._tasks[self._next_task]
+        first = self._next_row
+        stop = min(task.num_rows, first + self._rows_to_take(task, lane, now_s))
+        self._next_row = stop
+        if stop == task.num_rows:
+            self._next_task, self._next_row = self._next_task + 1, 0
+        return Piece(task, first, stop)
+
+    def _rows_to_take(self, task: Task, lane: int, now_s: float) -> int:
+        if len(self._alive()) == 1:
+            return task.num_rows
+        strip_rows = -(-task.num_rows // NUM_STRIPS)
+        rows = int(self._spare(lane, now_s) / 2 / task.num_cols)
+        if not self.lanes[lane].done_area:  # unmeasured: a small piece first, hints may be far off
+            rows = min(rows, 2 * strip_rows)
+        return max(strip_rows, rows // strip_rows * strip_rows)

@@ -1,0 +1,67 @@
+"""A recorded H200 step of VGG-16 (batch 256, converted by benchmarks/recorded.py): plans must not get worse."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outcore.errors import BudgetTooSmall
+from outcore.planning import lower, plan, simulate, verify
+from outcore.units import GIB
+from outcore.values import Budget, Machine, Trace
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+TRACE = Trace.load(GOLDEN / "vgg_256.trace.json")
+MACHINE = Machine.load(GOLDEN / "h200.machine.json")
+
+
+def test_in_core_is_what_was_recorded() -> None:
+    made = plan(TRACE, MACHINE, Budget(32 * GIB), "keep-all")
+    assert made.in_core_step_s == pytest.approx(0.180, abs=0.003)
+    assert made.in_core_peak_bytes == pytest.approx(18.63 * GIB, rel=0.01)  # 19.04 with the workspace of one op
+
+
+@pytest.mark.parametrize(("memory_gib", "at_most"), [(16, 0.021), (12, 0.065), (11, 0.20)])
+def test_hybrid_stays_as_fast_as_it_was(memory_gib: int, at_most: float) -> None:
+    made = plan(TRACE, MACHINE, Budget(memory_gib * GIB, 100 * GIB))
+    schedule = lower(TRACE, made, MACHINE)
+    verify(TRACE, schedule)
+    timeline = simulate(TRACE, schedule, MACHINE)
+    assert timeline.peak_bytes <= memory_gib * GIB
+    assert timeline.step_s / made.in_core_step_s - 1 <= at_most
+    assert made.in_core_step_s * 0.999 <= made.bound_step_s <= timeline.step_s
+
+
+def test_the_order_of_planners_holds() -> None:
+    budget = Budget(12 * GIB, 100 * GIB)
+    step_s = {
+        name: plan(TRACE, MACHINE, budget, name).predicted_step_s for name in ("swap-all", "swap", "pooch", "hybrid")
+    }
+    assert step_s["hybrid"] < step_s["pooch"] < step_s["swap"] < step_s["swap-all"]
+
+
+def test_too_small_names_the_op_and_what_it_needs() -> None:
+    with pytest.raises(BudgetTooSmall, match=r"no plan fits 6.00 GiB on device: op \d+ \(aten\.\w+") as caught:
+        plan(TRACE, MACHINE, Budget(6 * GIB, 100 * GIB))
+    made = plan(TRACE, MACHINE, Budget(caught.value.needed_bytes, 100 * GIB))
+    assert made.predicted_peak_bytes <= caught.value.needed_bytes
+
+
+def test_a_plan_is_the_same_every_time() -> None:
+    budget = Budget(14 * GIB, 100 * GIB)
+    assert plan(TRACE, MACHINE, budget) == plan(Trace.load(GOLDEN / "vgg_256.trace.json"), MACHINE, budget)
+
+
+def test_progress_is_told() -> None:
+    told: list[tuple[str, float]] = []
+    plan(TRACE, MACHINE, Budget(14 * GIB, 100 * GIB), progress=lambda what, part: told.append((what, part)))
+    assert {"pricing", "improving"} <= {what for what, _ in told}
+    assert all(0 <= part <= 1 for _, part in told)
+
+
+def test_planning_needs_no_torch() -> None:
+    code = "import outcore.planning, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
