@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,14 @@ def test_the_newest_of_a_question_and_hardware_counts(tmp_path: Path) -> None:
 
 def test_the_readme_is_what_the_results_say() -> None:
     assert CliRunner().invoke(main, ["--check"]).exit_code == 0
+
+
+def test_the_readme_shows_the_house_as_it_is() -> None:
+    root = Path(__file__).parents[2]
+    tree = (root / "README.md").read_text().partition("## The tree")[2]
+    for path in (root / "outcore").iterdir():
+        room = f"{path.name}/" if path.is_dir() else path.name
+        if path.suffix in ("", ".py") and not path.name.startswith("__"):
+            assert f"  {room} " in tree, f"{room} is not in the README's tree"
+    for name in re.findall(r"\b(\w+\.py)\b", tree):
+        assert list(root.glob(f"*/{name}")) or list(root.glob(f"outcore/*/{name}")), f"{name} is gone"
