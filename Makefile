@@ -25,5 +25,8 @@ test: lint types
 demo: $(READY)
 	$(BIN)/outcore demo
 
+tables: $(READY)
+	$(BIN)/python -m benchmarks.tables
+
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import date as Date
 from typing import Any
 
 import torch
@@ -75,6 +76,9 @@ class Demo:
     """What the demo found. `facts` are its numbers; the rest is for the report page."""
 
     device: str
+    num_threads: int
+    torch: str
+    date: str
     num_steps: int
     batch: int
     planner: str
@@ -198,10 +202,10 @@ def _in_core_peak_bytes(images: Tensor, labels: Tensor) -> int:
     model = build(images.device)
     ooc = limit(model, "100%", planner="keep-all")
     try:
-        for _ in train(images, labels, 2, model, ooc):
-            pass
-        assert ooc.timeline is not None
-        return ooc.timeline.peak_bytes
+        for _ in train(images, labels, MIN_STEPS, model, ooc):
+            if ooc.timeline is not None:  # the second step; the third on a GPU, where the second corrects op times
+                return ooc.timeline.peak_bytes
+        raise OutcoreError("the demo's step could not be measured in-core, which is a bug; please report it")
     finally:
         ooc.close()
 
@@ -217,6 +221,9 @@ def _compare(ooc: Limited, plain: Training, ours: Training, in_core_peak_bytes: 
         raise OutcoreError("the demo's steps were not planned, which is a bug; run it again with --planner swap-all")
     return Demo(
         device=ooc.machine.device,
+        num_threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        date=Date.today().isoformat(),
         num_steps=len(ours.losses),
         batch=BATCH[ooc.device.type],
         planner=plan.planner,

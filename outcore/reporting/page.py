@@ -12,7 +12,7 @@ from html import escape
 from outcore.reporting.curve import curve_of, in_core_curve
 from outcore.reporting.explanation import Explained, ModuleShare, by_module, explain
 from outcore.reporting.picture import lanes_picture, memory_picture
-from outcore.reporting.text import format_percent, short_name
+from outcore.reporting.text import cost_of, format_percent, short_name
 from outcore.units import format_bytes, format_seconds
 from outcore.values import Machine, Plan, Schedule, Timeline, Trace
 
@@ -175,7 +175,7 @@ def _values_section(explained: Sequence[Explained]) -> str:
             escape(item.module),
             f'<span class="{item.decision}">{item.decision}{f" ({item.tier})" if item.tier else ""}</span>',
             format_bytes(item.bytes),
-            format_seconds(item.seconds) if item.seconds else "",
+            cost_of(item),
             escape(item.why),
         ]
         for item in largest

@@ -131,7 +131,7 @@ def value_table(explained: Sequence[Explained], num_rows: int) -> Table:
             item.module,
             f"{item.decision} ({item.tier})" if item.tier else item.decision,
             format_bytes(item.bytes),
-            format_seconds(item.seconds) if item.seconds else "",
+            cost_of(item),
             item.why,
         )
         for item in largest
@@ -140,6 +140,13 @@ def value_table(explained: Sequence[Explained], num_rows: int) -> Table:
     return _table(
         _titled("by saved value, largest first", len(rows), len(explained)), headings, rows, left=(0, 1, 2, 5)
     )
+
+
+def cost_of(item: Explained) -> str:
+    """Its seconds; a value that is there because a rerun for another one made it costs nothing more."""
+    if item.seconds:
+        return format_seconds(item.seconds)
+    return "with another" if item.decision == "recompute" else ""
 
 
 def _titled(what: str, num_shown: int, num_all: int) -> str:

@@ -36,6 +36,7 @@ def test_an_example_runs_in_its_budget(name: str, capsys: pytest.CaptureFixture[
 
 
 def test_every_example_is_short_and_run_by_a_test() -> None:
-    found = {path.stem: path.read_text().count("\n") for path in EXAMPLES.glob("*.py")}
-    assert set(found) == {*BUDGETS_MIB, "record_me"}  # record_me is recorded by test_cli
-    assert max(found.values()) < 80
+    tests = [path.read_text() for path in (EXAMPLES.parent / "tests").rglob("test_*.py")]
+    for path in EXAMPLES.glob("*.py"):
+        assert path.read_text().count("\n") < 80, f"{path.name} is long"
+        assert any(path.stem in text for text in tests), f"no test runs {path.name}"

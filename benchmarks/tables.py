@@ -1,0 +1,206 @@
+"""benchmarks/results/*.json -> the README's tables and its plot. Nothing in between is typed by hand.
+
+The newest file of each question and hardware counts. `make tables` writes; `--check` only says whether the README is
+what the results say, for tests. `python -m benchmarks.tables --help`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from outcore.units import format_bytes, format_seconds
+
+ROOT = Path(__file__).parents[1]
+OURS = ("hybrid", "swap", "pooch", "swap-all", "exact")
+NONE_YET = "no results yet"
+Result = dict[str, Any]
+Row = dict[str, Any]
+
+
+@click.command()
+@click.option("--results", type=click.Path(path_type=Path), default=ROOT / "benchmarks" / "results")
+@click.option("--readme", type=click.Path(path_type=Path), default=ROOT / "README.md")
+@click.option("--plot", type=click.Path(path_type=Path), default=ROOT / "docs" / "results.svg")
+@click.option("--check", is_flag=True, help="Write nothing; exit code 1 if the README is not up to date.")
+def main(results: Path, readme: Path, plot: Path, check: bool) -> None:
+    """Fill the marked sections of the README from the results, and draw the plot."""
+    found = newest(results)
+    before = readme.read_text()
+    after = fill(fill(before, "headline", headline(found)), "results", tables(found, plot, readme))
+    if check:
+        sys.exit(0 if before == after else f"{readme} is not what the results say; run `make tables`")
+    readme.write_text(after)
+    drawn = draw(found, plot)
+    print(f"{readme.name}: {len(found)} results" + (f"; {plot.name} drawn" if drawn else ""))
+
+
+def newest(folder: Path) -> list[Result]:
+    """The newest result of each question and hardware, with its file's name, in the order of TABLES."""
+    found: dict[tuple[str, str], Result] = {}
+    for path in sorted(folder.glob("*.json"), key=lambda path: path.stem.rpartition("_")[2]):
+        result = json.loads(path.read_text())
+        question = result.setdefault("question", path.stem.partition("_")[0])
+        if question in TABLES:
+            found[question, "_".join(path.stem.split("_")[1:-1])] = {**result, "file": path.name}
+    return sorted(found.values(), key=lambda result: list(TABLES).index(result["question"]))
+
+
+def fill(text: str, name: str, content: str) -> str:
+    """Replaces what stands between <!-- name --> and <!-- /name -->."""
+    opening, closing = f"<!-- {name} -->", f"<!-- /{name} -->"
+    before, found, rest = text.partition(opening)
+    _, closed, after = rest.partition(closing)
+    if not found or not closed:
+        raise click.ClickException(f"the README has no {opening} ... {closing}; put them where the text belongs")
+    return f"{before}{opening}\n{content}\n{closing}{after}"
+
+
+def headline(found: list[Result]) -> str:
+    """One measured number with its conditions: the first network of the first result that has ours."""
+    for result in found:
+        if result["question"] == "slowdown":
+            for row in measured(result):
+                if row["method"] in OURS:
+                    return _slowdown_headline(result, row)
+        if result["question"] == "demo":
+            return (
+                f"A ResNet that needs {format_bytes(result['in_core_peak_bytes'])} in-core trains in "
+                f"**{format_bytes(result['peak_bytes'])}**, every loss and gradient "
+                f"{'bitwise equal' if result['bitwise_equal'] else 'DIFFERENT'} ({conditions(result)})."
+            )
+    return NONE_YET
+
+
+def _slowdown_headline(result: Result, row: Row) -> str:
+    in_core = [
+        other for other in measured(result) if (other["network"], other["method"]) == (row["network"], "in-core")
+    ]
+    needs = f" instead of {in_core[0]['peak_gib']:.1f} GiB" if in_core else ""
+    return (
+        f"**{row['network']}, batch {row['batch']}, trains in {row['memory_gib']:g} GiB{needs}, and a step takes "
+        f"{100 * row['slowdown']:+.1f} %** ({conditions(result)})."
+    )
+
+
+def conditions(result: Result) -> str:
+    machine = result.get("machine") if isinstance(result.get("machine"), dict) else {}
+    facts = [result.get("hardware") or result.get("device") or (machine or {}).get("device", "")]
+    facts += [f"{result['num_threads']} threads"] if "num_threads" in result else []
+    facts += [f"torch {result.get('torch') or (machine or {}).get('torch', '?')}", result.get("date", "")]
+    facts += [f"`benchmarks/results/{result['file']}`"]
+    return ", ".join(fact for fact in facts if fact and fact != "torch ?")
+
+
+def measured(result: Result) -> list[Row]:
+    return [row for row in result["rows"] if row.get("step_s") is not None]
+
+
+def tables(found: list[Result], plot: Path, readme: Path) -> str:
+    if not found:
+        return NONE_YET
+    parts = [f"{TABLES[result['question']](result)}\n\n{conditions(result)}" for result in found]
+    if any(result["question"] == "slowdown" and measured(result) for result in found):
+        link = plot.resolve().relative_to(readme.resolve().parent).as_posix()
+        parts.insert(0, f"![step time against memory]({link})")
+    return "\n\n".join(parts)
+
+
+def markdown(headings: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
+    lines = [headings, ("---",) * len(headings), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _slowdown(result: Result) -> str:
+    def rows() -> Iterator[tuple[str, ...]]:
+        for row in result["rows"]:
+            ours = row.get("method") in OURS
+            name = f"**outcore, {row['method']}**" if ours else str(row.get("method", ""))
+            budget = f"{row['memory_gib']:g}" if ours else "none"
+            if row.get("step_s") is None:
+                yield row["network"], name, budget, "failed", "", str(row.get("error", ""))[:60].replace("|", "/")
+                continue
+            over = f"{100 * row['slowdown']:+.1f} %" if "slowdown" in row else ""
+            yield row["network"], name, budget, format_seconds(row["step_s"]), over, f"{row['peak_gib']:.1f}"
+
+    return markdown(("network", "method", "budget GiB", "step", "over in-core", "peak GiB"), rows())
+
+
+def _matmul(result: Result) -> str:
+    def rows() -> Iterator[tuple[str, ...]]:
+        for row in result["rows"]:
+            if not row.get("tflops"):
+                continue
+            pretend = row["method"].startswith("simulated")  # they sleep instead of multiplying: only balance is real
+            rate = "" if pretend else f"{row['tflops']:.3g}"
+            balance = f"{100 * row['balance']:.1f} %" if row.get("balance") else ""
+            peak = f"{row['device_peak_gib']:.1f}" if row.get("device_peak_gib") else ""
+            yield f"{row['m']} x {row['n']} x {row['k']}", row["dtype"], row["method"], rate, balance, peak
+
+    return markdown(("product", "type", "method", "TFLOP/s", "balance", "device GiB"), rows())
+
+
+def _demo(result: Result) -> str:
+    row = (
+        format_bytes(result["in_core_peak_bytes"]),
+        format_bytes(result["budget_bytes"]),
+        format_bytes(result["peak_bytes"]),
+        "yes" if result["bitwise_equal"] else "NO",
+    )
+    headings = ("`outcore demo`: in-core peak", "budget", "measured peak", "bitwise equal")
+    return markdown(headings, iter([row]))
+
+
+TABLES: dict[str, Callable[[Result], str]] = {"slowdown": _slowdown, "matmul": _matmul, "demo": _demo}
+
+
+def draw(found: list[Result], plot: Path) -> bool:
+    """Step time against memory, a panel per network; readable on light and dark."""
+    rows = [row for result in found if result["question"] == "slowdown" for row in measured(result)]
+    rows = [row for row in rows if "slowdown" in row]
+    if not rows:
+        return False
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    grey = "#808890"
+    pyplot.rcParams.update({"svg.hashsalt": "outcore", "text.color": grey, "axes.labelcolor": grey})
+    pyplot.rcParams.update({"xtick.color": grey, "ytick.color": grey, "axes.edgecolor": grey, "axes.titlecolor": grey})
+    networks = list(dict.fromkeys(row["network"] for row in rows))
+    columns = min(3, len(networks))
+    lines = -(-len(networks) // columns)
+    figure, axes = pyplot.subplots(lines, columns, figsize=(3.6 * columns, 2.8 * lines), squeeze=False)
+    for spare in axes.flat[len(networks) :]:
+        spare.set_visible(False)
+    for network, panel in zip(networks, axes.flat):
+        _draw_panel(panel, network, [row for row in rows if row["network"] == network])
+    figure.tight_layout()
+    plot.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(plot, transparent=True, metadata={"Date": None})
+    pyplot.close(figure)
+    return True
+
+
+def _draw_panel(panel: Any, network: str, rows: list[Row]) -> None:
+    for row in rows:
+        ours = row["method"] in OURS
+        x_gib, y_percent = row["peak_gib"], 100 * row["slowdown"]
+        panel.plot([x_gib], [y_percent], "o" if ours else "x", color="#2f6fde" if ours else "#808890")
+        panel.annotate(row["method"], (x_gib, y_percent), textcoords="offset points", xytext=(5, 4), fontsize=7)
+    panel.set_title(network, fontsize=10)
+    panel.set_xlabel("peak GiB", fontsize=8)
+    panel.set_ylabel("step, % over in-core", fontsize=8)
+    panel.set_yscale("symlog", linthresh=10)
+    panel.set_xlim(left=0)
+    panel.grid(alpha=0.25)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The README's tables come from the results, and the README in the repository is up to date."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.tables import main, newest
+
+BARE = "# x\n<!-- headline -->\n<!-- /headline -->\ntext\n<!-- results -->\nold\n<!-- /results -->\nend\n"
+SLOWDOWN = {
+    "question": "slowdown",
+    "hardware": "h200",
+    "torch": "2.11",
+    "date": "2026-11-15",
+    "rows": [
+        {"network": "net", "batch": 4, "memory_gib": 16.0, "method": "in-core", "step_s": 0.2, "peak_gib": 50.0,
+         "slowdown": 0.0},
+        {"network": "net", "batch": 4, "memory_gib": 16.0, "method": "hybrid", "step_s": 0.23, "peak_gib": 15.5,
+         "slowdown": 0.15},
+        {"network": "net", "batch": 4, "memory_gib": 16.0, "method": "compile", "step_s": None, "error": "a | b"},
+    ],
+}  # fmt: skip
+
+
+def run(folder: Path, *args: str) -> tuple[int, str]:
+    readme, plot = folder / "README.md", folder / "docs" / "results.svg"
+    options = ["--results", str(folder), "--readme", str(readme), "--plot", str(plot), *args]
+    return CliRunner().invoke(main, options).exit_code, readme.read_text()
+
+
+def test_without_results_it_says_so(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(BARE)
+    code, text = run(tmp_path)
+    assert code == 0
+    assert text.count("no results yet") == 2
+    assert "old" not in text
+    assert text.endswith("end\n")
+
+
+def test_rows_become_tables_and_a_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="draws the plot")
+    (tmp_path / "README.md").write_text(BARE)
+    (tmp_path / "slowdown_h200_20261115.json").write_text(json.dumps(SLOWDOWN))
+    assert run(tmp_path, "--check")[0] == 1
+    code, text = run(tmp_path)
+    assert code == 0
+    assert "trains in 16 GiB instead of 50.0 GiB, and a step takes +15.0 %" in text
+    assert "| net | **outcore, hybrid** | 16 | 230.0 ms | +15.0 % | 15.5 |" in text
+    assert "| net | compile | none | failed |  | a / b |" in text
+    assert "](docs/results.svg)" in text
+    assert "<svg" in (tmp_path / "docs" / "results.svg").read_text()
+    assert run(tmp_path, "--check")[0] == 0
+
+
+def test_the_newest_of_a_question_and_hardware_counts(tmp_path: Path) -> None:
+    for name in ("slowdown_h200_20261101", "slowdown_h200_20261115", "slowdown_a_b_20261101", "other_x_20261101"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"rows": []}))
+    found = {result["file"] for result in newest(tmp_path)}
+    assert found == {"slowdown_h200_20261115.json", "slowdown_a_b_20261101.json"}
+
+
+def test_the_readme_is_what_the_results_say() -> None:
+    assert CliRunner().invoke(main, ["--check"]).exit_code == 0
+
+
+def test_the_readme_shows_the_house_as_it_is() -> None:
+    root = Path(__file__).parents[2]
+    tree = (root / "README.md").read_text().partition("## The tree")[2]
+    for path in (root / "outcore").iterdir():
+        room = f"{path.name}/" if path.is_dir() else path.name
+        if path.suffix in ("", ".py") and not path.name.startswith("__"):
+            assert f"  {room} " in tree, f"{room} is not in the README's tree"
+    for name in re.findall(r"\b(\w+\.py)\b", tree):
+        assert list(root.glob(f"*/{name}")) or list(root.glob(f"outcore/*/{name}")), f"{name} is gone"
