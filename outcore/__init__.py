@@ -13,7 +13,7 @@ from outcore.errors import BadFile, BadSize, BudgetTooSmall, OutcoreError, PlanM
 
 __version__ = "0.1.0"
 
-_HOMES: dict[str, str] = {}
+_HOMES: dict[str, str] = {"elastic": "outcore.elastic"}
 
 __all__ = ["BadFile", "BadSize", "BudgetTooSmall", "OutcoreError", "PlanMismatch", *_HOMES]
 
