@@ -35,7 +35,8 @@ def first_weights() -> Array:
 
 
 def gradient(weights: Array, rank: int, step: int) -> Array:
-    return CURVATURE * (weights - target(rank, step))
+    result: Array = CURVATURE * (weights - target(rank, step))
+    return result
 
 
 class Net(nn.Module):
