@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from outcore.elastic.center import BYE, EXCHANGE, HELLO, READ, TURN, CenterConfig, as_json
+from outcore.elastic.methods import find_method
 from outcore.elastic.place import Place, connect_store, poll, raise_count, read_count, read_json, write_json
 from outcore.elastic.wire import CENTER_RANK, Group, PeerLost, Traffic, cut
 from outcore.errors import ElasticError
@@ -145,8 +146,8 @@ class CenterLink:
 
     def _patience_s(self) -> float:
         # Behind a turn or a staleness bound this worker may wait once for each of the others to be given up.
-        waits = self._config.num_ranks if self._config.staleness is not None or "original" in self._config.method else 1
-        return (waits + 1) * self._config.limit_s
+        waits_for_others = self._config.staleness is not None or find_method(self._config.method).order == "turns"
+        return (self._config.num_ranks + 1 if waits_for_others else 1) * self._config.limit_s
 
     def _cut(self, vector: Tensor) -> list[Tensor]:
         return cut(vector, self._config.part_sizes)

@@ -74,9 +74,9 @@ class Roster:
         return cast("list[str] | None", read_json(store, f"{key}/members", patience_s))
 
     def _lead(self, target: int, end_s: float) -> list[str]:
-        old = self._old_members(target - 1)
-        settling_since_s = time.monotonic() if self.place.uid in old else None
+        settling_since_s: float | None = None
         while True:
+            old = self._old_members(target - 1)  # read again: members may say goodbye while this one waits
             here = self._registered(target)
             now_s = time.monotonic()
             if settling_since_s is None and set(here) & set(old):

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,8 @@ def teach(folder: Path, rank: int, num_ranks: int, port: int, method: str, run_s
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     chosen = {name: getattr(settings, name) for name in ("period", "limit_s", "join_limit_s")}
     generator = torch.Generator().manual_seed(100 + rank)
-    ends_s = time.monotonic() + run_s
     with (folder / f"log-{place.uid}").open("a") as log, join(net, optimizer, method, place=place, **chosen) as worker:
+        ends_s = time.monotonic() + run_s
         while time.monotonic() < ends_s:
             x = torch.randn(32, 8, generator=generator)
             loss = nn.functional.mse_loss(net(x), teacher(x).detach())
@@ -196,7 +197,7 @@ def _judge_losses(village: Village, report: Report, at_s: float, survivors: list
         if report.loss_at_end >= report.loss_at_fault and report.loss_at_end > 0.01 * first:  # not falling, not at 0
             report.problems.append(f"rank {rank}: loss {report.loss_at_fault:.4f} -> {report.loss_at_end:.4f}")
         moments = [when_s for when_s, _, _ in lines]
-        gap_s = max(late - early for early, late in zip(moments, moments[1:]))
+        gap_s = max(late - early for early, late in pairwise(moments))
         report.longest_gap_s = max(report.longest_gap_s, gap_s)
         # One limit to notice, one to regroup and settle, and slack for a machine that is shared.
         if gap_s > 2 * LIMIT_S + 3:
