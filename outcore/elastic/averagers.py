@@ -328,16 +328,21 @@ class ElasticCenter(_CenterAverager):
 
     def __init__(self, local: Local, link: CenterLink, join_limit_s: float, *, whole_turn: bool) -> None:
         super().__init__(local, link, join_limit_s)
-        self._whole_turn = whole_turn
+        self._whole_turn, self._turn_due = whole_turn, False
         self._overlaps = local.method.order != "turns"
         self._begun = False
         self._difference: Tensor | None = None
 
     def prepare(self) -> None:
         if self._whole_turn:
-            self.link.take_turn()
+            self._turn_due = True  # taken when the next forward pass begins: after the last step there is none
         elif self._overlaps:
             self._begin()
+
+    def begin_iteration(self) -> None:
+        if self._turn_due:
+            self._turn_due = False
+            self.link.take_turn()
 
     def before_step(self) -> None:
         if not self._begun:

@@ -76,7 +76,10 @@ class Center:
     def __init__(self, config: CenterConfig) -> None:
         self.config = config
         self.method: Method = find_method(config.method)
-        self._store = connect_store((config.host, config.port), config.prefix, config.limit_s)
+        # Two clients: one that waits for a worker's address must not delay the heartbeat.
+        self._store, self._meeting_store = (
+            PrefixStore(config.prefix, connect_store((config.host, config.port), config.limit_s)) for _ in range(2)
+        )
         self._path = Path(config.checkpoint)
         saved = load_center(self._path, config.num_elements)
         self.center = torch.zeros(config.num_elements) if saved is None else saved.center
@@ -146,8 +149,7 @@ class Center:
 
     def _meet(self, ticket: int) -> tuple[int, str, Group]:
         config = self.config
-        # One store client per thread: a client that waits for one worker's address must not delay the heartbeat.
-        store = connect_store((config.host, config.port), config.prefix, config.limit_s)
+        store = self._meeting_store
         who = cast("list[int | str]", read_json(store, f"center/{config.epoch}/ticket/{ticket}", config.limit_s))
         if who is None:
             raise PeerLost(None, "took a ticket and vanished")
@@ -238,7 +240,7 @@ def main() -> None:
     try:
         Center(config).run()
     except OutcoreError as error:
-        store = connect_store((config.host, config.port), config.prefix, config.limit_s)
+        store = PrefixStore(config.prefix, connect_store((config.host, config.port), config.limit_s))
         write_json(store, f"center/{config.epoch}/error", str(error))
     os._exit(0)  # threads that wait for a stopped worker cannot be woken; they hold nothing worth saving
 

@@ -50,8 +50,7 @@ class CenterLink:
     def __init__(self, place: Place, config: CenterConfig, start: StartCenter | None = None) -> None:
         self._place, self._config = place, config
         self._start = start or start_center_process
-        # The background thread talks to the store for long; it needs a client of its own.
-        self._store = connect_store(place.address, place.prefix, config.limit_s)
+        self._store = place.store
         self._header = torch.zeros(4, dtype=torch.float64)
         self._out, self._seen = torch.zeros(config.num_elements), torch.zeros(config.num_elements)
         self._seen_count = -1
@@ -170,6 +169,8 @@ class CenterLink:
             self._finder.start()
 
     def _search(self) -> None:
+        # The search waits on the store for long; a client of its own leaves the worker's free.
+        self._store = PrefixStore(self._place.prefix, connect_store(self._place.address, self._config.limit_s))
         while not self._closed:
             try:
                 self._found = self._find()

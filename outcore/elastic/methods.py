@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from outcore.elastic.rules import round_robin_alpha_bound, sync_alpha_bound
 from outcore.errors import ElasticError
 
 Sends = Literal["weights", "steps", "gradients"]
@@ -70,3 +69,17 @@ def default_alpha(method: Method, num_workers: int) -> float:
 def alpha_bound(method: Method, num_workers: int) -> float:
     """The largest stable alpha for a vanishing learning rate; past it the centre and the workers part."""
     return sync_alpha_bound(num_workers) if method.is_sync else round_robin_alpha_bound()
+
+
+def sync_alpha_bound(num_workers: int, eta: float = 0.0) -> float:
+    """The synchronous form is stable for alpha below this; `eta` is learning rate times curvature.
+
+    From the eigenvalues of the averaged 1-D quadratic: 2 (2 - eta) / (P (2 - eta) + 2). It shrinks with P, unlike the
+    round-robin bound; P = 1 gives back the bound published in 1412.6651.
+    """
+    return 2 * (2 - eta) / (num_workers * (2 - eta) + 2)
+
+
+def round_robin_alpha_bound(eta: float = 0.0) -> float:
+    """1412.6651, section 4: (4 - 2 eta) / (4 - eta), whatever the number of workers."""
+    return (4 - 2 * eta) / (4 - eta)

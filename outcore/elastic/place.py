@@ -57,22 +57,26 @@ def find_place(limit_s: float) -> Place:
 def open_place(
     rank: int, num_ranks: int, address: tuple[str, int], prefix: str, *, limit_s: float, host: bool = False
 ) -> Place:
-    store = connect_store(address, prefix, limit_s, host=host)
+    return take_seat(connect_store(address, limit_s, host=host), rank, num_ranks, address, prefix)
+
+
+def take_seat(client: Store, rank: int, num_ranks: int, address: tuple[str, int], prefix: str) -> Place:
+    """A seat at `address` over a connection that is there already."""
+    store = PrefixStore(prefix, client)
     birth = store.add(f"born/{rank}", 1)
     return Place(rank, num_ranks, f"{rank}.{birth}", store, address, prefix)
 
 
-def connect_store(address: tuple[str, int], prefix: str, limit_s: float, *, host: bool = False) -> Store:
-    """A client of its own: a TCPStore client serves one waiting call at a time, so threads must not share one."""
+def connect_store(address: tuple[str, int], limit_s: float, *, host: bool = False) -> Store:
+    """A client of its own: a TCPStore client serves one waiting call at a time, so busy threads must not share one."""
     try:
-        server = TCPStore(
+        return TCPStore(
             address[0], address[1], is_master=host, wait_for_workers=False, timeout=timedelta(seconds=limit_s)
         )
     except Exception as error:
         raise ElasticError(
             f"no store at {address[0]}:{address[1]} within {limit_s:g} s; does the launcher (or rank 0) run? ({error})"
         ) from None
-    return PrefixStore(prefix, server)
 
 
 def read_count(store: Store, key: str) -> int:

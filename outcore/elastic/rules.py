@@ -63,17 +63,3 @@ def outer_nesterov(
     outer_gradient = -mean_difference
     velocity = mu * velocity + outer_gradient
     return center - rate * (outer_gradient + mu * velocity), velocity
-
-
-def sync_alpha_bound(num_workers: int, eta: float = 0.0) -> float:
-    """The synchronous form is stable for alpha below this; `eta` is learning rate times curvature.
-
-    From the eigenvalues of the averaged 1-D quadratic: 2 (2 - eta) / (P (2 - eta) + 2). It shrinks with P, unlike the
-    round-robin bound; P = 1 gives back the bound published in 1412.6651.
-    """
-    return 2 * (2 - eta) / (num_workers * (2 - eta) + 2)
-
-
-def round_robin_alpha_bound(eta: float = 0.0) -> float:
-    """1412.6651, section 4: (4 - 2 eta) / (4 - eta), whatever the number of workers."""
-    return (4 - 2 * eta) / (4 - eta)

@@ -249,7 +249,10 @@ class Worker:
             if self.method.sends == "steps":
                 return StepCenter(local, link, settings.join_limit_s)
             whole_turn = settings.turn == "iteration"
-            return ElasticCenter(local, link, settings.join_limit_s, whole_turn=whole_turn)
+            elastic = ElasticCenter(local, link, settings.join_limit_s, whole_turn=whole_turn)
+            if whole_turn:
+                self._model.register_forward_pre_hook(lambda *_: elastic.begin_iteration())
+            return elastic
         nccl = settings.backend == "nccl"
         exchange = SyncExchange(
             Roster(self.place, settings.limit_s, settings.join_limit_s, nccl=nccl),

@@ -50,7 +50,7 @@ def teach(folder: Path, rank: int, num_ranks: int, port: int, method: str, run_s
         while time.monotonic() < ends_s:
             x = torch.randn(32, 8, generator=generator)
             loss = nn.functional.mse_loss(net(x), teacher(x).detach())
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             worker.step()
             log.write(json.dumps([time.monotonic(), loss.item(), worker.stats().num_exchanges]) + "\n")
             log.flush()
@@ -58,7 +58,7 @@ def teach(folder: Path, rank: int, num_ranks: int, port: int, method: str, run_s
         center = worker.center_state_dict()
     net.load_state_dict(center)
     x = torch.randn(256, 8, generator=torch.Generator().manual_seed(7))
-    (folder / f"done-{rank}").write_text(str(float(nn.functional.mse_loss(net(x), teacher(x).detach()))))
+    (folder / f"done-{rank}").write_text(str(nn.functional.mse_loss(net(x), teacher(x)).item()))
 
 
 @dataclass

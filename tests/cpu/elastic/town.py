@@ -27,7 +27,8 @@ CURVATURE = np.linspace(0.5, 2.0, NUM_WEIGHTS)
 
 
 def target(rank: int, step: int) -> Array:
-    return np.sin(np.arange(NUM_WEIGHTS) + 1.7 * rank + 0.3 * step)
+    result: Array = np.sin(np.arange(NUM_WEIGHTS) + 1.7 * rank + 0.3 * step)
+    return result
 
 
 def first_weights() -> Array:

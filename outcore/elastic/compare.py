@@ -1,0 +1,124 @@
+"""Methods -> one training run of each under the same clock, and a picture of accuracy against seconds and bytes.
+
+All runs share the data, the shards, the number of epochs and the pinned processes; what differs is the method.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outcore.elastic.launch import LaunchPlan, launch
+from outcore.elastic.methods import METHODS
+from outcore.errors import ElasticError
+
+if TYPE_CHECKING:
+    from outcore.elastic.trials import Result, Trial
+
+# Steps that reach a common centre add up: with P workers the centre moves P times as often (async), or the momentum
+# multiplies the step by 1 / (1 - mu). The rates make every method's effective step about the same.
+RATES = {"async-msgd": 0.005, "async-measgd": 0.01, "eamsgd": 0.01, "sync-sgd": 0.1, "ddp": 0.1}
+RATE = 0.05
+PEERS = ("ddp", "periodic-averaging", "post-local-sgd")
+EVERY_STEP = ("sync-sgd", "ddp", "async-sgd", "async-msgd", "hogwild-sgd", "original-easgd")
+
+
+def make_trial(method: str, num_workers: int, **chosen: Any) -> Trial:
+    """A trial with the rate and period its method is usually run with; `chosen` overrides."""
+    from outcore.elastic.trials import Trial
+
+    if method not in METHODS and method not in PEERS:
+        raise ElasticError(f"{method!r} cannot be compared; choose from {', '.join([*METHODS, *PEERS])}")
+    settings = {"period": 1 if method in EVERY_STEP else 4, **chosen.pop("join", {})}
+    fields: dict[str, Any] = {"name": method, "rate": RATES.get(method, RATE), **chosen}
+    return Trial(method=method, num_workers=num_workers, join=settings, **fields)
+
+
+def run_trials(
+    trials: list[Trial],
+    *,
+    num_groups: int,
+    data: str | None = None,
+    pin: bool = True,
+    num_spare_cores: int = 0,
+    limit_s: float | None = None,
+    on_result: Callable[[Result], None] = lambda result: None,
+    say: Callable[[str], None] = lambda line: None,
+) -> list[Result]:
+    """Runs the trials one after the other in the same `num_groups` pinned processes; results arrive as they come."""
+    with tempfile.TemporaryDirectory(prefix="outcore-trials-") as folder:
+        order, out = Path(folder) / "order.json", Path(folder) / "results.jsonl"
+        out.touch()
+        order.write_text(json.dumps({"data": data, "out": str(out), "trials": [asdict(trial) for trial in trials]}))
+        command = [sys.executable, "-m", "outcore.elastic.trials", str(order)]
+        env = {"RES_OPTIONS": "timeout:1 attempts:1"}  # a host without a resolver must not spend the clock on names
+        plan = LaunchPlan(command, num_groups, max_restarts=0, pin=pin, num_spare_cores=num_spare_cores, env=env)
+        failure: list[BaseException] = []
+        ended = threading.Event()
+        thread = threading.Thread(target=_launch, args=(plan, say, failure, ended), daemon=True)
+        thread.start()
+        results = _follow(out, len(trials), ended, limit_s, on_result)
+        if len(results) == len(trials):
+            thread.join(60)
+        if failure:
+            raise failure[0]
+    return results
+
+
+def _launch(plan: LaunchPlan, say: Callable[[str], None], failure: list[BaseException], ended: threading.Event) -> None:
+    try:
+        launch(plan, say)
+    except BaseException as error:
+        failure.append(error)
+    finally:
+        ended.set()
+
+
+def _follow(
+    out: Path, num_trials: int, ended: threading.Event, limit_s: float | None, on_result: Callable[[Result], None]
+) -> list[Result]:
+    from outcore.elastic.trials import Result
+
+    results: list[Result] = []
+    end_s = time.monotonic() + (limit_s or 86400.0)
+    while len(results) < num_trials and time.monotonic() < end_s:
+        is_last_look = ended.is_set()
+        lines = out.read_text().split("\n")[:-1]
+        for line in lines[len(results) :]:
+            results.append(Result(**json.loads(line)))
+            on_result(results[-1])
+        if is_last_look:
+            break
+        ended.wait(0.2)
+    return results
+
+
+def draw(results: list[Result], path: Path) -> None:
+    """Accuracy of the centre against seconds, and against the bytes one worker sent."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ElasticError("the picture needs matplotlib: install outcore[plot], or give --json only") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (by_time, by_bytes) = pyplot.subplots(1, 2, figsize=(12, 4.5), sharey=True)
+    for result in results:
+        accuracies = [100 * point["accuracy"] for point in result.points]
+        by_time.plot([point["at_s"] for point in result.points], accuracies, marker=".", label=result.trial["name"])
+        by_bytes.plot([point["sent_bytes"] / 2**20 for point in result.points], accuracies, marker=".")
+    by_time.set(xlabel="seconds", ylabel="test accuracy of the centre, %")
+    by_bytes.set(xlabel="MiB sent by one worker", xscale="symlog")
+    for axis in (by_time, by_bytes):
+        axis.grid(alpha=0.3)
+    by_time.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
