@@ -74,7 +74,7 @@ def elastic_command() -> None:
 @click.option(
     "--data", type=click.Path(exists=True, file_okay=False), help="Folder with MNIST [default: small digits]."
 )
-@click.option("--epochs", default=3.0, show_default=True, help="Passes over the training data, for every method.")
+@click.option("--epochs", default=20.0, show_default=True, help="Passes over the training data, for every method.")
 @click.option("--batch", default=32, show_default=True, help="Images per worker and step.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), help="Where to draw accuracy curves (PNG).")

@@ -51,10 +51,11 @@ class CenterLink:
         self._place, self._config = place, config
         self._start = start or start_center_process
         self._store = place.store
-        self._header = torch.zeros(4, dtype=torch.float64)
+        self._header = _header(HELLO)
         self._out, self._seen = torch.zeros(config.num_elements), torch.zeros(config.num_elements)
         self._seen_count = -1
-        self._works: list[tuple[Any, Tensor | None]] = []
+        self._works: list[Any] = []
+        self._answered = False
         self._group: Group | None = None
         self._found: Group | None = None
         self._finder: threading.Thread | None = None
@@ -82,64 +83,68 @@ class CenterLink:
     def begin(self, vector: Tensor, clock: int, alpha: float) -> None:
         """Posts one exchange; it runs in gloo's threads until `finish`."""
         self._adopt()
+        self._answered = False
         if self._group is None:
             return
         self._out.copy_(vector)
-        self._header[0], self._header[1], self._header[2] = EXCHANGE, clock, alpha
+        self._header = _header(EXCHANGE, clock, alpha)  # gloo reads it until the centre has it
         try:
-            self._works = [(self._group.start_send(self._header, 0), None)]
-            out, back = self._cut(self._out), self._cut(self._seen)
-            self._works += [(self._group.start_send(part, 0), None) for part in out]
-            self._works += [(self._group.start_receive(part, 0), part) for part in back]
+            self._works = [self._group.start_send(self._header, 0)]
+            self._works += [self._group.start_send(part, 0) for part in self._cut(self._out)]
+            self._works += [self._group.start_receive(part, 0) for part in self._cut(self._seen)]
         except PeerLost:
             self._lose()
 
     def finish(self) -> Tensor | None:
         """The centre's answer; None while the centre is out of reach."""
+        self._settle()
+        answered, self._answered = self._answered, False
+        return self._seen if answered else None
+
+    def _settle(self) -> None:
+        """Waits for the exchange under way, if there is one."""
         began_s = time.perf_counter()
+        works, self._works = self._works, []
         try:
-            for work, _ in self._works:
+            for work in works:
                 assert self._group is not None
                 self._group.wait(work, 0, self._patience_s())
         except PeerLost:
             self._lose()
-        answered, self._works = bool(self._works), []
+        else:
+            if works:
+                self._answered = True
+                self._seen_count += 1
+                self._count()
         self.busy_s += time.perf_counter() - began_s
-        if answered and self._group is not None:
-            self._seen_count += 1
-            self._count()
-            return self._seen
-        return None
 
     def take_turn(self) -> None:
         """Algorithm 1 in full: a worker's turn covers its gradient too. Waits until it is this worker's."""
-        self._adopt()
-        if self._group is not None:
-            try:
-                self._header[0] = TURN
-                self._group.send(self._header, 0)
-                self._group.receive(self._header, 0, limit_s=self._patience_s())
-            except PeerLost:
-                self._lose()
+        self._ask(TURN, torch.zeros(4, dtype=torch.float64), self._patience_s())
 
     def read(self) -> Tensor:
         """The centre's weights now, or as last seen while the centre is out of reach."""
+        self._settle()
+        fresh = torch.empty_like(self._seen)
+        return fresh if self._ask(READ, fresh, self._config.limit_s) else self._seen
+
+    def _ask(self, kind: int, answer: Tensor, limit_s: float) -> bool:
         self._adopt()
-        if self._group is not None:
-            try:
-                self._header[0] = READ
-                self._group.send(self._header, 0)
-                self._group.receive(self._seen, 0)
-            except PeerLost:
-                self._lose()
-        return self._seen
+        if self._group is None:
+            return False
+        try:
+            self._group.send(_header(kind), 0)
+            self._group.receive(answer, 0, limit_s=limit_s)
+        except PeerLost:
+            self._lose()
+            return False
+        return True
 
     def close(self) -> None:
         self._closed = True
         if self._group is not None:
             with suppress(PeerLost):
-                self._header[0] = BYE
-                self._group.send(self._header, 0)
+                self._group.send(_header(BYE), 0)
             self._group.close()
             self._group = None
 
@@ -195,9 +200,8 @@ class CenterLink:
         return group
 
     def _greet(self, group: Group) -> None:
-        header = torch.tensor([HELLO, self._seen_count, 0, 0], dtype=torch.float64)
         reply = torch.zeros(2, dtype=torch.float64)
-        group.send(header, 0)
+        group.send(_header(HELLO, self._seen_count), 0)
         group.receive(reply, 0)
         if reply[0] > 0:
             group.send(self._seen if self._seen_count >= 0 else self._out, 0)
@@ -225,3 +229,7 @@ class CenterLink:
         key = f"center/{epoch}/beat"
         first = self._store.get(key) if self._store.check([key]) else b""
         return poll(lambda: self._store.check([key]) and self._store.get(key) != first, within_s)
+
+
+def _header(kind: int, clock: int = 0, alpha: float = 0.0) -> Tensor:
+    return torch.tensor([kind, clock, alpha, 0.0], dtype=torch.float64)

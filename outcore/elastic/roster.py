@@ -11,6 +11,7 @@ All-reduce systems restart everybody instead (torchrun, DDP): elastic averaging 
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import cast
 
@@ -39,7 +40,8 @@ class Roster:
 
     def leave(self) -> None:
         """Says goodbye, so that the others need not find out."""
-        self.place.store.set(f"left/{self.place.uid}", "1")
+        with suppress(RuntimeError):  # the store may have ended first; then nobody is left to tell
+            self.place.store.set(f"left/{self.place.uid}", "1")
 
     def regroup(self) -> Group:
         """The next generation's group; raises ElasticError naming the missing ranks when there is none in time."""
