@@ -89,9 +89,11 @@ class CenterLink:
         self._out.copy_(vector)
         self._header = _header(EXCHANGE, clock, alpha)  # gloo reads it until the centre has it
         try:
-            self._works = [self._group.start_send(self._header, 0)]
-            self._works += [self._group.start_send(part, 0) for part in self._cut(self._out)]
-            self._works += [self._group.start_receive(part, 0) for part in self._cut(self._seen)]
+            self._works = self._group.post_send(self._header, 0)
+            for part in self._cut(self._out):
+                self._works += self._group.post_send(part, 0)
+            for part in self._cut(self._seen):
+                self._works += self._group.post_receive(part, 0)
         except PeerLost:
             self._lose()
 

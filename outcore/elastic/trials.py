@@ -201,15 +201,16 @@ class Peer:
         store, size = place.sub_store("peer"), trial.num_workers
         dist.init_process_group("gloo", store=store, rank=place.rank, world_size=size, timeout=limit)
         self.period = 1 if trial.method == "ddp" else int(trial.join.get("period", 4))
-        averager = PeriodicModelAverager(period=self.period, warmup_steps=0)
         # A ring all-reduce sends 2 (P - 1) / P of the buffer; torch does not count for us.
         self.exchange_bytes = sum(p.nbytes for p in net.parameters()) * 2 * (size - 1) // size
         if trial.method == "periodic-averaging":
             self.forward: nn.Module = net
-            self._step = self._average_after(averager)
+            self._step = self._average_after(PeriodicModelAverager(self.period, warmup_steps=0))
         else:
             self.forward = DistributedDataParallel(net)
-            self._step = self._post_local(averager) if trial.method == "post-local-sgd" else optimizer.step
+            self._step = optimizer.step
+        if trial.method == "post-local-sgd":
+            self._step = self._post_local(PeriodicModelAverager(self.period, warmup_steps=0))
 
     def _average_after(self, averager: Any) -> Callable[[], Any]:
         def step() -> None:

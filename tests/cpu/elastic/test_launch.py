@@ -20,11 +20,6 @@ ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.timeout(120)
 
 
-def run(command: list[str], limit_s: float = 100) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit_s, check=False)
-
-
 def test_replicas_are_pinned_before_they_start_and_one_restarts_alone(tmp_path: Path) -> None:
     script = tmp_path / "replica.py"
     script.write_text(
@@ -73,13 +68,13 @@ def test_the_command_refuses_what_cannot_be_started(tmp_path: Path) -> None:
     assert "does not exist" in result.output
 
 
-def test_the_example_learns_under_launch() -> None:
-    """The command line a user types; also: nothing is left behind."""
-    code = "from outcore.elastic.cli import launch_command; launch_command()"
-    done = run([sys.executable, "-c", code, "--groups", "2", "examples/elastic_digits.py", "--epochs", "12"])
-    found = re.search(r"centre accuracy ([\d.]+) %", done.stdout)
-    assert done.returncode == 0, done.stderr
-    assert found is not None
+def test_the_example_learns_under_launch(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    example = str(ROOT / "examples/elastic_digits.py")
+    launch_command.main(["--groups", "2", example, "--epochs", "12"], standalone_mode=False)
+    told = capfd.readouterr().out
+    found = re.search(r"centre accuracy ([\d.]+) %", told)
+    assert found is not None, told
     assert float(found[1]) > 85
 
 
@@ -88,7 +83,9 @@ def test_torchrun_restarts_recover(tmp_path: Path) -> None:
     script = tmp_path / "restarting.py"
     script.write_text(restarting_script())
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = run([*command, "--max-restarts", "2", str(script), str(tmp_path)], limit_s=110)
+    command += ["--max-restarts", "2", str(script), str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert {path.name for path in tmp_path.glob("done-*")} == {"done-0", "done-1"}
 
@@ -115,12 +112,12 @@ def restarting_script() -> str:
     )
 
 
-def test_compare_prints_json_and_draws(tmp_path: Path) -> None:
+def test_compare_prints_json_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     picture = tmp_path / "curves.png"
     options = ["compare", "--groups", "2", "--methods", "sync-easgd,ddp", "--epochs", "2", "--json"]
-    code = "from outcore.elastic.cli import elastic_command; elastic_command()"
-    done = run([sys.executable, "-c", code, *options, "--picture", str(picture)])
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    done = CliRunner().invoke(elastic_command, [*options, "--picture", str(picture)])
+    assert done.exit_code == 0, done.stderr
     results = json.loads(done.stdout)
     assert [result["trial"]["method"] for result in results] == ["sync-easgd", "ddp"]
     assert all(result["error"] is None and result["points"] for result in results)
