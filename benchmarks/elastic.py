@@ -45,8 +45,8 @@ from outcore.elastic.methods import METHODS  # noqa: E402
 from outcore.elastic.simulate import Costs, fit_message_costs, scale, with_network  # noqa: E402
 from outcore.elastic.trials import Result, Trial  # noqa: E402
 
-SECTIONS = ("messages", "levels", "scaling", "accuracy", "partition", "faults", "torchrun")
-TIMED = SECTIONS[:5]
+SECTIONS = ("messages", "levels", "scaling", "accuracy", "partition", "device", "faults", "torchrun")
+TIMED = SECTIONS[:6]
 PAPER_NETWORK = {"name": "FDR InfiniBand as listed in 1708.02983", "latency_s": 0.7e-6, "s_per_byte": 0.2e-9}
 
 
@@ -435,6 +435,24 @@ def partition(bench: Bench) -> Any:
         + ", ".join(f"{r['num_groups']} x {r['method']} {r['speed_up']:.2f} x" for r in table if r["speed_up"])
     )
     return {"target_accuracy": target, "table": table, "rows": rows}
+
+
+# --- device: the same code with the weights on an accelerator ------------------------------------------------------
+
+
+def device(bench: Bench) -> Any:
+    """Two workers share the GPU over gloo (staged in pinned memory); NCCL takes one worker per GPU, so one here."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"skipped": "no CUDA device"}
+    fields: dict[str, Any] = {"device": "cuda", "num_snapshots": 0, "limit_s": 60, "max_steps": 100}
+    trials = [
+        make_trial("sync-easgd", 2, name="sync-easgd over gloo", **fields),
+        make_trial("async-easgd", 2, name="async-easgd over gloo", **fields),
+        make_trial("sync-easgd", 1, name="sync-easgd over nccl", join={"backend": "nccl"}, **fields),
+    ]
+    return bench.trials(trials, 2, limit_s=60)
 
 
 # --- faults and restarts -------------------------------------------------------------------------------------------

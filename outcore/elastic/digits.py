@@ -31,6 +31,12 @@ class Digits:
     test_images: Tensor
     test_labels: Tensor
 
+    def to(self, device: str) -> Digits:
+        if device == self.train_images.device.type:
+            return self
+        tensors = (self.train_images, self.train_labels, self.test_images, self.test_labels)
+        return Digits(self.name, *(tensor.to(device) for tensor in tensors))
+
     @property
     def side(self) -> int:
         return int(self.train_images.shape[-1])

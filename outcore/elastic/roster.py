@@ -11,11 +11,12 @@ All-reduce systems restart everybody instead (torchrun, DDP): elastic averaging 
 from __future__ import annotations
 
 import time
+import warnings
 from contextlib import suppress
 from datetime import timedelta
 from typing import cast
 
-from outcore.elastic.place import POLL_S, Place, raise_count, read_count, read_json, write_json
+from outcore.elastic.place import POLL_S, Place, poll, raise_count, read_count, read_json, write_json
 from outcore.elastic.wire import Group, NcclGroup, PeerLost
 from outcore.errors import ElasticError
 
@@ -71,9 +72,13 @@ class Roster:
         store.set(f"{key}/seat/{seat}", self.place.uid)
         if seat == 1:
             return self._lead(target, end_s)
-        # The leader's own wait is bounded by join_limit_s; a dead leader costs its followers this much and no more.
-        patience_s = max(self.settle_s * 2, min(self.join_limit_s, end_s - time.monotonic()))
-        return cast("list[str] | None", read_json(store, f"{key}/members", patience_s))
+        # Once an old member is here the leader closes within settle_s; a leader that died costs this much and no more.
+        in_a_hurry = self.generation > 0
+        patience_s = 2 * self.settle_s + 1 if in_a_hurry else max(self.settle_s, end_s - time.monotonic())
+        poll(lambda: store.check([f"{key}/members"]) or read_count(store, "generation") > target, patience_s)
+        if not store.check([f"{key}/members"]):
+            return None
+        return cast("list[str]", read_json(store, f"{key}/members", 1.0))
 
     def _lead(self, target: int, end_s: float) -> list[str]:
         settling_since_s: float | None = None
@@ -122,6 +127,11 @@ class Roster:
             group = self._group_class(store, members.index(self.place.uid), ranks, self.limit_s)
         except PeerLost:
             return None
+        if self.generation == 0 and target == 1 and len(members) < self.place.num_ranks:
+            missing = sorted(set(range(self.place.num_ranks)) - set(ranks))
+            warnings.warn(
+                f"rank(s) {missing} did not come within {self.join_limit_s:g} s; begun without them", stacklevel=2
+            )
         self.generation, self.members = target, members
         return group
 

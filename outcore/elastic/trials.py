@@ -47,6 +47,7 @@ class Trial:
     num_snapshots: int = 12
     max_steps: int | None = None
     limit_s: float = 60.0
+    device: str = "cpu"
     join: dict[str, Any] = field(default_factory=dict)
 
 
@@ -96,7 +97,8 @@ class Trainer:
 def run_trial(trial: Trial, digits: Digits, place: Place) -> Result:
     """This rank's part of one trial; the result is complete on rank 0."""
     torch.manual_seed(trial.seed)
-    net = lenet(digits.side)
+    net = lenet(digits.side).to(trial.device)
+    digits = digits.to(trial.device)
     optimizer = torch.optim.SGD(net.parameters(), lr=trial.rate, momentum=trial.momentum)
     shard = torch.arange(place.rank, len(digits.train_labels), trial.num_workers)
     per_worker = int(trial.epochs * (len(digits.train_labels) // trial.num_workers))

@@ -75,6 +75,8 @@ class Settings:
             raise ElasticError(f"turn='iteration' belongs to original-easgd, not {method.name}")
         if self.backend == "nccl" and not method.is_sync:
             raise ElasticError(f"{method.name} keeps its centre in host memory; use backend='gloo'")
+        if self.backend == "nccl" and (self.level == 1 or self.reduction == "ring"):
+            raise ElasticError("level 1 and reduction='ring' run over gloo; with backend='nccl' leave both out")
         if min(self.limit_s, self.join_limit_s) <= 0:
             raise ElasticError("limit_s and join_limit_s must be above zero: every wait needs a limit")
         return method
