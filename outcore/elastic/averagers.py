@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import io
 import time
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -50,21 +50,38 @@ def exchange_dtype(weights: Tensor) -> torch.dtype:
     return torch.float32 if weights.dtype in (torch.float16, torch.bfloat16) else weights.dtype
 
 
-class Averager(Protocol):
+class Averager(ABC):
+    """The three moments; a method fills in those it needs."""
+
     num_exchanges: int
 
+    def prepare(self) -> None:  # noqa: B027
+        """End of the step before an exchange."""
+
+    def before_step(self) -> None:  # noqa: B027
+        """Before the local step: the weights are those of the gradient."""
+
+    def after_step(self) -> None:  # noqa: B027
+        """After the local step."""
+
     @property
+    @abstractmethod
     def traffic(self) -> Traffic: ...
-    def prepare(self) -> None: ...
-    def before_step(self) -> None: ...
-    def after_step(self) -> None: ...
+
+    @abstractmethod
     def read_center(self) -> Tensor: ...
+
+    @abstractmethod
     def members(self) -> list[int]: ...
+
+    @abstractmethod
     def busy_s(self) -> float: ...
+
+    @abstractmethod
     def close(self) -> None: ...
 
 
-class _SyncAverager:
+class _SyncAverager(Averager):
     """What the collective methods share: agreeing on a state with whoever is present, and the centre's checkpoint."""
 
     def __init__(self, local: Local, exchange: SyncExchange) -> None:
@@ -86,15 +103,6 @@ class _SyncAverager:
 
     def busy_s(self) -> float:
         return self.exchange.busy_s
-
-    def prepare(self) -> None:
-        pass
-
-    def before_step(self) -> None:
-        pass
-
-    def after_step(self) -> None:
-        pass
 
     def read_center(self) -> Tensor:
         return self.center
@@ -284,7 +292,7 @@ class SyncSgd(_SyncAverager):
             self.local.optimizer.load_state_dict(state)
 
 
-class _CenterAverager:
+class _CenterAverager(Averager):
     """What the methods with a centre process share."""
 
     def __init__(self, local: Local, link: CenterLink, join_limit_s: float) -> None:
@@ -309,15 +317,6 @@ class _CenterAverager:
     def read_center(self) -> Tensor:
         self.center.copy_(self.link.read())
         return self.center
-
-    def prepare(self) -> None:
-        pass
-
-    def before_step(self) -> None:
-        pass
-
-    def after_step(self) -> None:
-        pass
 
     def close(self) -> None:
         self.link.close()
