@@ -9,7 +9,6 @@ import json
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -46,7 +45,6 @@ def run_trials(
     *,
     num_groups: int,
     data: str | None = None,
-    pin: bool = True,
     num_spare_cores: int = 0,
     limit_s: float | None = None,
     on_result: Callable[[Result], None] = lambda result: None,
@@ -59,45 +57,31 @@ def run_trials(
         order.write_text(json.dumps({"data": data, "out": str(out), "trials": [asdict(trial) for trial in trials]}))
         command = [sys.executable, "-m", "outcore.elastic.trials", str(order)]
         env = {"RES_OPTIONS": "timeout:1 attempts:1"}  # a host without a resolver must not spend the clock on names
-        plan = LaunchPlan(command, num_groups, max_restarts=0, pin=pin, num_spare_cores=num_spare_cores, env=env)
-        failure: list[BaseException] = []
+        plan = LaunchPlan(
+            command, num_groups, max_restarts=0, num_spare_cores=num_spare_cores, limit_s=limit_s, env=env
+        )
+        results: list[Result] = []
         ended = threading.Event()
-        thread = threading.Thread(target=_launch, args=(plan, say, failure, ended), daemon=True)
-        thread.start()
-        results = _follow(out, len(trials), ended, limit_s, on_result)
-        if len(results) == len(trials):
-            thread.join(60)
-        if failure:
-            raise failure[0]
+        # The launcher stays in this thread, where signals arrive; results are told from another as they come.
+        follower = threading.Thread(target=_follow, args=(out, ended, results, on_result), daemon=True)
+        follower.start()
+        try:
+            launch(plan, say)
+        finally:
+            ended.set()
+            follower.join()
     return results
 
 
-def _launch(plan: LaunchPlan, say: Callable[[str], None], failure: list[BaseException], ended: threading.Event) -> None:
-    try:
-        launch(plan, say)
-    except BaseException as error:
-        failure.append(error)
-    finally:
-        ended.set()
-
-
-def _follow(
-    out: Path, num_trials: int, ended: threading.Event, limit_s: float | None, on_result: Callable[[Result], None]
-) -> list[Result]:
+def _follow(out: Path, ended: threading.Event, results: list[Result], on_result: Callable[[Result], None]) -> None:
     from outcore.elastic.trials import Result
 
-    results: list[Result] = []
-    end_s = time.monotonic() + (limit_s or 86400.0)
-    while len(results) < num_trials and time.monotonic() < end_s:
-        is_last_look = ended.is_set()
-        lines = out.read_text().split("\n")[:-1]
-        for line in lines[len(results) :]:
+    is_last_look = False
+    while not is_last_look:
+        is_last_look = ended.wait(0.2)
+        for line in out.read_text().split("\n")[len(results) : -1]:
             results.append(Result(**json.loads(line)))
             on_result(results[-1])
-        if is_last_look:
-            break
-        ended.wait(0.2)
-    return results
 
 
 def draw(results: list[Result], path: Path) -> None:

@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 POLL_S = 0.05
+# Asks the kernel to end the replica with its launcher, even one that was killed, then becomes the replica.
+_BOUND_TO_LAUNCHER = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,7 @@ class LaunchPlan:
     num_spare_cores: int = 0
     pin: bool = True
     straggler_limit_s: float = 120.0
+    limit_s: float | None = None
     env: dict[str, str] = field(default_factory=dict)
 
 
@@ -120,7 +128,8 @@ def _start(replica: Replica, plan: LaunchPlan, env: dict[str, str]) -> None:
     try:
         if plan.pin:
             os.sched_setaffinity(0, replica.cores)
-        replica.process = subprocess.Popen(plan.command, env=mine)
+        bound = [sys.executable, "-I", "-S", "-c", _BOUND_TO_LAUNCHER, str(os.getpid())]
+        replica.process = subprocess.Popen([*bound, *plan.command], env=mine)
     except OSError as error:
         raise ElasticError(f"cannot start {plan.command[0]}: {error}") from None
     finally:
@@ -130,12 +139,15 @@ def _start(replica: Replica, plan: LaunchPlan, env: dict[str, str]) -> None:
 def _watch(replicas: list[Replica], plan: LaunchPlan, env: dict[str, str], say: Callable[[str], None]) -> None:
     for replica in replicas:
         _start(replica, plan, env)
-    last_end_s: float | None = None
+    last_end_s, ends_s = None, None if plan.limit_s is None else time.monotonic() + plan.limit_s
     while any(replica.status is None for replica in replicas):
         time.sleep(POLL_S)
         for replica in replicas:
             if replica.status is None and _ended(replica, plan, env, say):
                 last_end_s = time.monotonic()
+        if ends_s is not None and time.monotonic() > ends_s:
+            say(f"the limit of {plan.limit_s:g} s passed; everything is ended")
+            return
         some_done = any(replica.status == 0 for replica in replicas)
         if some_done and last_end_s is not None and time.monotonic() - last_end_s > plan.straggler_limit_s:
             late = [replica.rank for replica in replicas if replica.status is None]
@@ -164,11 +176,12 @@ def _end(replicas: list[Replica]) -> None:
     running = [r.process for r in replicas if r.process is not None and r.process.poll() is None]
     for process in running:
         process.terminate()
+        process.send_signal(signal.SIGCONT)  # a stopped process hears SIGTERM when it is woken
     end_s = time.monotonic() + 5
     for process in running:
         try:
             process.wait(max(0.0, end_s - time.monotonic()))
-        except subprocess.TimeoutExpired:  # stopped (SIGSTOP) processes do not hear SIGTERM
+        except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
 

@@ -10,11 +10,13 @@ import sys
 import textwrap
 from pathlib import Path
 
+import psutil
 import pytest
 from click.testing import CliRunner
 
 from outcore.elastic.cli import elastic_command, launch_command
 from outcore.elastic.launch import LaunchPlan, launch
+from outcore.elastic.place import poll
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.timeout(120)
@@ -60,6 +62,40 @@ def test_a_replica_beyond_help_is_named_and_a_stopped_one_removed(tmp_path: Path
     assert outcome.lost == [0, 1]
     assert any("rank 0 failed with status 7; no restart left" in line for line in said)
     assert any("rank(s) [1] did not end within 1 s" in line for line in said)
+
+
+def test_replicas_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "replica.py"
+    script.write_text(
+        "import os, pathlib, sys, time\n"
+        "(pathlib.Path(sys.argv[1]) / f'pid-{os.environ[\"RANK\"]}').write_text(str(os.getpid()))\n"
+        "time.sleep(60)\n"
+    )
+    code = "import sys; from outcore.elastic.launch import LaunchPlan, launch; launch(LaunchPlan(sys.argv[1:], 2))"
+    command = [sys.executable, "-c", code, sys.executable, str(script), str(tmp_path)]
+    launcher = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    try:
+        assert poll(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in (0, 1)), 40)
+        assert poll(lambda: all((tmp_path / f"pid-{rank}").read_text() for rank in (0, 1)), 5)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in (0, 1)]
+    assert poll(lambda: not any(psutil.pid_exists(pid) and is_running(pid) for pid in pids), 5)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_limit_ends_everything(tmp_path: Path) -> None:
+    said: list[str] = []
+    plan = LaunchPlan([sys.executable, "-c", "import time; time.sleep(60)"], 2, limit_s=0.5)
+    assert launch(plan, said.append).lost == [0, 1]
+    assert said[-1] == "the limit of 0.5 s passed; everything is ended"
 
 
 def test_the_command_refuses_what_cannot_be_started(tmp_path: Path) -> None:
