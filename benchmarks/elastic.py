@@ -446,13 +446,33 @@ def device(bench: Bench) -> Any:
 
     if not torch.cuda.is_available():
         return {"skipped": "no CUDA device"}
+    found: dict[str, Any] = {"nccl_sum_of_one": try_nccl()}
     fields: dict[str, Any] = {"device": "cuda", "num_snapshots": 0, "limit_s": 60, "max_steps": 100}
     trials = [
         make_trial("sync-easgd", 2, name="sync-easgd over gloo", **fields),
         make_trial("async-easgd", 2, name="async-easgd over gloo", **fields),
         make_trial("sync-easgd", 1, name="sync-easgd over nccl", join={"backend": "nccl"}, **fields),
     ]
-    return bench.trials(trials, 2, limit_s=60)
+    return found | {"rows": bench.trials(trials, 2, limit_s=60)}
+
+
+def try_nccl() -> str:
+    """One GPU allows a group of one member: it shows that the calls are right, not that they are fast."""
+    import torch
+    from torch.distributed import TCPStore
+
+    from outcore.elastic.wire import NcclGroup
+
+    try:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        vector = torch.arange(1000.0, device="cuda")
+        group = NcclGroup(store, 0, [0], 20.0)
+        group.tree_sum(vector)
+        group.tree_sum(vector, dtype=torch.bfloat16)
+        group.close()
+        return "works" if torch.equal(vector.cpu(), torch.arange(1000.0).bfloat16().float()) else "wrong numbers"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 # --- faults and restarts -------------------------------------------------------------------------------------------

@@ -65,6 +65,8 @@ class SyncExchange:
         self.message[:-NUM_WORDS].copy_(vector)
         self.message[-2] = 1.0
         self.message[-1] = float(self.group.index == 0 and self.roster.someone_waits())
+        if self.message.is_cuda:  # the sum runs on a stream of its own and must see these writes
+            torch.cuda.current_stream().synchronize()
         if self.level == 3:
             self._running = self._thread.submit(self._sum, at_root)
         else:

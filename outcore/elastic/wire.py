@@ -219,24 +219,29 @@ class NcclGroup(Group):
     def __init__(self, store: Store, index: int, ranks: list[int], limit_s: float) -> None:
         super().__init__(PrefixStore("gloo", store), index, ranks, limit_s)
         nccl: Any = dist  # a CPU build of torch has no such class
-        self._nccl = nccl.ProcessGroupNCCL(PrefixStore("nccl", store), index, len(ranks), timedelta(seconds=limit_s))
+        # NCCL's own watchdog ends the process; ten limits leave the verdict to the wait in tree_sum.
+        self._nccl = nccl.ProcessGroupNCCL(
+            PrefixStore("nccl", store), index, len(ranks), timedelta(seconds=10 * limit_s)
+        )
 
     def tree_sum(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> None:
         if not tensor.is_cuda:
             super().tree_sum(tensor, dtype=dtype)
             return
-        sent = tensor if dtype is None else tensor.to(dtype)
-        self._nccl.allreduce([sent]).wait()  # queues the current stream behind the sum; does not block the host
         reached: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        reached.record()
+        side = torch.cuda.Stream(tensor.device)  # the compute stream must not queue behind the sum
+        with torch.cuda.stream(side):
+            sent = tensor if dtype is None else tensor.to(dtype)
+            self._nccl.allreduce([sent]).wait()  # queues `side` behind the sum; does not block the host
+            if dtype is not None:
+                tensor.copy_(sent)
+            reached.record(side)
         end_s = time.monotonic() + self.limit_s
         while not reached.query():  # NCCL's own wait would only queue; a dead peer must end in an error, not a hang
             if time.monotonic() > end_s:
                 self._nccl.abort()
                 raise PeerLost(None, f"among {self.ranks} did not finish the all-reduce within {self.limit_s:g} s")
             time.sleep(2e-5)
-        if dtype is not None:
-            tensor.copy_(sent)
 
     def close(self) -> None:
         super().close()
