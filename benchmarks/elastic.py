@@ -245,7 +245,7 @@ def level_trials(num: int, args: argparse.Namespace) -> list[Trial]:
     peers = [(name, name, {}) for name in ("sync-sgd", "ddp", "periodic-averaging", "post-local-sgd")]
     steps = {"max_steps": 12} if args.quick else {"epochs": args.epochs}
     return [
-        make_trial(method, num, name=name, rate=0.1, num_snapshots=30, join=chosen, limit_s=60, **steps)
+        make_trial(method, num, name=name, rate=0.1, num_snapshots=20, join=chosen, limit_s=60, **steps)
         for name, method, chosen in easgd + peers
     ]
 
@@ -409,7 +409,7 @@ def partition(bench: Bench) -> Any:
     for num_groups in (1, 4, 8, 16):
         if num_groups > bench.num_cores:
             continue
-        fields: dict[str, Any] = {"batch": total // num_groups, "num_snapshots": 30, "limit_s": 60}
+        fields: dict[str, Any] = {"batch": total // num_groups, "num_snapshots": 20, "limit_s": 60}
         fields |= {"max_steps": 6} if bench.args.quick else {"epochs": 2.0}
         trials = [make_trial("sync-sgd", num_groups, rate=0.2, **fields)]
         trials += [make_trial("sync-easgd", num_groups, rate=0.1, join={"level": 3, "period": 4}, **fields)] * (

@@ -82,7 +82,7 @@ def launch(plan: LaunchPlan, say: Callable[[str], None] = lambda line: None) -> 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     used = {core for group in groups for core in group}
     spare = [core for core in all_cores if core not in used]
-    env = _environment(plan, store.port, spare)
+    env = _environment(plan, store.port, all_cores, spare)
     replicas = [Replica(rank, cores) for rank, cores in enumerate(groups)]
     try:
         with _terminated_by_signal():
@@ -97,7 +97,7 @@ def _restarts(replicas: list[Replica]) -> int:
     return sum(replica.num_restarts for replica in replicas)
 
 
-def _environment(plan: LaunchPlan, port: int, spare: list[int]) -> dict[str, str]:
+def _environment(plan: LaunchPlan, port: int, all_cores: list[int], spare: list[int]) -> dict[str, str]:
     return {
         **os.environ,
         **plan.env,
@@ -108,6 +108,7 @@ def _environment(plan: LaunchPlan, port: int, spare: list[int]) -> dict[str, str
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # says to torch, too, that the launcher hosts the store
         "TORCHELASTIC_RUN_ID": f"outcore-{os.getpid()}",
         "TORCHELASTIC_RESTART_COUNT": "0",  # a lone restart joins the running store keys; uids tell it apart
+        "OUTCORE_ALL_CORES": ",".join(str(core) for core in all_cores),
         "OUTCORE_SPARE_CORES": ",".join(str(core) for core in spare),
     }
 
