@@ -245,7 +245,7 @@ def level_trials(num: int, args: argparse.Namespace) -> list[Trial]:
     peers = [(name, name, {}) for name in ("sync-sgd", "ddp", "periodic-averaging", "post-local-sgd")]
     steps = {"max_steps": 12} if args.quick else {"epochs": args.epochs}
     return [
-        make_trial(method, num, name=name, rate=0.1, num_snapshots=20, join=chosen, limit_s=60, **steps)
+        make_trial(method, num, name=name, num_snapshots=20, join=chosen, limit_s=60, **steps)
         for name, method, chosen in easgd + peers
     ]
 
@@ -411,10 +411,8 @@ def partition(bench: Bench) -> Any:
             continue
         fields: dict[str, Any] = {"batch": total // num_groups, "num_snapshots": 20, "limit_s": 60}
         fields |= {"max_steps": 6} if bench.args.quick else {"epochs": 2.0}
-        trials = [make_trial("sync-sgd", num_groups, rate=0.2, **fields)]
-        trials += [make_trial("sync-easgd", num_groups, rate=0.1, join={"level": 3, "period": 4}, **fields)] * (
-            num_groups > 1
-        )
+        trials = [make_trial("sync-sgd", num_groups, **fields)]
+        trials += [make_trial("sync-easgd", num_groups, join={"level": 3, "period": 4}, **fields)] * (num_groups > 1)
         rows += bench.trials(trials, num_groups, limit_s=60)
     fine = [row for row in rows if not row.get("error")]
     target = min(max(point["accuracy"] for point in row["points"]) for row in fine)

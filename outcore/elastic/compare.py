@@ -21,10 +21,17 @@ from outcore.errors import ElasticError
 if TYPE_CHECKING:
     from outcore.elastic.trials import Result, Trial
 
-# Steps that reach a common centre add up: with P workers the centre moves P times as often (async), or the momentum
-# multiplies the step by 1 / (1 - mu). The rates make every method's effective step about the same.
-RATES = {"async-msgd": 0.005, "async-measgd": 0.01, "eamsgd": 0.01, "sync-sgd": 0.1, "ddp": 0.1}
-RATE = 0.05
+# One effective rate for all, 0.2 for a step that is averaged over the workers. Momentum multiplies a step by
+# 1 / (1 - mu); steps that are added to a common centre, or swing on by outer momentum, count about P times.
+RATE = 0.2
+RATES = {
+    "async-measgd": 0.02,
+    "eamsgd": 0.02,
+    "async-sgd": 0.05,
+    "hogwild-sgd": 0.05,
+    "async-msgd": 0.005,
+    "diloco": 0.05,
+}
 PEERS = ("ddp", "periodic-averaging", "post-local-sgd")
 EVERY_STEP = ("sync-sgd", "ddp", "async-sgd", "async-msgd", "hogwild-sgd", "original-easgd")
 
