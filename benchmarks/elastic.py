@@ -482,7 +482,7 @@ def faults(bench: Bench) -> Any:
 
     def one(seed: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
-            report = asdict(random_run(Path(folder), bench.args.first_seed + seed))
+            report = asdict(random_run(Path(folder), bench.args.first_seed + seed, run_s=5.0))
         print(f"    run {seed}: {report['fault']} on {report['method']}: {report['problems'] or 'well'}", flush=True)
         return report
 

@@ -17,8 +17,10 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -173,8 +175,7 @@ class Center:
                     reply.copy_(self.center)
                 group.send(reply, 1)
             elif kind == TURN:
-                self._turns.take(rank)
-                group.send(header, 1)
+                self._hold(group, partial(self._turns.take, rank))
             else:
                 return
 
@@ -196,7 +197,7 @@ class Center:
         self, group: Group, rank: int, uid: str, clock: int, alpha: float, theirs: Tensor, reply: Tensor
     ) -> None:
         if self.method.order == "turns":
-            self._turns.take(rank)
+            self._hold(group, partial(self._turns.take, rank))
         try:
             receive_parts(group, theirs, 1, self.config.part_sizes)
             if self.method.order == "free":
@@ -204,11 +205,20 @@ class Center:
             else:
                 with self._lock:
                     self._update(theirs, reply, alpha)
-            self._turns.tick(uid, clock)
+            if self.config.staleness is not None:
+                self._hold(group, partial(self._turns.keep_pace, uid, clock))
             send_parts(group, reply, 1, self.config.part_sizes)
         finally:
             if self.method.order == "turns":
                 self._turns.pass_on(rank)
+
+    def _hold(self, group: Group, attempt: Callable[[float], bool]) -> None:
+        """Holds a worker back until `attempt` succeeds, and lets it know now and then that the centre is alive."""
+        posted = []  # kept until the worker was let go: gloo reads the words when it asks for them
+        while not attempt(self.config.limit_s / 3):
+            posted.append(group.post_status(0.0))
+        leave = group.post_status(1.0)
+        group.wait(leave[1], 1, _DAY_S)  # a worker deep in a long step asks late
 
     def _update(self, theirs: Tensor, reply: Tensor, alpha: float) -> None:
         """Applies one worker's message; `reply` is the old centre for elastic methods, the new one for the others."""

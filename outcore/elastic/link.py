@@ -56,6 +56,7 @@ class CenterLink:
         self._seen_count = -1
         self._works: list[Any] = []
         self._answered = False
+        self._is_held_back = config.staleness is not None or find_method(config.method).order == "turns"
         self._group: Group | None = None
         self._found: Group | None = None
         self._finder: threading.Thread | None = None
@@ -108,9 +109,11 @@ class CenterLink:
         began_s = time.perf_counter()
         works, self._works = self._works, []
         try:
+            if works and self._is_held_back:
+                self._await_leave()
             for work in works:
                 assert self._group is not None
-                self._group.wait(work, 0, self._patience_s())
+                self._group.wait(work, 0)
         except PeerLost:
             self._lose()
         else:
@@ -122,21 +125,27 @@ class CenterLink:
 
     def take_turn(self) -> None:
         """Algorithm 1 in full: a worker's turn covers its gradient too. Waits until it is this worker's."""
-        self._ask(TURN, torch.zeros(4, dtype=torch.float64), self._patience_s())
+        self._adopt()
+        if self._group is not None:
+            try:
+                self._group.send(_header(TURN), 0)
+                self._await_leave()
+            except PeerLost:
+                self._lose()
 
     def read(self) -> Tensor:
         """The centre's weights now, or as last seen while the centre is out of reach."""
         self._settle()
         fresh = torch.empty_like(self._seen)
-        return fresh if self._ask(READ, fresh, self._config.limit_s) else self._seen
+        return fresh if self._ask(READ, fresh) else self._seen
 
-    def _ask(self, kind: int, answer: Tensor, limit_s: float) -> bool:
+    def _ask(self, kind: int, answer: Tensor) -> bool:
         self._adopt()
         if self._group is None:
             return False
         try:
             self._group.send(_header(kind), 0)
-            self._group.receive(answer, 0, limit_s=limit_s)
+            self._group.receive(answer, 0)
         except PeerLost:
             self._lose()
             return False
@@ -150,10 +159,11 @@ class CenterLink:
             self._group.close()
             self._group = None
 
-    def _patience_s(self) -> float:
-        # Behind a turn or a staleness bound this worker may wait once for each of the others to be given up.
-        waits_for_others = self._config.staleness is not None or find_method(self._config.method).order == "turns"
-        return (self._config.num_ranks + 1 if waits_for_others else 1) * self._config.limit_s
+    def _await_leave(self) -> None:
+        """Behind a turn or a staleness bound the centre says now and then that it is alive, then lets this one go."""
+        assert self._group is not None
+        while self._group.receive_status(0) == 0.0:
+            pass
 
     def _cut(self, vector: Tensor) -> list[Tensor]:
         return cut(vector, self._config.part_sizes)

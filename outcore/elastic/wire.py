@@ -27,6 +27,7 @@ from outcore.errors import ElasticError
 
 CENTER_RANK = -1
 SEGMENT_BYTES = 1 << 20
+STATUS_TAG = 1 << 20  # above the tag of any segment
 
 
 class PeerLost(ElasticError):
@@ -91,6 +92,16 @@ class Group:
             waited_s = time.monotonic() - began_s
             what = f"did not answer within {limit_s:g} s" if waited_s >= 0.9 * limit_s else "closed its connection"
             raise PeerLost(self.ranks[peer], f"{what} ({_first_line(error)})") from None
+
+    def post_status(self, status: float) -> Any:
+        """Posts a word to member 1 on a channel of its own and does not wait: the word must outlive the call."""
+        word = torch.tensor([status], dtype=torch.float64)
+        return word, self._start_send(word, 1, STATUS_TAG)
+
+    def receive_status(self, source: int) -> float:
+        word = torch.zeros(1, dtype=torch.float64)
+        self.wait(self._start_receive(word, source, STATUS_TAG), source)
+        return float(word)
 
     def post_send(self, tensor: Tensor, to: int) -> list[Any]:
         """Starts sending; the tensor must not change until every returned piece of work was waited for."""

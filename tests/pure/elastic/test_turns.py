@@ -54,15 +54,15 @@ def test_staleness_holds_the_fast_back_until_the_slow_moves() -> None:
     turns, passed = Turns(2, limit_s=5, staleness=1), threading.Event()
     turns.attach(0, "0.1")
     turns.attach(1, "1.1")
-    turns.tick("0.1", 1)
+    turns.keep_pace("0.1", 1)
 
     def run_ahead() -> None:
-        turns.tick("0.1", 2)
+        turns.keep_pace("0.1", 2)
         passed.set()
 
     threading.Thread(target=run_ahead, daemon=True).start()
     assert not passed.wait(0.1)
-    turns.tick("1.1", 1)
+    turns.keep_pace("1.1", 1)
     assert passed.wait(1)
 
 
@@ -71,15 +71,28 @@ def test_staleness_gives_a_silent_worker_up_after_the_limit() -> None:
     turns.attach(0, "0.1")
     turns.attach(1, "1.1")
     began_s = time.monotonic()
-    turns.tick("0.1", 1)
+    turns.keep_pace("0.1", 1)
     assert 0.1 <= time.monotonic() - began_s < 1
-    turns.tick("0.1", 2)
+    turns.keep_pace("0.1", 2)
     assert time.monotonic() - began_s < 1
 
 
 def test_a_newcomer_starts_at_the_clock_of_the_others() -> None:
     turns = Turns(2, limit_s=60, staleness=0)
     turns.attach(0, "0.1")
-    turns.tick("0.1", 7)
+    turns.keep_pace("0.1", 7)
     turns.attach(1, "1.1")
-    turns.tick("0.1", 7)  # would wait a minute if the newcomer stood at 0
+    turns.keep_pace("0.1", 7)  # would wait a minute if the newcomer stood at 0
+
+
+def test_a_wait_can_be_cut_into_slices() -> None:
+    turns = Turns(2, limit_s=0.3, staleness=0)
+    began_s = time.monotonic()
+    num_slices = 1
+    while not turns.take(1, within_s=0.05):
+        num_slices += 1
+    assert num_slices > 2
+    assert 0.3 <= time.monotonic() - began_s < 1
+    turns.attach(0, "0.1")
+    turns.attach(1, "1.1")
+    assert not turns.keep_pace("0.1", 1, within_s=0.05)
