@@ -110,9 +110,11 @@ class Center:
                     self._save()
                     saved_s = time.monotonic()
                 time.sleep(BEAT_S if num_tickets >= config.num_ranks else 0.02)
-        except RuntimeError:
-            return  # the store ended with its launcher: nobody is left to serve
-        self._end()
+            superseded = read_count(self._store, "center/epoch") != config.epoch
+        except RuntimeError:  # the store ended with its launcher: nobody is left to serve, or to come back
+            superseded, self._parted = False, True
+        if not superseded:  # the file is the successor's otherwise
+            self._end()
 
     def _end(self) -> None:
         if self.config.keep_checkpoint:

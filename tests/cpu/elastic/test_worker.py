@@ -14,6 +14,7 @@ from torch import nn
 
 from outcore.elastic.checkpoint import CenterState, load_center, save_center
 from outcore.elastic.flat import FlatModel
+from outcore.elastic.place import poll
 from outcore.elastic.worker import Settings, Worker, join
 from outcore.errors import BadFile, ElasticError
 
@@ -261,3 +262,16 @@ def test_one_process_can_host_its_own_store(monkeypatch: pytest.MonkeyPatch) -> 
         train(worker, net, 0, range(2))
         assert worker.members() == [0]
         assert worker.stats().num_exchanges == 2
+
+
+def test_a_centre_leaves_no_file_behind_and_keeps_the_one_it_was_given(tmp_path: Path) -> None:
+    for given in (None, tmp_path / "kept.npz"):
+        town, net = Town(1), Net()
+        settings = Settings(method="async-easgd", period=1, limit_s=5, checkpoint=given, checkpoint_every_s=0.05)
+        with town.worker(0, net, settings) as worker:
+            train(worker, net, 0, range(3))
+            path = Path(town.centers[0].config.checkpoint)
+            assert poll(path.exists, 5)
+        del town.server  # the launcher ends
+        assert poll(lambda path=path, given=given: path.exists() == (given is not None), 5)  # type: ignore[misc]
+    assert load_center(tmp_path / "kept.npz", 10) is not None
