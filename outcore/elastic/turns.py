@@ -1,4 +1,4 @@
-"""Who may exchange now: the strict round robin of Algorithm 1, and bounded staleness.
+"""Arrivals -> who may exchange now: the strict round robin of Algorithm 1, and bounded staleness.
 
 A worker that is late past the limit loses its turn (or stops holding the clock back) until it speaks again; nobody
 waits for it twice.

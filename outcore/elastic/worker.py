@@ -123,6 +123,7 @@ class Worker:
         _warn_of_instability(self.method, settings.alpha, place.num_ranks)
         self.num_steps = 0
         self._wait_s = 0.0
+        self._hook: Any = None
         self._began_s = time.perf_counter()
         with torch.no_grad():
             self._averager = self._make_averager(start_center)
@@ -183,6 +184,8 @@ class Worker:
 
     def close(self) -> None:
         """Finishes an exchange under way and says goodbye. Leaving the `with` block does it."""
+        if self._hook is not None:
+            self._hook.remove()
         with torch.no_grad():
             self._averager.close()
 
@@ -253,7 +256,7 @@ class Worker:
             whole_turn = settings.turn == "iteration"
             elastic = ElasticCenter(local, link, settings.join_limit_s, whole_turn=whole_turn)
             if whole_turn:
-                self._model.register_forward_pre_hook(lambda *_: elastic.begin_iteration())
+                self._hook = self._model.register_forward_pre_hook(lambda *_: elastic.begin_iteration())
             return elastic
         nccl = settings.backend == "nccl"
         exchange = SyncExchange(
