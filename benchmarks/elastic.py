@@ -486,7 +486,7 @@ def faults(bench: Bench) -> Any:
         print(f"    run {seed}: {report['fault']} on {report['method']}: {report['problems'] or 'well'}", flush=True)
         return report
 
-    with ThreadPoolExecutor(max(1, bench.num_cores // 3)) as pool:
+    with ThreadPoolExecutor(bench.args.parallel or max(1, bench.num_cores // 3)) as pool:
         reports = list(pool.map(one, range(bench.args.soak)))
     return {"num_runs": len(reports), "num_well": sum(not report["problems"] for report in reports), "reports": reports}
 
@@ -519,6 +519,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, default=1.0, help="passes over the data in `levels`")
     parser.add_argument("--seeds", type=int, default=3, help="seeds in `accuracy`")
     parser.add_argument("--soak", type=int, default=50, help="runs in `faults` (at most 10 in `torchrun`)")
+    parser.add_argument("--parallel", type=int, help="runs of `faults` side by side [a third of the cores]")
     parser.add_argument("--first-seed", type=int, default=0, help="first seed in `faults`")
     parser.add_argument("--section-limit-s", type=float, default=150.0, help="no section goes on after this")
     parser.add_argument("--slice", nargs=2, help=argparse.SUPPRESS)

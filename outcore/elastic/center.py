@@ -125,8 +125,13 @@ class Center:
     def _is_over(self) -> bool:
         silent_s = time.monotonic() - self._last_word_s
         if self._num_attached == 0:
-            return silent_s > (1.0 if self._parted else self.config.limit_s + 30)
+            if self._everyone_left():
+                self._parted = True
+            return silent_s > (1.0 if self._parted else self.config.limit_s + 5)
         return silent_s > 10 * self.config.limit_s + 60  # every worker stopped: they can start a centre again
+
+    def _everyone_left(self) -> bool:
+        return 0 < read_count(self._store, "center/joined") <= read_count(self._store, "center/left")
 
     def _save(self) -> None:
         if self.num_exchanges <= self._saved_exchanges:

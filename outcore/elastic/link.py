@@ -51,6 +51,7 @@ class CenterLink:
         self._place, self._config = place, config
         self._start = start or start_center_process
         self._store = place.store
+        self._store.add("center/joined", 1)
         self._header = _header(HELLO)
         self._out, self._seen = torch.zeros(config.num_elements), torch.zeros(config.num_elements)
         self._seen_count = -1
@@ -153,6 +154,8 @@ class CenterLink:
 
     def close(self) -> None:
         self._closed = True
+        with suppress(RuntimeError):  # a centre that is still starting must learn that nobody will come
+            self._place.store.add("center/left", 1)
         if self._group is not None:
             with suppress(PeerLost):
                 self._group.send(_header(BYE), 0)
