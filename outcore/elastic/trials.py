@@ -143,7 +143,7 @@ def _train(
     for step in range(1, num_steps + 1):
         chosen = next(batches)
         loss = nn.functional.cross_entropy(trainer.forward(digits.train_images[chosen]), digits.train_labels[chosen])
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         trainer.step()
         marks_s.append(time.perf_counter())
         if marks_s[-1] - began_s > trial.limit_s:

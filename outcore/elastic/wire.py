@@ -239,9 +239,9 @@ class NcclGroup(Group):
         if not tensor.is_cuda:
             super().tree_sum(tensor, dtype=dtype)
             return
-        reached: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        reached: Any = torch.cuda.Event()
         # A stream of its own: the compute stream must not queue behind the sum.
-        side = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+        side = torch.cuda.Stream(tensor.device)
         with torch.cuda.stream(side):
             sent = tensor if dtype is None else tensor.to(dtype)
             self._nccl.allreduce([sent]).wait()  # queues `side` behind the sum; does not block the host

@@ -61,7 +61,7 @@ def test_compiled_blocks_stay_compiled() -> None:
 
     for model in (plain, ours):
         for index, block in enumerate(model):
-            model[index] = torch.compile(block, backend=count)  # type: ignore[call-overload]
+            model[index] = torch.compile(block, backend=count)
     expected, expected_grads = losses(plain, None)
     plain_calls, calls["count"] = calls["count"], 0
     counters.clear()

@@ -50,7 +50,7 @@ def teach(folder: Path, rank: int, num_ranks: int, port: int, method: str, run_s
         while time.monotonic() < ends_s:
             x = torch.randn(32, 8, generator=generator)
             loss = nn.functional.mse_loss(net(x), teacher(x).detach())
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             worker.step()
             log.write(json.dumps([time.monotonic(), loss.item(), worker.stats().num_exchanges]) + "\n")
             log.flush()

@@ -95,7 +95,7 @@ def test_any_optimizer_and_accumulated_gradients_learn(method: str) -> None:
             first = net.loss(0, 0).item()
             for _ in range(30):
                 for part in (0, 1):
-                    (0.5 * net.loss(0, part)).backward()  # type: ignore[no-untyped-call]
+                    (0.5 * net.loss(0, part)).backward()
                 worker.step()
             return first, net.loss(0, 0).item()
 
@@ -109,12 +109,12 @@ def test_mixed_precision_steps_through_the_scaler() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     with town.worker(0, net, Settings(method="sync-easgd", limit_s=10)) as worker:
         before = net.vector().detach().clone()
-        scaler.scale(net.loss(0, 0)).backward()  # type: ignore[no-untyped-call]
+        scaler.scale(net.loss(0, 0)).backward()
         worker.step(scaler)
         scaler.update()
         plain = Net()
         torch.testing.assert_close(before, plain.vector().detach())
-        plain.loss(0, 0).backward()  # type: ignore[no-untyped-call]
+        plain.loss(0, 0).backward()
         torch.optim.SGD(plain.parameters(), lr=0.05).step()
         torch.testing.assert_close(net.vector(), plain.vector())
 
@@ -126,7 +126,7 @@ def test_bfloat16_weights_meet_a_float32_centre() -> None:
         net = Net().bfloat16()
         with town.worker(rank, net, settings) as worker:
             for _ in range(3):
-                (net.vector().float() - 1).square().sum().backward()  # type: ignore[no-untyped-call]
+                (net.vector().float() - 1).square().sum().backward()
                 worker.step()
             return worker.center_state_dict()["matrix"].dtype, worker._averager.read_center().dtype
 
@@ -179,7 +179,7 @@ def test_bounded_staleness_keeps_a_fast_worker_near() -> None:
         with town.worker(rank, net, settings) as worker:
             both_here.wait(10)
             for step in range(12):
-                net.loss(rank, step).backward()  # type: ignore[no-untyped-call]
+                net.loss(rank, step).backward()
                 worker.step()
                 pace[rank] = step + 1
                 ahead.append(pace[0] - pace[1])
@@ -242,7 +242,7 @@ def test_a_store_that_ended_is_named() -> None:
     town, net = Town(1), Net()
     worker = town.worker(0, net, Settings(method="sync-easgd", period=1, level=2, limit_s=2))
     del town.server
-    net.loss(0, 0).backward()  # type: ignore[no-untyped-call]
+    net.loss(0, 0).backward()
     with pytest.raises(ElasticError, match=r"rank 0 lost the store at 127.0.0.1:\d+ .* start again"):
         worker.step()
     worker.close()

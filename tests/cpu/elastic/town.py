@@ -100,7 +100,7 @@ def train(worker: Worker, net: Net, rank: int, steps: range) -> list[Array]:
     """Weights after each step."""
     trail = []
     for step in steps:
-        net.loss(rank, step).backward()  # type: ignore[no-untyped-call]
+        net.loss(rank, step).backward()
         worker.step()
         trail.append(weights_of(worker))
     return trail
