@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -47,8 +49,8 @@ def test_compiled_blocks_stay_compiled() -> None:
 
     def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
         """A back end that counts how often its graphs really run."""
-        from functorch.compile import make_boxed_func
         from torch._dynamo.backends.common import aot_autograd
+        from torch._functorch.aot_autograd import make_boxed_func
 
         def compiler(inner: torch.fx.GraphModule, inner_inputs: list[Tensor]) -> object:
             def run(*args: Tensor) -> object:
@@ -61,7 +63,8 @@ def test_compiled_blocks_stay_compiled() -> None:
 
     for model in (plain, ours):
         for index, block in enumerate(model):
-            model[index] = torch.compile(block, backend=count)
+            compiled: Any = torch.compile(block, backend=count)
+            model[index] = compiled
     expected, expected_grads = losses(plain, None)
     plain_calls, calls["count"] = calls["count"], 0
     counters.clear()

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
+from torch.multiprocessing.spawn import start_processes
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -56,5 +56,5 @@ def test_each_rank_under_its_budget() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_rank, args=(port, folder), nprocs=2, join=True, start_method="spawn")
+        start_processes(_rank, args=(port, folder), nprocs=2, join=True, start_method="spawn")  # type: ignore[no-untyped-call]
         assert [Path(folder, f"rank{rank}").read_text() for rank in range(2)] == ["same", "same"]
