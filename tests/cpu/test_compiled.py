@@ -50,7 +50,7 @@ def test_compiled_blocks_stay_compiled() -> None:
     def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
         """A back end that counts how often its graphs really run."""
         from torch._dynamo.backends.common import aot_autograd
-        from torch._functorch.aot_autograd import make_boxed_func
+        from torch._functorch._aot_autograd.utils import make_boxed_func
 
         def compiler(inner: torch.fx.GraphModule, inner_inputs: list[Tensor]) -> object:
             def run(*args: Tensor) -> object:

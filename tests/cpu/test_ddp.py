@@ -56,5 +56,5 @@ def test_each_rank_under_its_budget() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(_rank, args=(port, folder), nprocs=2, join=True, start_method="spawn")  # type: ignore[no-untyped-call]
+        start_processes(_rank, args=(port, folder), nprocs=2, join=True, start_method="spawn")
         assert [Path(folder, f"rank{rank}").read_text() for rank in range(2)] == ["same", "same"]
