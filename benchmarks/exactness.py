@@ -66,8 +66,9 @@ def train(name: str, memory_gib: float | None, steps: int, planner: str) -> dict
 @click.option("--networks", default="resnet50,llama", show_default=True)
 @click.option("--steps", default=5, show_default=True)
 @click.option("--planners", default="hybrid", show_default=True)
+@click.option("--repeat/--no-repeat", default=True, help="Run in-core twice, to show that it repeats itself.")
 @click.option("--out", type=click.Path(path_type=Path), default=None)
-def main(networks: str, steps: int, planners: str, out: Path | None) -> None:
+def main(networks: str, steps: int, planners: str, repeat: bool, out: Path | None) -> None:
     """Bitwise comparison with in-core training."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     import torch
@@ -80,13 +81,17 @@ def main(networks: str, steps: int, planners: str, out: Path | None) -> None:
     for name in networks.split(","):
         try:
             plain = train(name, None, steps, "")
-            again = train(name, None, steps, "")
+            again = train(name, None, steps, "") if repeat else plain
         except Exception as error:
             rows.append({"network": name, "error": repr(error)[:300]})
             continue
         for planner in planners.split(","):
             row: dict[str, Any] = {"network": name, "batch": BATCHES[name], "method": planner}
-            row |= {"memory_gib": BUDGETS_GIB[name], "in_core": plain, "in_core_repeats": plain == again}
+            row |= {
+                "memory_gib": BUDGETS_GIB[name],
+                "in_core": plain,
+                "in_core_repeats": plain == again if repeat else None,
+            }
             try:
                 ours = train(name, BUDGETS_GIB[name], steps, planner)
                 row["ours"] = ours

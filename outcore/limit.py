@@ -42,6 +42,8 @@ log = logging.getLogger("outcore")
 Key = tuple[Any, ...]
 FIRST_MARGIN = 0.08  # of a CUDA budget, left to the allocator's holes until it is known how many there are
 LEAST_MARGIN = 0.015
+NUM_WATCHED = 30  # planned steps after which the allocator is no longer watched
+STALL_SHARE = 0.01  # of a step: waiting longer than predicted by this much, copies are slower than was measured
 NUM_FITTED = 5  # times the room is fitted to what the allocator makes of it
 NUM_MEASURED = 3  # planned steps of a kind that are measured closely; later ones run without any meter
 NUM_TRIES = 3  # recordings of a kind whose steps keep changing, before it is left unplanned
@@ -83,6 +85,7 @@ class Kind:
     timed_again: bool = False  # op times were corrected on a planned step
     stale: bool = True  # to be planned (again) when it comes next
     num_fitted: int = 0  # times the room was fitted to what the allocator makes of it
+    num_slowed: int = 0  # times copies turned out slower than measured
     shrunk: bool = False  # it once was too large: it does not grow again
     unplanned: bool = False  # given up
 
@@ -223,6 +226,7 @@ class Limited:
             self._correct_times(kind, run)
         elif self._log is not None:
             self._note_measured(kind, run)
+        if self.device.type == "cuda" and kind.num_steps <= NUM_WATCHED:
             self._fit_room(kind)
 
     def _correct_times(self, kind: Kind, run: Execution) -> None:
@@ -294,7 +298,7 @@ class Limited:
         Where it ran out in mid-step it had to give everything back and start over, which costs far more than a
         smaller plan: the room shrinks until that stops. Where it stayed below the budget, the room grows.
         """
-        if self.device.type != "cuda" or self._given_fits or kind.num_fitted >= NUM_FITTED:
+        if self._given_fits or kind.stale or kind.num_fitted >= NUM_FITTED:
             return
         num_retries = torch.cuda.memory_stats(self.device)["num_alloc_retries"]
         ran_out, self._num_retries = num_retries > self._num_retries, num_retries
@@ -302,11 +306,25 @@ class Limited:
         evicts = kind.plan is not None and kind.plan.count("keep") < len(kind.plan.decisions)
         if ran_out:
             self._shrink_room(kind)
-        elif evicts and kind.num_steps >= NUM_MEASURED and reserved < memory_bytes * (1 - 2 * LEAST_MARGIN):
+        elif evicts and kind.num_steps == NUM_MEASURED and reserved < memory_bytes * (1 - 2 * LEAST_MARGIN):
             if not kind.shrunk:
                 self._room_bytes += int(0.7 * (memory_bytes * (1 - LEAST_MARGIN) - reserved))
                 kind.stale = True
             kind.num_fitted += 1
+
+    def _fit_rates(self, kind: Kind) -> None:
+        """Copies that compute had to wait for longer than predicted go slower beside compute than they went alone."""
+        measured, predicted = kind.measured, kind.predicted
+        if self.device.type != "cuda" or self._given_fits or kind.num_slowed >= 2 or not (measured and predicted):
+            return
+        if kind.num_steps >= 2 and measured.stall_s > predicted.stall_s + STALL_SHARE * measured.step_s:
+            kind.num_slowed += 1
+            kind.stale = True
+            self.machine = dataclasses.replace(
+                self.machine,
+                swap_out_bytes_per_s=0.9 * self.machine.swap_out_bytes_per_s,
+                swap_in_bytes_per_s=0.9 * self.machine.swap_in_bytes_per_s,
+            )
 
     def _shrink_room(self, kind: Kind | None) -> None:
         self._room_bytes -= int(0.03 * self.budget.device_bytes)
@@ -363,6 +381,7 @@ class Limited:
                 spans=(),
                 memory=(),
             )
+            self._fit_rates(kind)
 
         self._pending = read
 
