@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outcore.errors import BadFile, OutcoreError
+from outcore.errors import BadFile, BudgetTooSmall, OutcoreError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,6 +49,10 @@ class Verbs(click.Group):
             return super().invoke(ctx)
         except OutcoreError as error:
             raise click.ClickException(str(error)) from None
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise click.ClickException("this verb needs torch (plan and explain do not); pip install torch") from None
 
 
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -286,7 +290,10 @@ def plan(
     )
     with progress() as tell:
         tell(f"planning ({planner})", 0.0)
-        made = make_plan(recorded, target, budget, planner=planner, progress=tell)
+        try:
+            made = make_plan(recorded, target, budget, planner=planner, progress=tell)
+        except BudgetTooSmall as error:
+            raise BudgetTooSmall(error.needed_bytes, error.budget_bytes, error.at_op, where=target.device) from None
         schedule = lower(recorded, made, target)
         verify(recorded, schedule)
         predicted = simulate(recorded, schedule, target, detail=True)
