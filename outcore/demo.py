@@ -173,7 +173,7 @@ def train(
     images: Tensor, labels: Tensor, num_steps: int, model: nn.Module, ooc: Limited | None = None
 ) -> Iterator[Training]:
     """An ordinary loop; `with ooc.step():` is all that is added. Pauses after every step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     batch, found = BATCH[images.device.type], Training()
     for step in range(num_steps):
         picked = torch.arange(step * batch, (step + 1) * batch, device=images.device) % len(images)
