@@ -144,7 +144,7 @@ def _time_steps(name: str, method: str, memory_gib: float, steps: int, traces: P
     else:
         around = PEERS[method](network)
     times, marks = [], []
-    warm = 7 if ooc is not None else 3  # ours: recorded, timed again, planned, fitted to the allocator twice
+    warm = 16 if ooc is not None else 3  # ours: recorded, timed again, planned, fitted to the allocator
     for step in range(steps + warm):
         if step == warm:
             torch.cuda.synchronize()
@@ -188,6 +188,9 @@ def describe(ooc: Any, traces: Path | None, label: str) -> dict[str, Any]:
         "predicted_peak_gib": predicted.peak_bytes / GIB,
         "in_core_predicted_s": plan.in_core_step_s,
         "bound_step_s": plan.bound_step_s,
+        "measured_stall_s": ooc.timeline.stall_s,
+        "measured_recompute_s": ooc.timeline.recompute_s,
+        "measured_step_s": ooc.timeline.step_s,
         "swapped_gib": predicted.swapped_bytes / GIB,
         "recomputed_gib": predicted.recomputed_bytes / GIB,
         "kept_gib": predicted.kept_bytes / GIB,

@@ -42,7 +42,7 @@ log = logging.getLogger("outcore")
 Key = tuple[Any, ...]
 FIRST_MARGIN = 0.08  # of a CUDA budget, left to the allocator's holes until it is known how many there are
 LEAST_MARGIN = 0.015
-NUM_TUNED = 2  # times the room is fitted to what the allocator reserved
+NUM_FITTED = 5  # times the room is fitted to what the allocator makes of it
 NUM_MEASURED = 3  # planned steps of a kind that are measured closely; later ones run without any meter
 NUM_TRIES = 3  # recordings of a kind whose steps keep changing, before it is left unplanned
 
@@ -82,7 +82,8 @@ class Kind:
     num_left: int = 0  # steps that left the plan
     timed_again: bool = False  # op times were corrected on a planned step
     stale: bool = True  # to be planned (again) when it comes next
-    num_tuned: int = 0  # times the room was fitted to what the allocator reserved
+    num_fitted: int = 0  # times the room was fitted to what the allocator makes of it
+    shrunk: bool = False  # it once was too large: it does not grow again
     unplanned: bool = False  # given up
 
 
@@ -288,26 +289,30 @@ class Limited:
         raise BudgetTooSmall(needed, self.budget.device_bytes, too_small.at_op, where=str(self.device)) from None
 
     def _fit_room(self, kind: Kind) -> None:
-        """The allocator reserves more than is allocated: holes. What it reserved on a planned step tells how much of
-        the budget plans may use; if it even ran out and had to start over, they used too much."""
-        if self.device.type != "cuda" or kind.num_steps < 2 or kind.num_tuned >= NUM_TUNED or self._given_fits:
+        """Fits what plans may use to what the allocator makes of it: it reserves more than is allocated, for holes.
+
+        Where it ran out in mid-step it had to give everything back and start over, which costs far more than a
+        smaller plan: the room shrinks until that stops. Where it stayed below the budget, the room grows.
+        """
+        if self.device.type != "cuda" or self._given_fits or kind.num_fitted >= NUM_FITTED:
             return
-        kind.num_tuned += 1
-        stats = torch.cuda.memory_stats(self.device)
+        num_retries = torch.cuda.memory_stats(self.device)["num_alloc_retries"]
+        ran_out, self._num_retries = num_retries > self._num_retries, num_retries
         memory_bytes, reserved = self.budget.device_bytes, self._peak_bytes()[1]
-        if stats["num_alloc_retries"] > self._num_retries:
-            kind.num_tuned -= 1
+        evicts = kind.plan is not None and kind.plan.count("keep") < len(kind.plan.decisions)
+        if ran_out:
             self._shrink_room(kind)
-        elif reserved < memory_bytes * (1 - 2 * LEAST_MARGIN) and kind.plan and "keep-all" not in kind.plan.planner:
-            self._room_bytes += int(0.8 * (memory_bytes * (1 - LEAST_MARGIN) - reserved))
-            kind.stale = True
-        self._num_retries = stats["num_alloc_retries"]
+        elif evicts and kind.num_steps >= NUM_MEASURED and reserved < memory_bytes * (1 - 2 * LEAST_MARGIN):
+            if not kind.shrunk:
+                self._room_bytes += int(0.7 * (memory_bytes * (1 - LEAST_MARGIN) - reserved))
+                kind.stale = True
+            kind.num_fitted += 1
 
     def _shrink_room(self, kind: Kind | None) -> None:
-        self._room_bytes -= int(0.04 * self.budget.device_bytes)
+        self._room_bytes -= int(0.03 * self.budget.device_bytes)
         if kind is not None:
-            kind.stale = True
-            kind.num_tuned += NUM_TUNED  # do not grow back
+            kind.stale = kind.shrunk = True
+            kind.num_fitted += 1
 
     # -- measuring ----------------------------------------------------------------------------------------------------
 

@@ -46,23 +46,11 @@ def bound_step_s(terrain: Terrain, machine: Machine, budget: Budget) -> float:
     return (op_s + delay_s) * ROUNDING
 
 
-def _spans(terrain: Terrain) -> dict[int, tuple[int, int]]:
-    """Value -> slots in which only keeping it would have it on the device."""
-    storages, slots = terrain.trace.storages, terrain.tick_slots
-    return {
-        value: (
-            storages[terrain.storage[value]].dies + 1,
-            slots[terrain.unpacks[value][0]] if terrain.unpacks[value] else terrain.trace.num_slots,
-        )
-        for value in terrain.evictable
-    }
-
-
 def _over_bytes(terrain: Terrain, budget: Budget) -> Int64s:
     """Per slot, how far keeping everything evictable would go over the budget; ticks are left out (0)."""
     swapped: Decisions = dict.fromkeys(terrain.evictable, "swap")
     change = np.zeros(terrain.trace.num_slots + 1, dtype=np.int64)
-    for value, (first, end) in _spans(terrain).items():
+    for value, (first, end) in terrain.spans.items():
         if first < end:
             change[first] += terrain.value_bytes[value]
             change[end] -= terrain.value_bytes[value]
@@ -154,7 +142,7 @@ def _remake_offers(
 ) -> list[tuple[float, float]]:
     """(seconds per byte, bytes) of what may be remade instead of being there in this slot, cheapest first."""
     offers = []
-    for value, (first, end) in _spans(terrain).items():
+    for value, (first, end) in terrain.spans.items():
         if first <= slot < end and terrain.recomputable[value]:
             num_bytes = terrain.value_bytes[value]
             offers.append((shares_s.get(value, 0.0) / machine.speed / num_bytes, float(num_bytes)))

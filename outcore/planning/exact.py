@@ -8,8 +8,8 @@ model assumes perfect overlap: one re-execution per op, pulled in by inputs nobo
 each value on the device while it is asked for; both copy lanes able to carry what is swapped before the turn and after
 it. What the model leaves out the simulator sees: where a segment held early does not fit, a cut asks for one value of
 it to be kept or swapped and the program is solved again; for copies in flight it is also solved with a reserve of
-memory, for about a minute in all. The fastest solution that really fits is returned. So here `exact` is the optimum of
-a model, and can lose to `hybrid` in the simulator.
+memory, for about a minute in all. The hybrid's plan is the incumbent; the fastest that really fits is returned. So for
+large steps `exact` is the best of a model's optimum and the hybrid, and no proof: the proof is `bound`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import numpy as np
 
 from outcore.errors import OutcoreError
 from outcore.planning.costs import segments_of
+from outcore.planning.hybrid import hybrid
 from outcore.planning.market import LaneRoom, offer_of, segments_over
-from outcore.planning.scoring import Decisions, Progress, better, lean_bytes, score, stored_fits
-from outcore.planning.simple import keep_all, leanest
+from outcore.planning.scoring import Decisions, Progress, better, lean_bytes, score
+from outcore.planning.simple import keep_all
 from outcore.planning.terrain import Terrain
 from outcore.values import Budget, Decision, Machine
 
@@ -41,12 +42,11 @@ def exact(terrain: Terrain, machine: Machine, budget: Budget, progress: Progress
     if int(lean_bytes(terrain, budget, kept).max(initial=0)) <= budget.device_bytes:
         return kept
     choices = [_choices(terrain, value) for value in terrain.evictable]
-    best = score(terrain, machine, budget, leanest(terrain, machine, budget, progress))
+    best = score(terrain, machine, budget, hybrid(terrain, machine, budget, progress))
     if np.prod([float(len(options)) for options in choices]) <= MAX_ENUMERATED:
         for made in product(*choices):
             decisions: Decisions = dict(zip(terrain.evictable, made))
-            if stored_fits(terrain, budget, decisions):
-                best = better(best, score(terrain, machine, budget, decisions), budget)
+            best = better(best, score(terrain, machine, budget, decisions))
         return dict(best.decisions)
     model, until_s = Model(terrain, machine, budget), time.monotonic() + TOTAL_LIMIT_S
     for at, reserve in enumerate(RESERVES):
@@ -59,7 +59,7 @@ def exact(terrain: Terrain, machine: Machine, budget: Budget, progress: Progress
             if found is None or not model.cut(found):
                 break
         if found is not None:
-            best = better(best, score(terrain, machine, budget, found), budget)
+            best = better(best, score(terrain, machine, budget, found))
     return dict(best.decisions)
 
 
@@ -114,11 +114,7 @@ class Model:
     def _memory(self, device_bytes: int) -> list[tuple[list[tuple[int, float]], float, float]]:
         terrain = self.terrain
         needed_bytes = lean_bytes(terrain, self.budget, dict.fromkeys(self.values, "swap"))
-        spans = {}
-        for value in self.values:
-            needs = terrain.unpacks[value]
-            end = terrain.tick_slots[needs[0]] if needs else terrain.trace.num_slots
-            spans[value] = (terrain.trace.storages[terrain.storage[value]].dies + 1, end)
+        spans = terrain.spans
         edges = sorted({edge for span in spans.values() for edge in span if edge < terrain.trace.num_slots})
         rows = []
         for first, end in zip(edges, [*edges[1:], terrain.trace.num_slots]):

@@ -13,17 +13,21 @@ from __future__ import annotations
 
 import random
 
+from outcore.planning.bound import bound_step_s
 from outcore.planning.market import INF, Market
 from outcore.planning.scoring import Decisions, Progress, Scored, better, lean_bytes, score
 from outcore.planning.simple import keep_all, leanest
+from outcore.planning.swap import swap
 from outcore.planning.terrain import Terrain
 from outcore.values import Budget, Decision, Machine
 
-SHARES = (0.95, 1.0, 1.05)  # of the lanes' capacity; some copies may be late, some early
+SHARES = (1.0, 0.95, 1.05, 0.8)  # of the lanes' capacity; some copies may be late, some early
 FORCED_SHARES = (0.0, 1.5, 2.0, 3.0, INF)  # where nothing else fits: copies that stall, or none at all
 RESERVES = (0.0, 0.02)  # of the budget, for copies in flight
 FLIP_WORK = 1_000_000  # flips drawn x (ops + ticks): what improving may cost, a few seconds
 MAX_FLIPS = 2000
+GOOD_ENOUGH = 1e-4  # a plan this near to the bound is not improved further
+NEARLY_FREE = 1e-3  # where the bound says that copies alone may hide, the swap planner is asked too
 MIN_PATIENCE = 150  # flips in a row that change nothing before improving stops
 
 
@@ -32,13 +36,16 @@ def hybrid(terrain: Terrain, machine: Machine, budget: Budget, progress: Progres
     kept = keep_all(terrain, machine, budget, progress)
     if int(lean_bytes(terrain, budget, kept).max(initial=0)) <= budget.device_bytes:
         return kept
-    best = _best_of_market(terrain, machine, budget, progress)
-    if best.peak_bytes > budget.device_bytes:
+    enough_s = bound_step_s(terrain, machine, budget) * (1 + GOOD_ENOUGH)
+    best = _best_of_market(terrain, machine, budget, enough_s, progress)
+    if enough_s <= terrain.total_s / machine.speed * (1 + NEARLY_FREE) and best.step_s > enough_s:
+        best = better(best, score(terrain, machine, budget, swap(terrain, machine, budget, progress)))
+    if not best.fits or best.step_s <= enough_s:
         return dict(best.decisions)
     return _improve(terrain, machine, budget, best, progress)
 
 
-def _best_of_market(terrain: Terrain, machine: Machine, budget: Budget, progress: Progress) -> Scored:
+def _best_of_market(terrain: Terrain, machine: Machine, budget: Budget, enough_s: float, progress: Progress) -> Scored:
     best = score(terrain, machine, budget, leanest(terrain, machine, budget, progress))
     market = Market(terrain, machine, budget)
     for shares in (SHARES, FORCED_SHARES):
@@ -48,7 +55,9 @@ def _best_of_market(terrain: Terrain, machine: Machine, budget: Budget, progress
             found = market.cheapest_fit(share, int(budget.device_bytes * (1 - reserve)))
             if found is not None:
                 any_fit = True
-                best = better(best, score(terrain, machine, budget, found), budget)
+                best = better(best, score(terrain, machine, budget, found))
+            if best.fits and best.step_s <= enough_s:
+                return best
         if any_fit:
             break
     return best
@@ -69,7 +78,7 @@ def _improve(terrain: Terrain, machine: Machine, budget: Budget, best: Scored, p
         num_idle += 1
         if int(lean_bytes(terrain, budget, decisions).max(initial=0)) <= budget.device_bytes:
             tried = score(terrain, machine, budget, decisions)
-            if better(best, tried, budget) is tried:
+            if better(best, tried) is tried:
                 best, num_idle = tried, 0
         if num_idle == patience:
             break
@@ -82,12 +91,6 @@ class Flips:
     def __init__(self, terrain: Terrain, budget: Budget) -> None:
         self.terrain, self.budget = terrain, budget
         self.random = random.Random(0)
-        storages = terrain.trace.storages
-        self.span = {}  # value -> the slots that keeping it costs memory in
-        for value in terrain.evictable:
-            first = storages[terrain.storage[value]].dies + 1
-            needs = terrain.unpacks[value]
-            self.span[value] = (first, terrain.tick_slots[needs[0]] if needs else terrain.trace.num_slots)
 
     def draw(self, scored: Scored) -> Decisions | None:
         """One value decided anew; where that needs room, another one evicted for it."""
@@ -109,13 +112,13 @@ class Flips:
         """A quick look: what becomes kept fits beside what stays, less what leaves."""
         for value, decision in changed.items():
             if decision == "keep" and scored.decisions[value] != "keep":
-                first, end = self.span[value]
+                first, end = self.terrain.spans[value]
                 if first < end:
                     at = first + int(scored.slot_bytes[first:end].argmax())
                     level = int(scored.slot_bytes[at]) + self.terrain.value_bytes[value]
                     for other, other_decision in changed.items():
                         if other_decision != "keep" and scored.decisions[other] == "keep":
-                            inside = self.span[other][0] <= at < self.span[other][1]
+                            inside = self.terrain.spans[other][0] <= at < self.terrain.spans[other][1]
                             level -= self.terrain.value_bytes[other] if inside else 0
                     if level > self.budget.device_bytes:
                         return False

@@ -163,7 +163,7 @@ class _Sweep:
             num_bytes = self.terrain.value_bytes[value]
             work_s = self.machine.out_s(num_bytes, self.tiers[value])
             self.lanes.issue(OUT, value, self._now_s(tick), work_s)
-            dies = self.terrain.trace.storages[self.terrain.storage[value]].dies
+            dies = self.terrain.dies[self.terrain.storage[value]]
             self.flights.append(_Flight(value, num_bytes, dies))
             self.flying.add(value)
             self.shared.append(self.flights[-1])

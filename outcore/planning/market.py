@@ -56,8 +56,8 @@ class Market:
         self.terrain, self.machine, self.budget = terrain, machine, budget
         self.segments = segments_of(terrain)
         self.density = remake_density(terrain, self.segments)
-        found = sorted(set(self.density.values()))
-        self.prices = [*found, 2 * found[-1] + 1e-9 if found else 1.0]
+        found = sorted({price for price in self.density.values() if price > 0}) or [1.0]
+        self.prices = [found[0] / 2, *found, found[-1] * 2]  # from nothing remade that costs, to everything
         self.lanes = LaneRoom(terrain, machine, budget)
 
     def cheapest_fit(self, share: float, device_bytes: int) -> Decisions | None:

@@ -10,7 +10,7 @@ from outcore.planning.bound import bound_step_s
 from outcore.planning.exact import exact
 from outcore.planning.hybrid import hybrid
 from outcore.planning.pooch import pooch
-from outcore.planning.scoring import Decisions, Planner, Progress, Scored, lean_bytes, score, stored_fits
+from outcore.planning.scoring import Decisions, Planner, Progress, Scored, lean_bytes, score
 from outcore.planning.simple import keep_all, leanest, recompute_all, swap_all
 from outcore.planning.swap import swap
 from outcore.planning.terrain import Terrain, terrain_of
@@ -38,11 +38,11 @@ def plan(
     kept = score(terrain, machine, budget, keep_all(terrain, machine, budget, tell))
     decisions = PLANNERS[planner](terrain, machine, budget, tell)
     scored = score(terrain, machine, budget, decisions)
-    if scored.peak_bytes > budget.device_bytes or not stored_fits(terrain, budget, decisions):
+    if not scored.fits:
         if planner not in PURE:  # a last resort that every planner which mixes has
             decisions = leanest(terrain, machine, budget, tell)
             scored = score(terrain, machine, budget, decisions)
-        if scored.peak_bytes > budget.device_bytes:
+        if not scored.fits:
             raise _too_small(terrain, budget, decisions)
     return Plan(
         fingerprint=trace.fingerprint,
@@ -54,7 +54,7 @@ def plan(
         predicted_peak_bytes=scored.peak_bytes,
         in_core_step_s=kept.step_s,
         in_core_peak_bytes=kept.peak_bytes,
-        bound_step_s=min(bound_step_s(terrain, machine, budget), scored.step_s),
+        bound_step_s=bound_step_s(terrain, machine, budget),
         reasons=_reasons(terrain, scored),
     )
 

@@ -41,7 +41,7 @@ def _keep_critical(terrain: Terrain, machine: Machine, budget: Budget, best: Sco
         for chosen in combinations(critical, size):
             decisions: Decisions = {**start, **dict.fromkeys(chosen, "keep")}
             if int(lean_bytes(terrain, budget, decisions).max(initial=0)) <= budget.device_bytes:
-                best = better(best, score(terrain, machine, budget, decisions), budget)
+                best = better(best, score(terrain, machine, budget, decisions))
     return best
 
 
@@ -55,7 +55,7 @@ def _keep_from_output(terrain: Terrain, machine: Machine, budget: Budget, best: 
         decisions: Decisions = {**best.decisions, value: "keep"}
         if int(lean_bytes(terrain, budget, decisions).max(initial=0)) > budget.device_bytes:
             break
-        best = better(best, score(terrain, machine, budget, decisions), budget)
+        best = better(best, score(terrain, machine, budget, decisions))
         progress("keeping: swap-outs", 0.5)
     return best
 
@@ -78,5 +78,5 @@ def _recompute_by_ratio(terrain: Terrain, machine: Machine, budget: Budget, best
         value = max(overhead_s, key=lambda value: overhead_s[value] / max(cost_s[value], 1e-12))
         tried.add(value)
         decisions: Decisions = {**best.decisions, value: "recompute"}
-        best = better(best, score(terrain, machine, budget, decisions), budget)
+        best = better(best, score(terrain, machine, budget, decisions))
     return best

@@ -26,6 +26,7 @@ class Scored:
     decisions: Mapping[int, Decision]
     clocked: Clocked
     slot_bytes: Int64s
+    fits: bool  # device, host and disk
 
     @property
     def step_s(self) -> float:
@@ -39,7 +40,9 @@ class Scored:
 def score(terrain: Terrain, machine: Machine, budget: Budget, decisions: Mapping[int, Decision]) -> Scored:
     """Lower and simulate: the judge of every planner."""
     steps = lower_steps(terrain, decisions, machine, budget)
-    return Scored(decisions, clock_of(terrain, steps, machine), memory_of(terrain, steps, decisions))
+    slot_bytes = memory_of(terrain, steps, decisions)
+    fits = int(slot_bytes.max(initial=0)) <= budget.device_bytes and stored_fits(terrain, budget, decisions)
+    return Scored(decisions, clock_of(terrain, steps, machine), slot_bytes, fits)
 
 
 def lean_bytes(terrain: Terrain, budget: Budget, decisions: Mapping[int, Decision]) -> Int64s:
@@ -54,8 +57,6 @@ def stored_fits(terrain: Terrain, budget: Budget, decisions: Mapping[int, Decisi
     return sum(terrain.value_bytes[value] for value, tier in tiers.items() if tier == "disk") <= budget.disk_bytes
 
 
-def better(best: Scored, other: Scored, budget: Budget) -> Scored:
+def better(best: Scored, other: Scored) -> Scored:
     """The one that fits; of two that fit, the faster one."""
-    if other.peak_bytes > budget.device_bytes:
-        return best
-    return other if other.step_s < best.step_s or best.peak_bytes > budget.device_bytes else best
+    return other if other.fits and (other.step_s < best.step_s or not best.fits) else best

@@ -155,8 +155,8 @@ class _MemoryWalk:
             if decisions.get(value, "keep") == "keep" and not storages[storage].external:
                 held_end[storage] = max(own_end, reached.get(value, -1), held_end.get(storage, -1))
         for storage, end in held_end.items():
-            if end > storages[storage].dies:
-                self.at_slot[storages[storage].dies + 1] += storages[storage].bytes
+            if end > terrain.dies[storage]:
+                self.at_slot[terrain.dies[storage] + 1] += storages[storage].bytes
                 self.at_slot[end + 1] -= storages[storage].bytes
         return held_end
 
@@ -199,7 +199,7 @@ class _MemoryWalk:
     def _swap_out(self, step: Step) -> None:
         value = step[2]
         storage = self.terrain.storage[value]
-        alive_until = max(self.terrain.trace.storages[storage].dies, self.held_end.get(storage, -1))
+        alive_until = max(self.terrain.dies[storage], self.held_end.get(storage, -1))
         self.at_slot[alive_until + 1] += self.terrain.value_bytes[value]
         self.originals.add(value)
 
@@ -213,15 +213,15 @@ class _MemoryWalk:
     def _free_original(self, tick: int, value: int) -> None:
         self.originals.remove(value)
         storage, slot = self.terrain.storage[value], self.terrain.tick_slots[tick]
-        alive_until = max(self.terrain.trace.storages[storage].dies, self.held_end.get(storage, -1))
+        alive_until = max(self.terrain.dies[storage], self.held_end.get(storage, -1))
         if alive_until >= slot:  # the program or a kept version holds it longer than we do
             self.at_slot[alive_until + 1] -= self.terrain.value_bytes[value]
         else:
             self.level -= self.terrain.value_bytes[value]
 
     def _free_copy(self, tick: int, value: int) -> None:
-        made, ticks = self.copies.pop(value), self.terrain.trace.ticks
-        given = [ticks[at].dies for at in self.terrain.unpacks.get(value, ()) if made <= at <= tick]
+        made, given_until = self.copies.pop(value), self.terrain.given_until
+        given = [given_until[at] for at in self.terrain.unpacks.get(value, ()) if made <= at <= tick]
         autograd_end = max(given, default=-1)
         if autograd_end >= self.terrain.tick_slots[tick]:
             self.at_slot[autograd_end + 1] -= self.terrain.value_bytes[value]

@@ -24,7 +24,7 @@ def swap(terrain: Terrain, machine: Machine, budget: Budget, progress: Progress)
         progress("taking swaps back", at / MAX_ROUNDS)
         decisions = _keep_dearest(terrain, budget, best, num_taken)
         tried = score(terrain, machine, budget, decisions)
-        if better(best, tried, budget) is tried:
+        if better(best, tried) is tried:
             best = tried
         elif num_taken == 1:
             break

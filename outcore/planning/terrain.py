@@ -42,8 +42,11 @@ class Terrain:
     storage: list[int]
     packs: dict[int, list[int]]  # saved value -> its pack ticks
     unpacks: dict[int, list[int]]  # saved value -> its unpack ticks
+    dies: list[int]  # per storage: the last slot the program holds it in, the step's last at most
+    given_until: list[int]  # per tick: the last slot in which autograd holds what it got, the step's last at most
     handle_end: dict[int, int]  # saved value -> the last slot in which a handle or what it gave is alive
     evictable: tuple[int, ...]  # in order of first pack
+    spans: dict[int, tuple[int, int]]  # evictable value -> (first, end) of the slots where only keeping it has it there
     recomputable: list[bool]  # per value
     kept_for: dict[int, str]  # saved value that is no candidate -> why
     reads: list[tuple[int, ...]]  # per op: what it reads of the step's own, each once
@@ -75,7 +78,9 @@ def _survey(trace: Trace) -> Terrain:
     value_bytes = [trace.storages[value.storage].bytes for value in trace.values]
     packs, unpacks = _ticks_by_value(trace)
     last_slot = trace.num_slots - 1
-    handle_end = {value: _handle_end(trace, packs[value], unpacks[value], last_slot) for value in packs}
+    dies = [min(storage.dies, last_slot) for storage in trace.storages]
+    given_until = [min(tick.dies, last_slot) for tick in trace.ticks]
+    handle_end = {value: _handle_end(given_until, packs[value], unpacks[value], last_slot) for value in packs}
     kept_for = _reasons_to_keep(trace, packs, unpacks, value_bytes)
     clock_s, total_s = _clock(trace)
     return Terrain(
@@ -89,8 +94,18 @@ def _survey(trace: Trace) -> Terrain:
         storage=[value.storage for value in trace.values],
         packs=packs,
         unpacks=unpacks,
+        dies=dies,
+        given_until=given_until,
         handle_end=handle_end,
         evictable=tuple(value for value in packs if value not in kept_for),
+        spans={
+            value: (
+                dies[trace.values[value].storage] + 1,
+                trace.ticks[unpacks[value][0]].slot if unpacks[value] else trace.num_slots,
+            )
+            for value in packs
+            if value not in kept_for
+        },
         recomputable=_recomputable(trace, packs),
         kept_for=kept_for,
         reads=[_own_reads(trace, op) for op in trace.ops],
@@ -102,11 +117,11 @@ def _survey(trace: Trace) -> Terrain:
     )
 
 
-def _handle_end(trace: Trace, packs: list[int], unpacks: list[int], last_slot: int) -> int:
+def _handle_end(given_until: list[int], packs: list[int], unpacks: list[int], last_slot: int) -> int:
     """The last slot in which autograd holds a handle of the value, or what it got for one."""
-    given = max((trace.ticks[tick].dies for tick in unpacks), default=-1)
-    handles = [trace.ticks[tick].dies for tick in packs]
-    if min(handles) < 0:  # the handles were not watched
+    given = max((given_until[tick] for tick in unpacks), default=-1)
+    handles = [given_until[tick] for tick in packs]
+    if min(handles, default=-1) < 0:  # the handles were not watched
         return given if unpacks else last_slot
     return max(given, *handles)
 
@@ -128,7 +143,7 @@ def _ticks_by_value(trace: Trace) -> tuple[dict[int, list[int]], dict[int, list[
             packs.setdefault(tick.value, []).append(index)
             unpacks.setdefault(tick.value, [])
         else:
-            unpacks[tick.value].append(index)
+            unpacks.setdefault(tick.value, []).append(index)  # its pack may lie before the step: a retained graph
     return packs, unpacks
 
 

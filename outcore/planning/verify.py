@@ -30,6 +30,8 @@ class _Checker:
                 self.newest[value.storage] = max(value.version, self.newest.get(value.storage, 0))
         self.out: dict[int, str] = {}  # swapped value -> "copying" or "done"
         self.original: set[int] = set()  # swapped values whose device storage we hold
+        self.held_storages: dict[int, int] = {}  # their storages -> those values
+        self.last_asked = {tick.value: at for at, tick in enumerate(trace.ticks) if tick.kind == "unpack"}
         self.dropped: set[int] = set()
         self.copy: dict[int, str] = {}  # value -> "loading" or "ready"
         self.given: set[int] = set()  # freed in this tick while ready: our hold ends, autograd still gets it
@@ -65,12 +67,12 @@ class _Checker:
     def _op(self, op: Op) -> None:
         for value in op.writes:
             storage = self.trace.values[value].storage
-            for flying in self.original:
-                if self.trace.values[flying].storage == storage and flying != value:
-                    raise ScheduleError(
-                        f"op at slot {op.slot} ({op.name}) overwrites value {flying} while we hold it to copy it; "
-                        f"keep value {flying}"
-                    )
+            flying = self.held_storages.get(storage)
+            if flying is not None and flying != value:
+                raise ScheduleError(
+                    f"op at slot {op.slot} ({op.name}) overwrites value {flying} while we hold it to copy it; "
+                    f"keep value {flying}"
+                )
             self.newest[storage] = max(self.trace.values[value].version, self.newest.get(storage, 0))
 
     def _tick(self, index: int, tick: Tick, actions: list[Action]) -> None:
@@ -135,6 +137,7 @@ class _Checker:
             self._refuse(action, "copies it twice, or copies bytes that are already overwritten")
         self.out[action.value] = "copying"
         self.original.add(action.value)
+        self.held_storages[self.trace.values[action.value].storage] = action.value
 
     def _wait_out(self, action: Action) -> None:
         if action.value not in self.out:
@@ -147,6 +150,7 @@ class _Checker:
             if self.out[value] != "done":
                 self._refuse(action, "frees a storage whose copy was not waited for")
             self.original.remove(value)
+            del self.held_storages[self.trace.values[value].storage]
         elif value in self.copy:
             if self.copy.pop(value) != "ready":
                 self._refuse(action, "frees a copy that is still being filled")
@@ -199,9 +203,6 @@ class _Checker:
         """In place: what it overwrites must be a copy of ours that no unpack will ask for again."""
         for read in dict.fromkeys(op.reads):
             if self.trace.values[read].storage in storages:
-                if self.copy.get(read) != "ready" or self._asked_for_from(read, action.tick):
+                if self.copy.get(read) != "ready" or self.last_asked.get(read, -1) >= action.tick:
                     self._refuse(action, f"overwrites value {read}, which somebody still needs")
                 del self.copy[read]
-
-    def _asked_for_from(self, value: int, tick: int) -> bool:
-        return any(later.kind == "unpack" and later.value == value for later in self.trace.ticks[tick:])
