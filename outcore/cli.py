@@ -373,7 +373,7 @@ def explain(
 
 @main.command(short_help="Train in a third of the memory; prove every bit is the same.")
 @click.option("--memory", help='Budget: "100MiB", bytes, or a share of what the step needs.  [default: a third of it]')
-@click.option("--steps", type=click.IntRange(min=4), help="Training steps of each run.  [default: 6; 16 on a GPU]")
+@click.option("--steps", type=click.IntRange(min=5), help="Training steps of each run.  [default: 10; 16 on a GPU]")
 @click.option("--planner", default="hybrid", show_default=True, help="How to decide; an unknown name lists them all.")
 @click.option("--folder", type=FOLDER, help="Folder for the swap file.  [default: temporary files, without a GPU]")
 @html_option
@@ -390,8 +390,8 @@ def demo(
 ) -> None:
     """Train a small ResNet in a third of the memory it needs, and prove that every bit is the same.
 
-    On the GPU if there is one, else on the CPU with a swap file. Takes a minute on two cores. The exit code is not 0 if
-    a bit differs or the budget was overrun.
+    On the GPU if there is one, else on the CPU with a swap file. Takes less than a minute on two cores. The exit code
+    is not 0 if a bit differs or the budget was overrun.
     """
     from outcore.demo import run_demo
     from outcore.planning import simulate
