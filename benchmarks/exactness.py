@@ -1,5 +1,5 @@
 """Are the numbers the same? Trains each network in-core and under its budget, with deterministic algorithms, and
-compares loss, gradients, parameters and buffers bit for bit. `python -m benchmarks.exactness --networks resnet50,llama`.
+compares loss, gradients, parameters and buffers bit for bit. `python -m benchmarks.exactness --help`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How good and how fast are the planners? Gap to the bound and solve time on recorded steps; no GPU needed.
 
-    python benchmarks/planners.py                 # every section, about ten minutes on one core
+    PYTHONPATH=. python benchmarks/planners.py    # every section, about ten minutes on one core
     python benchmarks/planners.py --section gap   # gap | growth | machines
 
 gap       every planner on the six recorded H200 steps, all budgets of the published ideal

@@ -46,6 +46,7 @@ _HOMES: dict[str, str] = {
     "Trace": "outcore.values",
     "matmul": "outcore.tiling.product",
     "TiledLinear": "outcore.tiling.linear",
+    "elastic": "outcore",
 }
 
 __all__ = [
@@ -65,6 +66,7 @@ __all__ = [
     "TiledLinear",
     "Timeline",
     "Trace",
+    "elastic",
     "limit",
     "lower",
     "matmul",
@@ -77,7 +79,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'outcore' has no attribute {name!r}")
-    found = getattr(import_module(_HOMES[name]), name)
+    home = _HOMES[name]
+    found = import_module(f"outcore.{name}") if home == "outcore" else getattr(import_module(home), name)
     globals()[name] = found
     return found
 
@@ -90,7 +93,7 @@ class _Package(ModuleType):
     """`outcore.limit` is the function, also after the import system bound the file limit.py to that name."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        public = name in _HOMES and isinstance(value, ModuleType)
+        public = _HOMES.get(name, "outcore") != "outcore" and isinstance(value, ModuleType)
         super().__setattr__(name, getattr(value, name) if public else value)
 
 

@@ -25,7 +25,11 @@ if TYPE_CHECKING:
     from outcore.values import Machine, Plan, Schedule, Timeline, Trace
 
 # Verbs that live in rooms of their own: name -> "module:command", loaded when called.
-ELSEWHERE: dict[str, str] = {"matmul": "outcore.tiling.cli:matmul_command"}
+ELSEWHERE: dict[str, str] = {
+    "matmul": "outcore.tiling.cli:matmul_command",
+    "launch": "outcore.elastic.cli:launch_command",
+    "elastic": "outcore.elastic.cli:elastic_command",
+}
 
 FILE = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)

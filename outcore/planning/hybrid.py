@@ -12,6 +12,7 @@ so that what the simulator must decide is small; values are storages of ops, and
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from outcore.planning.bound import bound_step_s
 from outcore.planning.market import INF, Market
@@ -27,6 +28,7 @@ RESERVES = (0.0, 0.02)  # of the budget, for copies in flight
 FLIP_WORK = 1_000_000  # flips drawn x (ops + ticks): what improving may cost, a few seconds
 MAX_FLIPS = 2000
 GOOD_ENOUGH = 1e-4  # a plan this near to the bound is not improved further
+NUM_HALVINGS = 8  # when looking for the least budget that would do
 NEARLY_FREE = 1e-3  # where the bound says that copies alone may hide, the swap planner is asked too
 MIN_PATIENCE = 150  # flips in a row that change nothing before improving stops
 
@@ -45,6 +47,23 @@ def hybrid(terrain: Terrain, machine: Machine, budget: Budget, progress: Progres
     return _improve(terrain, machine, budget, best, progress)
 
 
+def smallest_fit(terrain: Terrain, machine: Machine, budget: Budget, high_bytes: int) -> tuple[int, Decisions] | None:
+    """A device budget below `high_bytes` that the hybrid fits, and how: where host and disk cannot hold everything."""
+    low_bytes = int(lean_bytes(terrain, budget, dict.fromkeys(terrain.evictable, "swap")).max(initial=0))
+    best = None
+    for _ in range(NUM_HALVINGS):
+        device_bytes = (low_bytes + high_bytes) // 2
+        tried = replace(budget, device_bytes=device_bytes)
+        market = Market(terrain, machine, tried)
+        offers = [market.cheapest_fit(share, device_bytes) for share in (SHARES[0], *FORCED_SHARES[:1])]
+        fitting = [made for made in offers if made is not None and score(terrain, machine, tried, made).fits]
+        if fitting:
+            best, high_bytes = (device_bytes, fitting[0]), device_bytes
+        else:
+            low_bytes = device_bytes
+    return best
+
+
 def _best_of_market(terrain: Terrain, machine: Machine, budget: Budget, enough_s: float, progress: Progress) -> Scored:
     best = score(terrain, machine, budget, leanest(terrain, machine, budget, progress))
     market = Market(terrain, machine, budget)
@@ -54,8 +73,9 @@ def _best_of_market(terrain: Terrain, machine: Machine, budget: Budget, enough_s
             progress("pricing", at / len(tried))
             found = market.cheapest_fit(share, int(budget.device_bytes * (1 - reserve)))
             if found is not None:
-                any_fit = True
-                best = better(best, score(terrain, machine, budget, found))
+                scored = score(terrain, machine, budget, found)
+                any_fit |= scored.fits
+                best = better(best, scored)
             if best.fits and best.step_s <= enough_s:
                 return best
         if any_fit:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from outcore.errors import BudgetTooSmall, OutcoreError
 from outcore.planning.bound import bound_step_s
 from outcore.planning.exact import exact
-from outcore.planning.hybrid import hybrid
+from outcore.planning.hybrid import hybrid, smallest_fit
 from outcore.planning.pooch import pooch
 from outcore.planning.scoring import Decisions, Planner, Progress, Scored, lean_bytes, score
 from outcore.planning.simple import keep_all, leanest, recompute_all, swap_all
@@ -43,7 +43,7 @@ def plan(
             decisions = leanest(terrain, machine, budget, tell)
             scored = score(terrain, machine, budget, decisions)
         if not scored.fits:
-            raise _too_small(terrain, budget, decisions)
+            raise _too_small(terrain, machine, budget, decisions, searches=planner in ("hybrid", "exact"))
     return Plan(
         fingerprint=trace.fingerprint,
         planner=planner,
@@ -63,10 +63,17 @@ def _say_nothing(what: str, part: float) -> None:
     pass
 
 
-def _too_small(terrain: Terrain, budget: Budget, decisions: Decisions) -> BudgetTooSmall:
+def _too_small(
+    terrain: Terrain, machine: Machine, budget: Budget, decisions: Decisions, *, searches: bool
+) -> BudgetTooSmall:
+    """With the lean peak of these decisions, or a lower one that a planner which searches would find."""
     slot_bytes = lean_bytes(terrain, budget, decisions)
-    peak_bytes = int(slot_bytes.max(initial=terrain.trace.before_bytes))
-    return BudgetTooSmall(peak_bytes, budget.device_bytes, terrain.op_at(int(slot_bytes.argmax())))
+    needed_bytes = int(slot_bytes.max(initial=terrain.trace.before_bytes))
+    smaller = smallest_fit(terrain, machine, budget, needed_bytes) if searches else None
+    if smaller is not None:
+        needed_bytes, decisions = smaller
+        slot_bytes = lean_bytes(terrain, budget, decisions)
+    return BudgetTooSmall(needed_bytes, budget.device_bytes, terrain.op_at(int(slot_bytes.argmax())))
 
 
 def _reasons(terrain: Terrain, scored: Scored) -> dict[int, str]:

@@ -67,7 +67,7 @@ class SwapFile:
                 size = min(self.extents.round_up(size), self.capacity_bytes - self.extents.capacity_bytes)
                 if size < self.extents.round_up(num_bytes):
                     return None
-                self._reserve(self.extents.capacity_bytes, size)
+                size = self._reserve(self.extents.capacity_bytes, size, self.extents.round_up(num_bytes))
                 self.extents.grow(size)
                 offset = self.extents.take(num_bytes)
             return offset
@@ -76,17 +76,21 @@ class SwapFile:
         with self._lock:
             self.extents.give(offset, num_bytes)
 
-    def _reserve(self, offset: int, num_bytes: int) -> None:
+    def _reserve(self, offset: int, num_bytes: int, at_least_bytes: int) -> int:
+        """Room on the disk itself, not only in the file: as much as wanted, or what is needed now."""
         try:
             os.posix_fallocate(self.fd, offset, num_bytes)
         except OSError as error:
             if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):
                 os.ftruncate(self.fd, offset + num_bytes)
-                return
-            raise StoreError(
-                f"the disk at {self.folder} has no room for {format_bytes(num_bytes)} more of swap ({error.strerror}); "
-                "free some space, name another folder with disk=..., or raise the memory budget"
-            ) from None
+            elif num_bytes > at_least_bytes:
+                return self._reserve(offset, at_least_bytes, at_least_bytes)
+            else:
+                raise StoreError(
+                    f"the disk at {self.folder} has no room for {format_bytes(num_bytes)} more of swap "
+                    f"({error.strerror}); free some space, name another folder with disk=..., or raise the budget"
+                ) from None
+        return num_bytes
 
     def close(self) -> None:
         if self.fd >= 0:

@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiling_products import RATES, assert_product, random_matrix
 
 import outcore
 from outcore.errors import TilingError
 from outcore.tiling.product import Job
+from tests.cpu.tiling.tiling_products import RATES, assert_product, random_matrix
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 from click.testing import CliRunner
-from tiling_products import assert_product, random_matrix
 
 from outcore.tiling.cli import matmul_command
 from outcore.tiling.operands import FileMatrix
+from tests.cpu.tiling.tiling_products import assert_product, random_matrix
 
 
 def call(*arguments: str) -> str:

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiling_products import RATES, Failing, assert_product, random_matrix
 
 import outcore
 from outcore.errors import TilingError
 from outcore.tiling.lanes import CpuLane
 from outcore.tiling.operands import FileMatrix, is_file_mapping
 from outcore.tiling.product import Job, UnfinishedProduct
+from tests.cpu.tiling.tiling_products import RATES, Failing, assert_product, random_matrix
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tiling_products import RATES, Failing, assert_product, lose, random_matrix
 
 from outcore.errors import BudgetTooSmall
 from outcore.tiling.lanes import CpuLane
@@ -18,6 +17,7 @@ from outcore.tiling.operands import is_file_mapping
 from outcore.tiling.pipeline import Pipeline
 from outcore.tiling.product import Job, UnfinishedProduct
 from outcore.tiling.streams import ThreadStream
+from tests.cpu.tiling.tiling_products import RATES, Failing, assert_product, lose, random_matrix
 
 
 class Jittery(ThreadStream):

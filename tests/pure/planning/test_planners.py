@@ -8,7 +8,6 @@ from itertools import product
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from random_steps import MACHINES, chain, steps
 
 from outcore.errors import BudgetTooSmall, OutcoreError, PlanMismatch
 from outcore.planning import PLANNERS, lower, plan, simulate, verify
@@ -16,6 +15,7 @@ from outcore.planning.bound import bound_step_s
 from outcore.planning.scoring import score, stored_fits
 from outcore.planning.terrain import terrain_of
 from outcore.values import Budget, Decision, Machine, Plan, Tick, Trace
+from tests.pure.planning.random_steps import MACHINES, chain, steps
 
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 

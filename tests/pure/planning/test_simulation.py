@@ -6,14 +6,14 @@ from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_steps import MACHINES, steps
-from reference import Interpreter
 
 from outcore.planning import lower, simulate, verify
 from outcore.planning.scoring import lean_bytes
 from outcore.planning.simulate import memory_of, steps_of
 from outcore.planning.terrain import terrain_of
 from outcore.values import Budget, Decision, Machine, Plan, Schedule, Trace
+from tests.pure.planning.random_steps import MACHINES, steps
+from tests.pure.planning.reference import Interpreter
 
 QUICK = settings(max_examples=100, deadline=None)
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from random_steps import chain
 
 from outcore.errors import ScheduleError
 from outcore.planning import lower, verify
 from outcore.values import Action, Budget, Decision, Machine, Plan, Schedule, Tick
+from tests.pure.planning.random_steps import chain
 
 MACHINE = Machine("pretend", 10**6, 10**6, 10**6, 10.0, 10.0, 1.0, 1.0)
 

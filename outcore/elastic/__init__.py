@@ -1,0 +1,31 @@
+"""Many workers, few messages, none indispensable: elastic averaging over torch.distributed.
+
+`join` is the front door; `METHODS` lists what it can do. Follows arXiv 1708.02983 (You, Buluc, Demmel, SC17) and arXiv
+1412.6651 (Zhang, Choromanska, LeCun); see docs/design/005-elastic.md for where it differs. Names are loaded when first
+used: launching and simulating need no torch in the process that asks.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outcore.elastic.methods import METHODS, Method
+    from outcore.elastic.worker import Settings, Stats, Worker, join
+
+_HOMES = {
+    "METHODS": "methods",
+    "Method": "methods",
+    "Settings": "worker",
+    "Stats": "worker",
+    "Worker": "worker",
+    "join": "worker",
+}
+__all__ = ["METHODS", "Method", "Settings", "Stats", "Worker", "join"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'outcore.elastic' has no attribute {name!r}")
+    return getattr(import_module(f"outcore.elastic.{_HOMES[name]}"), name)

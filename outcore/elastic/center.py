@@ -1,0 +1,270 @@
+"""Messages of workers -> the centre's weights: the process that holds C for the asynchronous methods.
+
+One thread and one two-member group per worker, so that a slow or dead worker holds up no other (a group shared by all
+would never report the death). The order is the method's: `locked` serves first come first served under a lock, `free`
+lets the threads write C at the same time (Hogwild; torch releases the interpreter lock inside its kernels), `turns` is
+the strict round robin of Algorithm 1 in 1708.02983. `staleness` bounds how many exchanges a worker may be ahead of the
+slowest one that is alive.
+
+The process is expendable: it saves C now and then, ends by itself when its workers are gone or a successor took over,
+and any worker may start it anew (link.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+
+from outcore.elastic import rules
+from outcore.elastic.checkpoint import CenterState, load_center, save_center
+from outcore.elastic.methods import Method, find_method
+from outcore.elastic.place import connect_store, raise_count, read_count, read_json, write_json
+from outcore.elastic.turns import Turns
+from outcore.elastic.wire import CENTER_RANK, Group, PeerLost, cut
+from outcore.errors import OutcoreError
+
+HELLO, EXCHANGE, TURN, READ, BYE = range(5)
+BEAT_S = 0.2
+_DAY_S = 86400.0
+
+
+@dataclass(frozen=True)
+class CenterConfig:
+    """Everything a centre process is told when it is started."""
+
+    epoch: int
+    host: str
+    port: int
+    prefix: str
+    method: str
+    mu: float
+    num_ranks: int
+    num_elements: int
+    num_params: int
+    limit_s: float
+    staleness: int | None
+    checkpoint: str
+    keep_checkpoint: bool
+    checkpoint_every_s: float
+    part_sizes: list[int] | None
+
+
+def send_parts(group: Group, vector: Tensor, to: int, part_sizes: list[int] | None) -> None:
+    for part in cut(vector, part_sizes):
+        group.send(part, to)
+
+
+def receive_parts(group: Group, vector: Tensor, source: int, part_sizes: list[int] | None) -> None:
+    for part in cut(vector, part_sizes):
+        group.receive(part, source)
+
+
+class Center:
+    """C, its velocity, and the threads that serve it."""
+
+    def __init__(self, config: CenterConfig) -> None:
+        self.config = config
+        self.method: Method = find_method(config.method)
+        # Two clients: one that waits for a worker's address must not delay the heartbeat.
+        self._store, self._meeting_store = (
+            PrefixStore(config.prefix, connect_store((config.host, config.port), config.limit_s)) for _ in range(2)
+        )
+        self._path = Path(config.checkpoint)
+        saved = load_center(self._path, config.num_elements)
+        self.center = torch.zeros(config.num_elements) if saved is None else saved.center
+        self.velocity = torch.zeros(config.num_elements) if saved is None else saved.velocity
+        self.num_exchanges = -1 if saved is None else saved.num_exchanges  # -1: no worker brought weights yet
+        self._lock = threading.Lock()
+        self._turns = Turns(config.num_ranks, config.limit_s, config.staleness)
+        self._num_attached = 0
+        self._parted = False  # whether the last worker to go said goodbye
+        self._last_word_s = time.monotonic()
+        self._saved_exchanges = self.num_exchanges
+
+    def run(self) -> None:
+        """Accepts workers until they are gone, a successor took over, or the store (the launcher) ended."""
+        config, num_tickets, beat, saved_s = self.config, 0, 0, time.monotonic()
+        raise_count(self._store, "center/epoch", config.epoch)
+        try:
+            while not self._is_over() and read_count(self._store, "center/epoch") == config.epoch:
+                self._store.set(f"center/{config.epoch}/beat", str(beat := beat + 1))
+                arrived = read_count(self._store, f"center/{config.epoch}/tickets")
+                for ticket in range(num_tickets + 1, arrived + 1):
+                    self._num_attached += 1
+                    threading.Thread(target=self._serve, args=(ticket,), daemon=True).start()
+                num_tickets = arrived
+                if time.monotonic() - saved_s > config.checkpoint_every_s:
+                    self._save()
+                    saved_s = time.monotonic()
+                time.sleep(BEAT_S if num_tickets >= config.num_ranks else 0.02)
+            superseded = read_count(self._store, "center/epoch") != config.epoch
+        except RuntimeError:  # the store ended with its launcher: nobody is left to serve, or to come back
+            superseded, self._parted = False, True
+        if not superseded:  # the file is the successor's otherwise
+            self._end()
+
+    def _end(self) -> None:
+        if self.config.keep_checkpoint:
+            self._save()
+        elif self._parted:
+            self._path.unlink(missing_ok=True)
+
+    def _is_over(self) -> bool:
+        silent_s = time.monotonic() - self._last_word_s
+        if self._num_attached == 0:
+            if self._everyone_left():
+                self._parted = True
+            return silent_s > (1.0 if self._parted else self.config.limit_s + 5)
+        return silent_s > 10 * self.config.limit_s + 60  # every worker stopped: they can start a centre again
+
+    def _everyone_left(self) -> bool:
+        return 0 < read_count(self._store, "center/joined") <= read_count(self._store, "center/left")
+
+    def _save(self) -> None:
+        if self.num_exchanges <= self._saved_exchanges:
+            return
+        with self._lock:
+            state = CenterState(self.center.clone(), self.velocity.clone(), self.num_exchanges)
+        save_center(self._path, state)
+        self._saved_exchanges = state.num_exchanges
+
+    def _serve(self, ticket: int) -> None:
+        rank, uid = -1, ""
+        try:
+            rank, uid, group = self._meet(ticket)
+            self._turns.attach(rank, uid)
+            self._parted = False
+            self._answer(group, rank, uid)
+            self._parted = True
+        except (PeerLost, RuntimeError, OSError):
+            pass  # this worker is gone; its elastic term goes with it
+        finally:
+            self._turns.detach(rank, uid)
+            self._num_attached -= 1
+            self._last_word_s = time.monotonic()
+
+    def _meet(self, ticket: int) -> tuple[int, str, Group]:
+        config = self.config
+        store = self._meeting_store
+        who = cast("list[int | str]", read_json(store, f"center/{config.epoch}/ticket/{ticket}", config.limit_s))
+        if who is None:
+            raise PeerLost(None, "took a ticket and vanished")
+        wire = PrefixStore(f"center/{config.epoch}/wire/{ticket}", store)
+        wire.set_timeout(timedelta(seconds=config.limit_s))
+        return int(who[0]), str(who[1]), Group(wire, 0, [CENTER_RANK, int(who[0])], config.limit_s)
+
+    def _answer(self, group: Group, rank: int, uid: str) -> None:
+        header = torch.zeros(4, dtype=torch.float64)
+        theirs, reply = torch.zeros_like(self.center), torch.zeros_like(self.center)
+        while True:
+            group.receive(header, 1, limit_s=_DAY_S)  # a long step is no fault; a death closes the connection
+            self._last_word_s = time.monotonic()
+            kind, clock, alpha = int(header[0]), int(header[1]), float(header[2])
+            if kind == EXCHANGE:
+                self._exchange(group, rank, uid, clock, alpha, theirs, reply)
+            elif kind == HELLO:
+                self._welcome(group, clock, theirs, reply)
+            elif kind == READ:
+                with self._lock:
+                    reply.copy_(self.center)
+                group.send(reply, 1)
+            elif kind == TURN:
+                self._hold(group, partial(self._turns.take, rank))
+            else:
+                return
+
+    def _welcome(self, group: Group, their_count: int, theirs: Tensor, reply: Tensor) -> None:
+        """Tells a worker how far the centre is; takes over the worker's copy of C where that is newer."""
+        ours = self.num_exchanges
+        takes = their_count > ours or ours < 0
+        group.send(torch.tensor([float(takes), float(ours)], dtype=torch.float64), 1)
+        if takes:
+            group.receive(theirs, 1)
+        with self._lock:
+            if takes and (their_count > self.num_exchanges or self.num_exchanges < 0):
+                self.center.copy_(theirs)
+                self.num_exchanges = max(their_count, 0)
+            reply.copy_(self.center)
+        group.send(reply, 1)
+
+    def _exchange(
+        self, group: Group, rank: int, uid: str, clock: int, alpha: float, theirs: Tensor, reply: Tensor
+    ) -> None:
+        if self.method.order == "turns":
+            self._hold(group, partial(self._turns.take, rank))
+        try:
+            receive_parts(group, theirs, 1, self.config.part_sizes)
+            if self.method.order == "free":
+                self._update(theirs, reply, alpha)
+            else:
+                with self._lock:
+                    self._update(theirs, reply, alpha)
+            if self.config.staleness is not None:
+                self._hold(group, partial(self._turns.keep_pace, uid, clock))
+            send_parts(group, reply, 1, self.config.part_sizes)
+        finally:
+            if self.method.order == "turns":
+                self._turns.pass_on(rank)
+
+    def _hold(self, group: Group, attempt: Callable[[float], bool]) -> None:
+        """Holds a worker back until `attempt` succeeds, and lets it know now and then that the centre is alive."""
+        posted = []  # kept until the worker was let go: gloo reads the words when it asks for them
+        while not attempt(self.config.limit_s / 3):
+            posted.append(group.post_status(0.0))
+        leave = group.post_status(1.0)
+        group.wait(leave[1], 1, _DAY_S)  # a worker deep in a long step asks late
+
+    def _update(self, theirs: Tensor, reply: Tensor, alpha: float) -> None:
+        """Applies one worker's message; `reply` is the old centre for elastic methods, the new one for the others."""
+        num_params, mean_rate = self.config.num_params, 1.0 / self.config.num_ranks
+        center, velocity = self.center[:num_params], self.velocity[:num_params]
+        if self.method.sends == "weights":
+            reply.copy_(self.center)
+            theirs.sub_(reply)
+            rules.center_elastic(center, theirs[:num_params], alpha, out=center)
+        elif self.method.momentum == "center":
+            rules.momentum(velocity, theirs[:num_params], self.config.mu, out=velocity)
+            rules.center_step(center, velocity, out=center)
+        else:
+            rules.center_step(center, theirs[:num_params], out=center)
+        self.center[num_params:].add_(theirs[num_params:], alpha=mean_rate)  # buffers: averaged, whatever the method
+        self.num_exchanges += 1
+        if self.method.sends != "weights":
+            reply.copy_(self.center)
+
+
+def main() -> None:
+    """`python -m outcore.elastic.center CONFIG_JSON`: started by link.py, never by hand."""
+    config = CenterConfig(**json.loads(sys.argv[1]))
+    if hasattr(os, "sched_setaffinity"):
+        # The starter may be pinned to its group of cores; the centre must not compete with that group alone.
+        cores = [int(core) for core in os.environ.get("OUTCORE_SPARE_CORES", "").split(",") if core]
+        os.sched_setaffinity(0, cores or range(os.cpu_count() or 1))
+    torch.set_num_threads(1)
+    try:
+        Center(config).run()
+    except OutcoreError as error:
+        store = PrefixStore(config.prefix, connect_store((config.host, config.port), config.limit_s))
+        write_json(store, f"center/{config.epoch}/error", str(error))
+    os._exit(0)  # threads that wait for a stopped worker cannot be woken; they hold nothing worth saving
+
+
+def as_json(config: CenterConfig) -> str:
+    return json.dumps(asdict(config))
+
+
+if __name__ == "__main__":
+    main()

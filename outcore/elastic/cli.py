@@ -1,0 +1,139 @@
+"""`outcore launch` and `outcore elastic compare`: the commands of this room."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from outcore.elastic.launch import LaunchPlan, launch
+from outcore.elastic.methods import METHODS
+from outcore.errors import OutcoreError
+from outcore.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from outcore.elastic.trials import Result
+
+
+@click.command("launch", context_settings={"ignore_unknown_options": True})
+@click.option("--groups", "num_groups", type=click.IntRange(1), required=True, help="How many replicas to start.")
+@click.option("--max-restarts", default=3, show_default=True, help="How often one replica may be started again.")
+@click.option("--spare-cores", default=0, show_default=True, help="Cores left free, for the centre of async methods.")
+@click.option("--pin/--no-pin", default=True, show_default=True, help="Whether each replica gets its own cores.")
+@click.option("--straggler-limit", default=120.0, show_default=True, help="Seconds the last may take after the others.")
+@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def launch_command(
+    num_groups: int,
+    max_restarts: int,
+    spare_cores: int,
+    pin: bool,
+    straggler_limit: float,
+    script: str,
+    arguments: tuple[str, ...],
+) -> None:
+    """Starts pinned replicas of SCRIPT on this host, with ranks, rendezvous and restart.
+
+    The cores are split into equal groups inside NUMA nodes; each replica is pinned before Python starts, with as many
+    threads as cores. Ranks come as with torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). A replica that dies is
+    started again alone, while its elastic partners train on.
+    """
+    plan = LaunchPlan(
+        command=[sys.executable, "-u", script, *arguments],
+        num_groups=num_groups,
+        max_restarts=max_restarts,
+        num_spare_cores=spare_cores,
+        pin=pin,
+        straggler_limit_s=straggler_limit,
+    )
+    try:
+        outcome = launch(plan, lambda line: click.echo(f"outcore launch: {line}", err=True))
+    except OutcoreError as error:
+        raise click.ClickException(str(error)) from None
+    if outcome.lost:
+        raise click.ClickException(f"rank(s) {outcome.lost} did not end well; see their output above")
+
+
+@click.group("elastic")
+def elastic_command() -> None:
+    """Elastic averaging: many workers, few messages, none indispensable."""
+
+
+@elastic_command.command("compare")
+@click.option(
+    "--methods",
+    default="sync-easgd,original-easgd,async-easgd,sync-sgd",
+    show_default=True,
+    help=f"Comma-separated; known: {', '.join(METHODS)}, ddp, periodic-averaging, post-local-sgd.",
+)
+@click.option("--groups", "num_groups", type=click.IntRange(1), default=None, help="Workers [default: half the cores].")
+@click.option(
+    "--data", type=click.Path(exists=True, file_okay=False), help="Folder with MNIST [default: small digits]."
+)
+@click.option("--epochs", default=20.0, show_default=True, help="Passes over the training data, for every method.")
+@click.option("--batch", default=32, show_default=True, help="Images per worker and step.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), help="Where to draw accuracy curves (PNG).")
+@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
+def compare_command(
+    methods: str,
+    num_groups: int | None,
+    data: str | None,
+    epochs: float,
+    batch: int,
+    seed: int,
+    picture: Path | None,
+    as_json: bool,
+) -> None:
+    """Trains a LeNet with several methods under the same clock and compares them."""
+    from outcore.elastic.compare import draw, make_trial, run_trials
+
+    num_workers = num_groups or max(2, (os.cpu_count() or 2) // 2)
+    chosen = [name.strip() for name in methods.split(",") if name.strip()]
+
+    def tell(line: str) -> None:
+        click.echo(f"outcore elastic compare: {line}", err=True)
+
+    def progress(result: Result) -> None:
+        reached = f"{100 * result.final_accuracy:.2f} % in {format_seconds(result.train_s)}"
+        tell(f"{result.trial['name']}: {result.error or reached}")
+
+    try:
+        trials = [make_trial(name, num_workers, epochs=epochs, batch=batch, seed=seed) for name in chosen]
+        results = run_trials(trials, num_groups=num_workers, data=data, on_result=progress, say=tell)
+        if picture is not None:
+            draw([result for result in results if result.error is None], picture)
+    except OutcoreError as error:
+        raise click.ClickException(str(error)) from None
+    _print(results, as_json)
+    if len(results) < len(trials) or any(result.error for result in results):
+        raise click.ClickException("not every method finished; see the errors above")
+
+
+def _print(results: list[Result], as_json: bool) -> None:
+    from dataclasses import asdict
+
+    if as_json:
+        click.echo(json.dumps([{**asdict(result), "step_s": None} for result in results], indent=1))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("method", "accuracy %", "seconds", "waiting %", "sent by one worker", "messages")
+    for result in results:
+        if result.error is not None:
+            table.add_row(str(result.trial["name"]), "-", "-", "-", "-", result.error)
+            continue
+        table.add_row(
+            str(result.trial["name"]),
+            f"{100 * result.final_accuracy:.2f}",
+            f"{result.train_s:.2f}",
+            f"{100 * result.communication_share:.0f}",
+            format_bytes(result.sent_bytes),
+            str(result.num_messages),
+        )
+    Console().print(table)

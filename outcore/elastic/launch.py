@@ -1,0 +1,205 @@
+"""Script -> N pinned replicas on this host, with ranks, rendezvous and restart.
+
+torchrun pins nothing on a CPU and answers one death by restarting everybody; xeon.run_cpu pins but gives no ranks.
+Here every replica gets its group of cores before Python starts in it, as many threads as cores, and the environment of
+torchrun (so that `init_process_group` works too). The store lives in the launcher and outlives every replica. One that
+dies is started again alone: its elastic partners train on, and it comes back at the centre.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from outcore.elastic.cores import read_cores, split_cores
+from outcore.errors import ElasticError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+POLL_S = 0.05
+# Asks the kernel to end the replica with its launcher, even one that was killed, then becomes the replica.
+_BOUND_TO_LAUNCHER = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """What to start, how often to start it again, and how long the last ones may take after the others."""
+
+    command: list[str]
+    num_groups: int
+    max_restarts: int = 3
+    num_spare_cores: int = 0
+    pin: bool = True
+    straggler_limit_s: float = 120.0
+    limit_s: float | None = None
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Replica:
+    rank: int
+    cores: list[int]
+    process: subprocess.Popen[bytes] | None = None
+    num_restarts: int = 0
+    status: int | None = None  # the exit status once it will not be started again
+
+
+@dataclass(frozen=True)
+class Outcome:
+    statuses: dict[int, int]
+    num_restarts: int
+
+    @property
+    def lost(self) -> list[int]:
+        return [rank for rank, status in self.statuses.items() if status != 0]
+
+
+def launch(plan: LaunchPlan, say: Callable[[str], None] = lambda line: None) -> Outcome:
+    """Runs the replicas to their end; always leaves no process behind."""
+    from torch._C._distributed_c10d import TCPStore
+
+    by_node = read_cores()
+    groups = split_cores(by_node, plan.num_groups, plan.num_spare_cores)
+    all_cores = [core for node in by_node for core in node]
+    if plan.num_groups > len(all_cores):
+        say(f"{plan.num_groups} groups share {len(all_cores)} core(s): expect no speed-up from this partition")
+    say(f"{len(groups)} groups of {len(groups[0])} core(s): " + " | ".join(_short(group) for group in groups))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    used = {core for group in groups for core in group}
+    spare = [core for core in all_cores if core not in used]
+    env = _environment(plan, store.port, all_cores, spare)
+    replicas = [Replica(rank, cores) for rank, cores in enumerate(groups)]
+    try:
+        with _terminated_by_signal():
+            _watch(replicas, plan, env, say)
+    finally:
+        _end(replicas)
+    del store
+    return Outcome({r.rank: r.status if r.status is not None else -1 for r in replicas}, _restarts(replicas))
+
+
+def _restarts(replicas: list[Replica]) -> int:
+    return sum(replica.num_restarts for replica in replicas)
+
+
+def _environment(plan: LaunchPlan, port: int, all_cores: list[int], spare: list[int]) -> dict[str, str]:
+    return {
+        **os.environ,
+        **plan.env,
+        "WORLD_SIZE": str(plan.num_groups),
+        "LOCAL_WORLD_SIZE": str(plan.num_groups),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # says to torch, too, that the launcher hosts the store
+        "TORCHELASTIC_RUN_ID": f"outcore-{os.getpid()}",
+        "TORCHELASTIC_RESTART_COUNT": "0",  # a lone restart joins the running store keys; uids tell it apart
+        "OUTCORE_ALL_CORES": ",".join(str(core) for core in all_cores),
+        "OUTCORE_SPARE_CORES": ",".join(str(core) for core in spare),
+    }
+
+
+def _start(replica: Replica, plan: LaunchPlan, env: dict[str, str]) -> None:
+    threads = str(len(replica.cores)) if plan.pin else env.get("OMP_NUM_THREADS", str(len(replica.cores)))
+    mine = {
+        **env,
+        "RANK": str(replica.rank),
+        "LOCAL_RANK": str(replica.rank),
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OUTCORE_RESTART_COUNT": str(replica.num_restarts),
+    }
+    # Affinity belongs to a thread and is inherited: pin this one, start the child, unpin. So the child is pinned
+    # before its first instruction, and every page it touches is near its cores.
+    before = os.sched_getaffinity(0)
+    try:
+        if plan.pin:
+            os.sched_setaffinity(0, replica.cores)
+        bound = [sys.executable, "-I", "-S", "-c", _BOUND_TO_LAUNCHER, str(os.getpid())]
+        replica.process = subprocess.Popen([*bound, *plan.command], env=mine)
+    except OSError as error:
+        raise ElasticError(f"cannot start {plan.command[0]}: {error}") from None
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _watch(replicas: list[Replica], plan: LaunchPlan, env: dict[str, str], say: Callable[[str], None]) -> None:
+    for replica in replicas:
+        _start(replica, plan, env)
+    last_end_s, ends_s = None, None if plan.limit_s is None else time.monotonic() + plan.limit_s
+    while any(replica.status is None for replica in replicas):
+        time.sleep(POLL_S)
+        for replica in replicas:
+            if replica.status is None and _ended(replica, plan, env, say):
+                last_end_s = time.monotonic()
+        if ends_s is not None and time.monotonic() > ends_s:
+            say(f"the limit of {plan.limit_s:g} s passed; everything is ended")
+            return
+        some_done = any(replica.status == 0 for replica in replicas)
+        if some_done and last_end_s is not None and time.monotonic() - last_end_s > plan.straggler_limit_s:
+            late = [replica.rank for replica in replicas if replica.status is None]
+            say(f"rank(s) {late} did not end within {plan.straggler_limit_s:g} s of the others; ended by force")
+            return
+
+
+def _ended(replica: Replica, plan: LaunchPlan, env: dict[str, str], say: Callable[[str], None]) -> bool:
+    """Whether this replica is at its end; one that failed is started again while restarts are left."""
+    assert replica.process is not None
+    status = replica.process.poll()
+    if status is None:
+        return False
+    if status == 0 or replica.num_restarts >= plan.max_restarts:
+        replica.status = status
+        if status != 0:
+            say(f"rank {replica.rank} failed with status {status}; no restart left, the others go on")
+        return True
+    replica.num_restarts += 1
+    say(f"rank {replica.rank} ended with status {status}; start {replica.num_restarts} of {plan.max_restarts} again")
+    _start(replica, plan, env)
+    return False
+
+
+def _end(replicas: list[Replica]) -> None:
+    running = [r.process for r in replicas if r.process is not None and r.process.poll() is None]
+    for process in running:
+        process.terminate()
+        process.send_signal(signal.SIGCONT)  # a stopped process hears SIGTERM when it is woken
+    end_s = time.monotonic() + 5
+    for process in running:
+        try:
+            process.wait(max(0.0, end_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def _terminated_by_signal() -> Iterator[None]:
+    """SIGTERM ends the replicas like Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _short(cores: list[int]) -> str:
+    contiguous = len(cores) > 2 and cores == list(range(cores[0], cores[0] + len(cores)))
+    return f"{cores[0]}-{cores[-1]}" if contiguous else ",".join(str(core) for core in cores)

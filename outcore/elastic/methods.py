@@ -1,0 +1,85 @@
+"""Name -> Method: what each published method sends, who averages, in which order, with which momentum.
+
+The methods differ in four choices only, so they are a table and not a family of classes. Rows follow 1708.02983
+(section 5 and 6), 1412.6651 (`eamsgd`) and 2311.08105 (`diloco`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from outcore.errors import ElasticError
+
+Sends = Literal["weights", "steps", "gradients"]
+Order = Literal["sync", "turns", "locked", "free"]
+Momentum = Literal["none", "worker", "look_ahead", "center", "outer"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row: `order` sync = collective, turns = round robin, locked = first come first served, free = Hogwild."""
+
+    name: str
+    sends: Sends
+    order: Order
+    momentum: Momentum = "none"
+    mu: float = 0.0
+
+    @property
+    def is_sync(self) -> bool:
+        return self.order == "sync"
+
+    @property
+    def is_elastic(self) -> bool:
+        """The worker keeps weights of its own and is pulled towards the centre."""
+        return self.sends == "weights" and self.momentum != "outer"
+
+
+_ROWS = (
+    Method("original-easgd", "weights", "turns"),
+    Method("async-sgd", "steps", "locked"),
+    Method("async-msgd", "steps", "locked", "center", 0.9),
+    Method("hogwild-sgd", "steps", "free"),
+    Method("async-easgd", "weights", "locked"),
+    Method("async-measgd", "weights", "locked", "worker", 0.9),
+    Method("hogwild-easgd", "weights", "free"),
+    Method("eamsgd", "weights", "locked", "look_ahead", 0.9),
+    Method("sync-easgd", "weights", "sync"),
+    Method("diloco", "weights", "sync", "outer", 0.9),
+    Method("sync-sgd", "gradients", "sync"),
+)
+METHODS: dict[str, Method] = {row.name: row for row in _ROWS}
+
+OUTER_RATE = 0.7  # DiLoCo's published outer learning rate
+BETA = 0.9  # P * alpha of 1412.6651; the whole centre moves by this share of the mean difference
+
+
+def find_method(name: str) -> Method:
+    if name not in METHODS:
+        raise ElasticError(f"{name!r} is no elastic method; choose one of {', '.join(METHODS)}")
+    return METHODS[name]
+
+
+def default_alpha(method: Method, num_workers: int) -> float:
+    """beta / P: safe for the synchronous form at any P, and the 2015 paper's choice for the asynchronous one."""
+    return BETA / num_workers if method.is_elastic else 0.0
+
+
+def alpha_bound(method: Method, num_workers: int) -> float:
+    """The largest stable alpha for a vanishing learning rate; past it the centre and the workers part."""
+    return sync_alpha_bound(num_workers) if method.is_sync else round_robin_alpha_bound()
+
+
+def sync_alpha_bound(num_workers: int, eta: float = 0.0) -> float:
+    """The synchronous form is stable for alpha below this; `eta` is learning rate times curvature.
+
+    From the eigenvalues of the averaged 1-D quadratic: 2 (2 - eta) / (P (2 - eta) + 2). It shrinks with P, unlike the
+    round-robin bound; P = 1 gives back the bound published in 1412.6651.
+    """
+    return 2 * (2 - eta) / (num_workers * (2 - eta) + 2)
+
+
+def round_robin_alpha_bound(eta: float = 0.0) -> float:
+    """1412.6651, section 4: (4 - 2 eta) / (4 - eta), whatever the number of workers."""
+    return (4 - 2 * eta) / (4 - eta)

@@ -1,0 +1,151 @@
+"""Measured costs + a number of workers -> seconds per step: how a method would scale beyond this machine. No torch.
+
+A message of n bytes costs a + n b (the alpha-beta model of 1708.02983, table 2), fitted to measured messages; a step
+costs its measured mean with its measured spread. Workers are simulated one by one, because with thousands of them the
+slowest decides: the mean would flatter every synchronous method.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from outcore.elastic.methods import find_method
+from outcore.errors import ElasticError
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one machine measured: a message (`latency_s` + bytes * `s_per_byte`), adding two buffers, a local step."""
+
+    latency_s: float
+    s_per_byte: float
+    add_s_per_byte: float
+    step_s: float
+    step_spread_s: float
+    message_bytes: int
+
+    def message_s(self) -> float:
+        return self.latency_s + self.message_bytes * self.s_per_byte
+
+    def round_s(self) -> float:
+        """One round of the tree: a message and the addition of what it brought."""
+        return self.message_s() + self.message_bytes * self.add_s_per_byte
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """One simulated run. `efficiency` is weak scaling: one worker's time per step over this run's."""
+
+    num_workers: int
+    s_per_step: float
+    efficiency: float
+    communication_share: float
+
+
+def fit_message_costs(sizes_bytes: list[int], seconds: list[float]) -> tuple[float, float]:
+    """(latency_s, s_per_byte) by least squares of the relative error, both at least 0; needs two sizes or more."""
+    if len(set(sizes_bytes)) < 2 or len(sizes_bytes) != len(seconds) or min(seconds) <= 0:
+        raise ElasticError("fitting latency and bandwidth needs messages of two sizes or more, with their seconds")
+    sizes, times = np.array(sizes_bytes, dtype=float), np.array(seconds)
+    rows = np.stack([np.ones_like(sizes), sizes], axis=1) / times[:, None]
+    latency_s, s_per_byte = np.linalg.lstsq(rows, np.ones_like(times), rcond=None)[0]
+    if latency_s < 0:
+        return 0.0, float((sizes / times) @ np.ones_like(times) / ((sizes / times) @ (sizes / times)))
+    if s_per_byte < 0:
+        return float(np.mean(times)), 0.0
+    return float(latency_s), float(s_per_byte)
+
+
+def simulate(
+    method: str,
+    num_workers: int,
+    costs: Costs,
+    *,
+    period: int = 4,
+    level: int = 3,
+    num_periods: int = 40,
+    seed: int = 0,
+) -> Scaling:
+    """Time per local step of `method`, with every worker at its own pace."""
+    kind = find_method(method)
+    if kind.is_sync:
+        if kind.sends == "gradients" or kind.momentum == "outer":
+            level = 2
+        total_s, waited_s = _run_sync(num_workers, costs, period, level, num_periods, seed)
+    else:
+        total_s, waited_s = _run_center(num_workers, costs, period, kind.order == "turns", num_periods, seed)
+    num_steps = period * num_periods
+    s_per_step = total_s / num_steps
+    return Scaling(num_workers, s_per_step, costs.step_s / s_per_step, waited_s / total_s)
+
+
+def scale(method: str, workers: list[int], costs: Costs, *, period: int = 4, level: int = 3) -> list[Scaling]:
+    return [simulate(method, num, costs, period=period, level=level) for num in workers]
+
+
+def with_network(costs: Costs, latency_s: float, s_per_byte: float) -> Costs:
+    """The same computation over another network."""
+    return replace(costs, latency_s=latency_s, s_per_byte=s_per_byte)
+
+
+def tree_rounds(num_workers: int) -> int:
+    """Rounds of the butterfly: log2 P, and one more each way to fold the rest in where P is no power of two."""
+    whole = num_workers.bit_length() - 1
+    return whole if num_workers == 1 << whole else whole + 2
+
+
+def _steps(chance: np.random.Generator, costs: Costs, shape: tuple[int, ...]) -> Array:
+    """Step times with the measured mean and spread; log-normal, since a step is often late and never early."""
+    if costs.step_spread_s <= 0:
+        return np.full(shape, costs.step_s)
+    variance = math.log(1 + (costs.step_spread_s / costs.step_s) ** 2)
+    return chance.lognormal(math.log(costs.step_s) - variance / 2, math.sqrt(variance), shape)
+
+
+def _run_sync(num: int, costs: Costs, period: int, level: int, num_periods: int, seed: int) -> tuple[float, float]:
+    chance = np.random.default_rng(seed)
+    sum_s = tree_rounds(num) * costs.round_s() + (tree_rounds(num) * costs.message_s() if level == 1 else 0.0)
+    clock, waited_s = np.zeros(num), 0.0
+    for _ in range(num_periods):
+        steps = _steps(chance, costs, (num, period))
+        arrived = clock + steps.sum(axis=1)
+        begun = arrived - steps[:, -1] if level == 3 else arrived
+        summed_s = float(begun.max()) + sum_s if num > 1 else 0.0
+        clock = np.maximum(arrived, summed_s)
+        waited_s += float((clock - arrived).mean())
+    return float(clock.max()), waited_s
+
+
+def _run_center(num: int, costs: Costs, period: int, turns: bool, num_periods: int, seed: int) -> tuple[float, float]:
+    """The centre serves one exchange at a time; overlapped with a step unless the order is strict (round robin)."""
+    chance = np.random.default_rng(seed)
+    serve_s = 2 * costs.message_s() + costs.message_bytes * costs.add_s_per_byte
+    waiting = [(float(_steps(chance, costs, (period,)).sum()), rank, 0) for rank in range(num)]
+    heapq.heapify(waiting)
+    free_s, waited_s, ends, next_rank = 0.0, 0.0, [0.0] * num, 0
+    held: dict[int, tuple[float, int]] = {}
+    while waiting or held:
+        if turns:
+            while next_rank not in held:
+                when_s, rank, done = heapq.heappop(waiting)
+                held[rank] = (when_s, done)
+            rank = next_rank
+            (when_s, done), next_rank = held.pop(rank), (next_rank + 1) % num
+        else:
+            when_s, rank, done = heapq.heappop(waiting)
+        # An overlapped exchange was posted one step before it is due.
+        posted_s = when_s if turns else when_s - costs.step_s
+        free_s = max(free_s, posted_s) + serve_s
+        resumed_s = max(when_s, free_s)
+        waited_s += (resumed_s - when_s) / num
+        ends[rank] = resumed_s
+        if done + 1 < num_periods:
+            heapq.heappush(waiting, (resumed_s + float(_steps(chance, costs, (period,)).sum()), rank, done + 1))
+    return max(ends), waited_s

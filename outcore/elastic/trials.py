@@ -1,0 +1,308 @@
+"""A list of trials -> accuracy against seconds and bytes, for each: the program the compared workers run.
+
+Started under `outcore launch` (or torchrun) as `python -m outcore.elastic.trials FILE`: the processes stay for all
+trials of the file, so that a comparison starts from the same warm machine. A trial's clock runs from a barrier; centre
+snapshots are taken at fixed steps and judged after the clock has stopped. Peers of torch itself (DDP, the periodic
+averager, post-local SGD) are trials like the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from outcore.elastic.digits import Digits, accuracy, lenet, load_digits
+from outcore.elastic.place import Place, connect_store, read_count, take_seat
+from outcore.elastic.worker import join
+
+PEERS = ("ddp", "periodic-averaging", "post-local-sgd")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training run. Every method sees the same shards, batches and number of epochs."""
+
+    name: str
+    method: str
+    num_workers: int
+    epochs: float = 1.0
+    batch: int = 64
+    rate: float = 0.05
+    momentum: float = 0.0
+    seed: int = 0
+    num_snapshots: int = 12
+    max_steps: int | None = None
+    limit_s: float = 60.0
+    device: str = "cpu"
+    join: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Point:
+    """The centre at one moment: when, after how many bytes sent by one worker, and how good."""
+
+    at_s: float
+    sent_bytes: int
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Result:
+    trial: dict[str, Any]
+    data: str
+    num_steps: int = 0
+    train_s: float = 0.0
+    step_s: list[float] = field(default_factory=list)
+    wait_s: float = 0.0
+    sent_bytes: int = 0
+    num_messages: int = 0
+    final_accuracy: float = 0.0
+    points: list[dict[str, float]] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def communication_share(self) -> float:
+        return self.wait_s / self.train_s if self.train_s else 0.0
+
+    def seconds_to(self, wanted: float) -> float | None:
+        """When the centre first was as accurate as `wanted`."""
+        return next((point["at_s"] for point in self.points if point["accuracy"] >= wanted), None)
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What the loop needs of a method: forward, step, the averaged weights, and (wait_s, bytes, messages) so far."""
+
+    forward: nn.Module
+    step: Callable[[], None]
+    center: Callable[[], dict[str, Tensor]]
+    costs: Callable[[], tuple[float, int, int]]
+    close: Callable[[], None]
+
+
+def run_trial(trial: Trial, digits: Digits, place: Place) -> Result:
+    """This rank's part of one trial; the result is complete on rank 0."""
+    torch.manual_seed(trial.seed)
+    net = lenet(digits.side).to(trial.device)
+    digits = digits.to(trial.device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=trial.rate, momentum=trial.momentum)
+    shard = torch.arange(place.rank, len(digits.train_labels), trial.num_workers)
+    per_worker = int(trial.epochs * (len(digits.train_labels) // trial.num_workers))
+    num_steps = trial.max_steps or max(1, per_worker // trial.batch)
+    make = _make_peer if trial.method in PEERS else _make_elastic
+    trainer = make(trial, net, optimizer, place)
+    batches = _batches(trial, shard, place.rank)
+    try:
+        _meet(place.store, "ready", trial.num_workers, trial.limit_s)
+        snapshots, steps_s, train_s = _train(trainer, trial, digits, batches, num_steps, watch=place.rank == 0)
+        costs = trainer.costs()
+        _meet(place.store, "trained", trial.num_workers, trial.limit_s)
+        snapshots.append((train_s, costs[1], trainer.center()))
+    finally:
+        trainer.close()
+    if place.rank != 0:
+        return Result(asdict(trial), digits.name)
+    points, final_accuracy = _judge_all(net, snapshots, digits)
+    return Result(
+        trial=asdict(trial),
+        data=digits.name,
+        num_steps=num_steps,
+        train_s=train_s,
+        step_s=steps_s,
+        wait_s=costs[0],
+        sent_bytes=costs[1],
+        num_messages=costs[2],
+        final_accuracy=final_accuracy,
+        points=[asdict(point) for point in points],
+    )
+
+
+def _train(
+    trainer: Trainer, trial: Trial, digits: Digits, batches: Iterator[Tensor], num_steps: int, *, watch: bool
+) -> tuple[list[tuple[float, int, dict[str, Tensor]]], list[float], float]:
+    every = max(1, num_steps // max(1, trial.num_snapshots))
+    watch = watch and trial.num_snapshots > 0
+    snapshots: list[tuple[float, int, dict[str, Tensor]]] = []
+    marks_s, paused_s = [time.perf_counter()], 0.0
+    began_s = marks_s[0]
+    for step in range(1, num_steps + 1):
+        chosen = next(batches)
+        loss = nn.functional.cross_entropy(trainer.forward(digits.train_images[chosen]), digits.train_labels[chosen])
+        loss.backward()
+        trainer.step()
+        marks_s.append(time.perf_counter())
+        if marks_s[-1] - began_s > trial.limit_s:
+            raise TimeoutError(f"stopped after {step} of {num_steps} steps: the limit of {trial.limit_s:g} s passed")
+        if watch and step % every == 0 and step < num_steps:
+            snapshots.append((marks_s[-1] - began_s - paused_s, trainer.costs()[1], trainer.center()))
+            paused_s += time.perf_counter() - marks_s[-1]
+    steps_s = [late - early for early, late in pairwise(marks_s)]
+    return snapshots, steps_s, marks_s[-1] - began_s - paused_s
+
+
+def _batches(trial: Trial, shard: Tensor, rank: int) -> Iterator[Tensor]:
+    chance = torch.Generator().manual_seed(1000 * trial.seed + rank)
+    while True:
+        order = shard[torch.randperm(len(shard), generator=chance)]
+        for batch in torch.split(order, trial.batch):
+            if len(batch) == trial.batch or len(shard) < trial.batch:
+                yield batch
+
+
+def _judge_all(
+    net: nn.Module, snapshots: list[tuple[float, int, dict[str, Tensor]]], digits: Digits
+) -> tuple[list[Point], float]:
+    """Accuracy of every snapshot on the first fifth of the test set, of the last one on all of it.
+
+    The clock has stopped and the other workers idle, so this one borrows the whole partition's cores.
+    """
+    few = len(digits.test_labels) // 5
+    points = []
+    with _all_cores():
+        for at_s, sent_bytes, state in snapshots:
+            net.load_state_dict(state)
+            points.append(Point(at_s, sent_bytes, accuracy(net, digits.test_images[:few], digits.test_labels[:few])))
+        return points, accuracy(net, digits.test_images, digits.test_labels)
+
+
+@contextmanager
+def _all_cores() -> Iterator[None]:
+    cores = [int(core) for core in os.environ.get("OUTCORE_ALL_CORES", "").split(",") if core]
+    pinned, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
+    if cores:
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(len(cores))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+        os.sched_setaffinity(0, pinned)
+
+
+def _meet(store: Store, name: str, count: int, limit_s: float) -> None:
+    """A barrier on which nobody polls: polling idlers would be noise in somebody's measurement."""
+    if store.add(f"meet/{name}", 1) >= count:
+        store.set(f"open/{name}", "1")
+    try:
+        store.wait([f"open/{name}"], timedelta(seconds=limit_s))
+    except RuntimeError:
+        came = read_count(store, f"meet/{name}")
+        raise TimeoutError(f"{came} of {count} workers came to {name!r} within {limit_s:g} s") from None
+
+
+def _make_elastic(trial: Trial, net: nn.Module, optimizer: torch.optim.Optimizer, place: Place) -> Trainer:
+    settings = {"limit_s": 20.0, "join_limit_s": trial.limit_s, **trial.join}
+    worker = join(net, optimizer, trial.method, place=place, **settings)
+
+    def costs() -> tuple[float, int, int]:
+        stats = worker.stats()
+        return stats.wait_s, stats.sent_bytes, stats.num_messages
+
+    return Trainer(net, worker.step, worker.center_state_dict, costs, worker.close)
+
+
+class Peer:
+    """torch's own data parallelism, as its documentation tells to use it."""
+
+    def __init__(self, trial: Trial, net: nn.Module, optimizer: torch.optim.Optimizer, place: Place) -> None:
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+        from torch.nn.parallel import DistributedDataParallel
+
+        self.net, self.optimizer, self.method = net, optimizer, trial.method
+        self.num_steps, self.wait_s = 0, 0.0
+        limit = timedelta(seconds=trial.limit_s)
+        store, size = place.sub_store("peer"), trial.num_workers
+        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=size, timeout=limit)
+        self.period = 1 if trial.method == "ddp" else int(trial.join.get("period", 4))
+        # A ring all-reduce sends 2 (P - 1) / P of the buffer; torch does not count for us.
+        self.exchange_bytes = sum(p.nbytes for p in net.parameters()) * 2 * (size - 1) // size
+        if trial.method == "periodic-averaging":
+            self.forward: nn.Module = net
+            self._step = self._average_after(PeriodicModelAverager(self.period, warmup_steps=0))
+        else:
+            self.forward = DistributedDataParallel(net)
+            self._step = optimizer.step
+        if trial.method == "post-local-sgd":
+            self._step = self._post_local(PeriodicModelAverager(self.period, warmup_steps=0))
+
+    def _average_after(self, averager: Any) -> Callable[[], Any]:
+        def step() -> None:
+            self.optimizer.step()
+            averager.average_parameters(self.net.parameters())
+
+        return step
+
+    def _post_local(self, averager: Any) -> Callable[[], Any]:
+        from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_local
+        from torch.distributed.optim import PostLocalSGDOptimizer
+
+        hook: Any = post_local
+        state = hook.PostLocalSGDState(None, None, 0, post_local_gradient_allreduce=False)
+        self.forward.register_comm_hook(state, post_local.post_localSGD_hook)  # type: ignore[operator]
+        return PostLocalSGDOptimizer(self.optimizer, averager).step
+
+    def step(self) -> None:
+        began_s = time.perf_counter()
+        self._step()
+        if self.method != "ddp":  # DDP waits inside backward, where this clock does not see it
+            self.wait_s += time.perf_counter() - began_s
+        self.optimizer.zero_grad()
+        self.num_steps += 1
+
+    def costs(self) -> tuple[float, int, int]:
+        num_exchanges = self.num_steps // self.period
+        return self.wait_s, num_exchanges * self.exchange_bytes, num_exchanges
+
+
+def _make_peer(trial: Trial, net: nn.Module, optimizer: torch.optim.Optimizer, place: Place) -> Trainer:
+    peer = Peer(trial, net, optimizer, place)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            dist.broadcast(parameter.data, 0)
+    center = partial(_copied, net)
+    return Trainer(peer.forward, peer.step, center, peer.costs, dist.destroy_process_group)
+
+
+def _copied(net: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def main() -> None:
+    """FILE is JSON: {"data": folder or null, "out": path, "trials": [...]}; rank 0 writes a line per trial to `out`."""
+    order = json.loads(Path(sys.argv[1]).read_text())
+    rank = int(os.environ["RANK"])
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    digits = load_digits(order["data"])
+    client = connect_store(address, 30)
+    for number, fields in enumerate(order["trials"]):
+        trial = Trial(**fields)
+        prefix = f"trials/{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}/{number}"
+        gate = PrefixStore(f"{prefix}/gate", client)
+        if rank < trial.num_workers:
+            try:
+                result = run_trial(trial, digits, take_seat(client, rank, trial.num_workers, address, prefix))
+            except Exception as error:  # a trial that fails is a result; the next one still runs
+                result = Result(asdict(trial), digits.name, error=f"{type(error).__name__}: {error}"[:500])
+            if rank == 0:
+                with Path(order["out"]).open("a") as lines:
+                    lines.write(json.dumps(asdict(result)) + "\n")
+        _meet(gate, "next", int(os.environ["WORLD_SIZE"]), 4 * trial.limit_s)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The equations once more, in NumPy and float64, one process, written from the papers and not from the package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from .town import ETA, Array, first_weights, gradient
+
+
+class Replica:
+    """W_i with its momentum, in the notation of 1708.02983."""
+
+    def __init__(self) -> None:
+        self.w, self.v, self.t = first_weights(), np.zeros_like(first_weights()), 0
+
+
+def elastic_sync(num: int, steps: int, period: int, alpha: float) -> tuple[list[Array], Array]:
+    replicas, center = [Replica() for _ in range(num)], first_weights()
+    for t in range(1, steps + 1):
+        old_center, pulls = center.copy(), []
+        for rank, r in enumerate(replicas):
+            pull = alpha * (r.w - old_center) if t % period == 0 else np.zeros_like(r.w)
+            pulls.append(pull)
+            r.w = r.w - ETA * gradient(r.w, rank, t - 1) - pull
+        center = old_center + sum(pulls)
+    return [r.w for r in replicas], center
+
+
+def elastic_one_by_one(
+    order: Iterable[int], num: int, period: int, alpha: float, mu: float = 0.0, look_ahead: bool = False
+) -> tuple[list[Array], Array]:
+    """Round robin, first come first served and Hogwild agree once the order of arrival is given."""
+    replicas, center = [Replica() for _ in range(num)], first_weights()
+    for rank in order:
+        r = replicas[rank]
+        r.t += 1
+        pull = alpha * (r.w - center) if r.t % period == 0 else np.zeros_like(center)
+        at = r.w + mu * r.v if look_ahead else r.w
+        r.v = mu * r.v - ETA * gradient(at, rank, r.t - 1)
+        r.w = r.w + r.v - pull
+        center = center + pull
+    return [r.w for r in replicas], center
+
+
+def steps_one_by_one(order: Iterable[int], num: int, mu: float) -> tuple[list[Array], Array]:
+    """Async SGD (mu = 0) and Async MSGD with period 1."""
+    replicas, center, velocity = [Replica() for _ in range(num)], first_weights(), np.zeros_like(first_weights())
+    for rank in order:
+        r = replicas[rank]
+        r.t += 1
+        velocity = mu * velocity - ETA * gradient(r.w, rank, r.t - 1)
+        center = center + velocity
+        r.w = center.copy()
+    return [r.w for r in replicas], center
+
+
+def diloco(num: int, steps: int, period: int, rate: float, mu: float) -> tuple[list[Array], Array]:
+    replicas, center, velocity = [Replica() for _ in range(num)], first_weights(), np.zeros_like(first_weights())
+    for t in range(1, steps + 1):
+        for rank, r in enumerate(replicas):
+            r.w = r.w - ETA * gradient(r.w, rank, t - 1)
+        if t % period == 0:
+            outer = np.mean([center - r.w for r in replicas], axis=0)
+            velocity = mu * velocity + outer
+            center = center - rate * (outer + mu * velocity)
+            for r in replicas:
+                r.w = center.copy()
+    return [r.w for r in replicas], center
+
+
+def sync_sgd(num: int, steps: int) -> tuple[list[Array], Array]:
+    w = first_weights()
+    for t in range(steps):
+        w = w - ETA * np.mean([gradient(w, rank, t) for rank in range(num)], axis=0)
+    return [w] * num, w
+
+
+Reference = Callable[[], tuple[list[Array], Array]]

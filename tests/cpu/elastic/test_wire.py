@@ -1,0 +1,110 @@
+"""Sums over real gloo connections: sizes beyond one segment, any number of members, lost ones."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from outcore.elastic.roster import Roster
+from outcore.elastic.wire import SEGMENT_BYTES, Group, PeerLost
+
+from .town import Town
+
+pytestmark = pytest.mark.timeout(60)
+NUM_ELEMENTS = 3 * SEGMENT_BYTES // 4 + 17
+
+
+def make_group(town: Town, rank: int, limit_s: float = 10) -> Group:
+    return Roster(town.place(rank), limit_s, 20).regroup()
+
+
+def vector_of(rank: int) -> torch.Tensor:
+    return torch.randn(NUM_ELEMENTS, generator=torch.Generator().manual_seed(rank))
+
+
+def expected(num: int) -> torch.Tensor:
+    """The tree by hand: the rest is folded in first, then neighbours, then pairs of neighbours."""
+    folded = 1 << (num.bit_length() - 1)
+    parts = [
+        vector_of(rank) + vector_of(rank + folded) if rank + folded < num else vector_of(rank) for rank in range(folded)
+    ]
+    while len(parts) > 1:
+        parts = [left + right for left, right in zip(parts[::2], parts[1::2])]
+    return parts[0]
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 4, 6])
+def test_sums_have_one_order_whatever_the_route(num: int) -> None:
+    town = Town(num)
+
+    def act(rank: int) -> list[torch.Tensor]:
+        group = make_group(town, rank)
+        whole, layered, reduced = vector_of(rank), vector_of(rank), vector_of(rank)
+        group.tree_sum(whole)
+        for part in torch.split(layered, [5, 100_000, NUM_ELEMENTS - 100_005]):
+            group.tree_sum(part)
+        group.tree_reduce(reduced)
+        group.tree_broadcast(reduced)
+        return [whole, layered, reduced]
+
+    for sums in town.together(act):
+        for total in sums:
+            assert torch.equal(total, expected(num))
+
+
+@pytest.mark.parametrize("root", [0, 2, 4])
+def test_a_broadcast_starts_anywhere(root: int) -> None:
+    town = Town(5)
+
+    def act(rank: int) -> float:
+        vector = torch.full((NUM_ELEMENTS,), float(rank))
+        make_group(town, rank).tree_broadcast(vector, root=root)
+        return float(vector.sum())
+
+    assert town.together(act) == [float(root) * NUM_ELEMENTS] * 5
+
+
+def test_one_message_however_many_segments() -> None:
+    town = Town(2)
+
+    def act(rank: int) -> tuple[int, int]:
+        group = make_group(town, rank)
+        group.tree_sum(vector_of(rank))
+        return group.traffic.num_messages, group.traffic.num_bytes
+
+    assert town.together(act) == [(1, 4 * NUM_ELEMENTS)] * 2
+
+
+def test_a_member_that_leaves_is_named_at_once_and_a_silent_one_after_the_limit() -> None:
+    town = Town(2)
+
+    def act(rank: int) -> tuple[str, float]:
+        group = make_group(town, rank, limit_s=0.5)
+        if rank == 1:
+            time.sleep(0.1)
+            group.close()
+            return "", 0.0
+        began_s = time.monotonic()
+        with pytest.raises(PeerLost) as caught:
+            group.tree_sum(vector_of(rank))
+        assert caught.value.rank == 1
+        return str(caught.value), time.monotonic() - began_s
+
+    told, took_s = town.together(act)[0]
+    assert "rank 1 closed its connection" in told
+    assert took_s < 0.45
+
+    silent = Town(2, "silent")
+
+    def wait(rank: int) -> str:
+        group = make_group(silent, rank, limit_s=0.5)
+        if rank == 1:
+            time.sleep(1.2)
+            return ""
+        with pytest.raises(PeerLost) as caught:
+            group.tree_sum(vector_of(rank))
+        return str(caught.value)
+
+    assert "rank 1 did not answer within 0.5 s" in silent.together(wait)[0]

@@ -1,0 +1,277 @@
+"""What surrounds the equations: packing, buffers, optimizers, mixed precision, checkpoints, errors."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from outcore.elastic.checkpoint import CenterState, load_center, save_center
+from outcore.elastic.flat import FlatModel
+from outcore.elastic.place import poll
+from outcore.elastic.worker import Settings, Worker, join
+from outcore.errors import BadFile, ElasticError
+
+from .town import Net, Town, center_of, train
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def conv_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2))
+
+
+def test_packing_changes_no_number() -> None:
+    plain, packed = conv_net(), conv_net()
+    first: nn.Conv2d = packed[0]  # type: ignore[assignment]
+    first.weight.data = first.weight.data.contiguous(memory_format=torch.channels_last)
+    flat = FlatModel(packed)
+    assert first.weight.is_contiguous(memory_format=torch.channels_last)
+    x = torch.randn(5, 3, 4, 4)
+    for net in (plain, packed):
+        net(x).square().sum().backward()
+    for mine, theirs in zip(plain.parameters(), packed.parameters()):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    assert flat.gradient.abs().sum() > 0
+    flat.vector.zero_()
+    assert all(not tensor.any() for name, tensor in packed.state_dict().items() if "num_batches" not in name)
+
+
+def test_gradients_find_back_into_the_buffer() -> None:
+    net = nn.Linear(2, 2)
+    flat = FlatModel(net)
+    net.zero_grad()  # sets .grad to None, as optimizers do
+    net(torch.ones(1, 2)).sum().backward()
+    flat.bind_gradients()
+    assert flat.gradient.tolist() == [1.0] * 6
+    assert net.weight.grad is not None
+    assert net.weight.grad.data_ptr() == flat.gradient.data_ptr()
+
+
+def test_a_model_of_two_dtypes_is_refused() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    with pytest.raises(ElasticError, match=r"one dtype and device, found torch.float32 on cpu, torch.float64 on cpu"):
+        FlatModel(net)
+
+
+@pytest.mark.parametrize("method", ["sync-easgd", "sync-sgd", "diloco", "async-easgd"])
+def test_batchnorm_buffers_are_averaged(method: str) -> None:
+    town = Town(2)
+    settings = Settings(method=method, period=1, level=2, limit_s=10)
+    nets = [conv_net(), conv_net()]
+
+    def act(rank: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        net = nets[rank]
+        with town.worker(rank, net, settings, torch.optim.SGD(net.parameters(), lr=0.0)) as worker:
+            for step in range(2):
+                net(torch.full((4, 3, 4, 4), float(rank + step))).sum().backward()
+                if step == 1:
+                    seen = net.state_dict()["1.running_mean"].clone()
+                worker.step()
+            return worker.center_state_dict(), seen
+
+    results = town.together(act)
+    if method == "async-easgd":
+        return  # the order of arrival decides; the rate is tested by the synchronous ones
+    mean = (results[0][1] + results[1][1]) / 2
+    torch.testing.assert_close(results[0][0]["1.running_mean"], mean)
+
+
+@pytest.mark.parametrize("method", ["sync-easgd", "async-measgd", "async-sgd", "diloco"])
+def test_any_optimizer_and_accumulated_gradients_learn(method: str) -> None:
+    town, settings = Town(2), Settings(method=method, period=2, limit_s=10)
+
+    def act(rank: int) -> tuple[float, float]:
+        net = Net()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
+        with town.worker(rank, net, settings, optimizer) as worker:
+            first = net.loss(0, 0).item()
+            for _ in range(30):
+                for part in (0, 1):
+                    (0.5 * net.loss(0, part)).backward()
+                worker.step()
+            return first, net.loss(0, 0).item()
+
+    for first, last in town.together(act):
+        assert last < first
+
+
+def test_mixed_precision_steps_through_the_scaler() -> None:
+    town = Town(1)
+    net = Net()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with town.worker(0, net, Settings(method="sync-easgd", limit_s=10)) as worker:
+        before = net.vector().detach().clone()
+        scaler.scale(net.loss(0, 0)).backward()
+        worker.step(scaler)
+        scaler.update()
+        plain = Net()
+        torch.testing.assert_close(before, plain.vector().detach())
+        plain.loss(0, 0).backward()
+        torch.optim.SGD(plain.parameters(), lr=0.05).step()
+        torch.testing.assert_close(net.vector(), plain.vector())
+
+
+def test_bfloat16_weights_meet_a_float32_centre() -> None:
+    town, settings = Town(2), Settings(method="sync-easgd", period=1, limit_s=10)
+
+    def act(rank: int) -> Any:
+        net = Net().bfloat16()
+        with town.worker(rank, net, settings) as worker:
+            for _ in range(3):
+                (net.vector().float() - 1).square().sum().backward()
+                worker.step()
+            return worker.center_state_dict()["matrix"].dtype, worker._averager.read_center().dtype
+
+    assert town.together(act) == [(torch.bfloat16, torch.float32)] * 2
+
+
+def test_the_checkpoint_brings_the_centre_back(tmp_path: Path) -> None:
+    settings = Settings(method="sync-easgd", period=1, level=2, limit_s=10, checkpoint=tmp_path / "center.npz")
+    town, net = Town(1), Net()
+    with town.worker(0, net, settings) as worker:
+        train(worker, net, 0, range(5))
+        center = center_of(worker)
+    town, again = Town(1), Net()
+    with town.worker(0, again, settings) as worker:
+        assert (center_of(worker) == center).all()
+        assert worker.stats().num_exchanges == 5
+        assert (again.vector().detach().double().numpy() == center).all()
+
+
+def test_a_broken_checkpoint_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "center.npz"
+    assert load_center(path, 3) is None
+    save_center(path, CenterState(torch.ones(3), torch.zeros(3), 4))
+    with pytest.raises(BadFile, match="holds 3 elements, the model has 5"):
+        load_center(path, 5)
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(BadFile, match="no centre checkpoint"):
+        load_center(path, 3)
+
+
+def test_a_late_comer_starts_at_the_centre() -> None:
+    town, settings = Town(1), Settings(method="async-easgd", period=1, limit_s=10)
+    net = Net()
+    with town.worker(0, net, settings) as worker:
+        train(worker, net, 0, range(6))
+        late = Net()
+        with town.worker(1, late, settings) as other:
+            torch.testing.assert_close(late.vector().detach().double(), torch.from_numpy(center_of(other)))
+            assert not torch.equal(late.vector(), Net().vector())
+
+
+def test_bounded_staleness_keeps_a_fast_worker_near() -> None:
+    town, settings = Town(2), Settings(method="async-easgd", period=1, staleness=2, limit_s=5)
+    pace: list[int] = [0, 0]
+    ahead: list[int] = []
+    both_here = threading.Barrier(2)
+
+    def act(rank: int) -> None:
+        net = Net()
+        with town.worker(rank, net, settings) as worker:
+            both_here.wait(10)
+            for step in range(12):
+                net.loss(rank, step).backward()
+                worker.step()
+                pace[rank] = step + 1
+                ahead.append(pace[0] - pace[1])
+                if rank == 1:
+                    time.sleep(0.03)
+
+    town.together(act)
+    assert max(ahead) <= 2 + 2  # the bound, the exchange under way, and the one already answered
+
+
+def test_an_alpha_past_the_bound_warns_with_both_numbers() -> None:
+    with pytest.warns(UserWarning, match=r"alpha 0.9 is past the stability bound 0.667 of sync-easgd with 2 workers"):
+        run_one(2, alpha=0.9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_one(1, alpha=None)
+
+
+def run_one(num: int, alpha: float | None) -> None:
+    town, settings = Town(num), Settings(method="sync-easgd", alpha=alpha, limit_s=10)
+
+    def act(rank: int) -> None:
+        with town.worker(rank, Net(), settings):
+            pass
+
+    town.together(act)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "words"),
+    [
+        ({"method": "easgd"}, "choose one of"),
+        ({"period": 0}, "at least 1"),
+        ({"method": "sync-sgd"}, "must be 1"),
+        ({"staleness": 2}, "bounds asynchronous methods"),
+        ({"limit_s": 0.0}, "every wait needs a limit"),
+        ({"method": "async-easgd", "wire_dtype": torch.bfloat16}, "wire_dtype"),
+        ({"method": "async-easgd", "turn": "iteration"}, "belongs to original-easgd"),
+        ({"method": "async-easgd", "backend": "nccl"}, "host memory"),
+        ({"perod": 2}, "does not know"),
+        ({"backend": "nccl"}, "CUDA device"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_in_one_sentence(chosen: dict[str, Any], words: str) -> None:
+    net = Net()
+    with pytest.raises(ElasticError, match=words) as caught:
+        join(net, torch.optim.SGD(net.parameters(), lr=0.1), **chosen)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_a_launcher_join_says_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    net = Net()
+    with pytest.raises(ElasticError, match="outcore launch --groups 4"):
+        join(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+
+def test_a_store_that_ended_is_named() -> None:
+    town, net = Town(1), Net()
+    worker = town.worker(0, net, Settings(method="sync-easgd", period=1, level=2, limit_s=2))
+    del town.server
+    net.loss(0, 0).backward()
+    with pytest.raises(ElasticError, match=r"rank 0 lost the store at 127.0.0.1:\d+ .* start again"):
+        worker.step()
+    worker.close()
+
+
+def test_one_process_can_host_its_own_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    net = Net()
+    worker: Worker
+    with join(net, torch.optim.SGD(net.parameters(), lr=0.1), period=1) as worker:
+        train(worker, net, 0, range(2))
+        assert worker.members() == [0]
+        assert worker.stats().num_exchanges == 2
+
+
+def test_a_centre_leaves_no_file_behind_and_keeps_the_one_it_was_given(tmp_path: Path) -> None:
+    for given in (None, tmp_path / "kept.npz"):
+        town, net = Town(1), Net()
+        settings = Settings(method="async-easgd", period=1, limit_s=5, checkpoint=given, checkpoint_every_s=0.05)
+        with town.worker(0, net, settings) as worker:
+            train(worker, net, 0, range(3))
+            path = Path(town.centers[0].config.checkpoint)
+            assert poll(path.exists, 5)
+        del town.server  # the launcher ends
+        assert poll(lambda path=path, given=given: path.exists() == (given is not None), 5)  # type: ignore[misc]
+    assert load_center(tmp_path / "kept.npz", 10) is not None

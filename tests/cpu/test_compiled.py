@@ -1,0 +1,79 @@
+"""A model whose blocks are compiled stays compiled inside a step; what the graphs save is kept or swapped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.nn import functional as F
+
+from outcore.limit import limit
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.down(F.gelu(self.up(x))))
+
+
+def losses(model: nn.Module, ooc: object) -> tuple[list[float], list[Tensor]]:
+    found = []
+    for step in range(4):
+        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(step))
+        model.zero_grad()
+        if ooc is None:
+            loss = model(x).square().mean()
+            loss.backward()
+        else:
+            with ooc.step():  # type: ignore[attr-defined]
+                loss = model(x).square().mean()
+                loss.backward()
+        found.append(loss.item())
+    return found, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_compiled_blocks_stay_compiled() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[Block() for _ in range(2)])
+    ours = nn.Sequential(*[Block() for _ in range(2)])
+    ours.load_state_dict(plain.state_dict())
+    calls = {"count": 0}
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        """A back end that counts how often its graphs really run."""
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._functorch._aot_autograd.utils import make_boxed_func
+
+        def compiler(inner: torch.fx.GraphModule, inner_inputs: list[Tensor]) -> object:
+            def run(*args: Tensor) -> object:
+                calls["count"] += 1
+                return inner(*args)
+
+            return make_boxed_func(run)
+
+        return aot_autograd(fw_compiler=compiler, bw_compiler=compiler)(graph, inputs)
+
+    for model in (plain, ours):
+        for index, block in enumerate(model):
+            compiled: Any = torch.compile(block, backend=count)
+            model[index] = compiled
+    expected, expected_grads = losses(plain, None)
+    plain_calls, calls["count"] = calls["count"], 0
+    counters.clear()
+    ooc = limit(ours, "100%", planner="swap-all")
+    got, grads = losses(ours, ooc)
+    assert calls["count"] == plain_calls == 4 * 2 * 2  # steps x blocks x (forward, backward)
+    assert got == expected
+    assert all(torch.equal(a, b) for a, b in zip(expected_grads, grads))
+    assert ooc.predicted is not None
+    assert ooc.predicted.swapped_bytes > 0  # what the graphs saved was swapped
+    assert ooc.store.num_parcels == 0
+    ooc.close()

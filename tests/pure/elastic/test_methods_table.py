@@ -1,0 +1,48 @@
+"""The table of methods and the bounds of its moving rate, without torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from outcore.elastic.methods import METHODS, alpha_bound, default_alpha, find_method
+from outcore.elastic.methods import round_robin_alpha_bound as round_robin_bound
+from outcore.elastic.methods import sync_alpha_bound as sync_bound
+from outcore.errors import ElasticError
+
+
+def spectral_radius_sync(num: int, eta: float, alpha: float) -> float:
+    """Of the map (W_1..W_P, C) -> one synchronous step on f(w) = w^2 / 2."""
+    step = np.eye(num + 1) * (1 - eta - alpha)
+    step[:num, num] = alpha
+    step[num, :num] = alpha
+    step[num, num] = 1 - num * alpha
+    return float(np.abs(np.linalg.eigvals(step)).max())
+
+
+@pytest.mark.parametrize("num", [1, 2, 4, 16, 64])
+@pytest.mark.parametrize("eta", [0.01, 0.5, 1.5])
+def test_the_sync_bound_is_where_the_eigenvalues_leave_the_circle(num: int, eta: float) -> None:
+    bound = sync_bound(num, eta)
+    assert spectral_radius_sync(num, eta, 0.999 * bound) < 1
+    assert spectral_radius_sync(num, eta, 1.001 * bound) > 1
+
+
+def test_one_worker_has_the_published_bound() -> None:
+    assert sync_bound(1, 0.3) == pytest.approx(round_robin_bound(0.3))
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("num", [1, 2, 8, 4352])
+def test_the_default_is_stable_for_any_number_of_workers(name: str, num: int) -> None:
+    assert default_alpha(METHODS[name], num) < alpha_bound(METHODS[name], num)
+
+
+def test_an_alpha_fit_for_async_breaks_sync() -> None:
+    assert alpha_bound(METHODS["async-easgd"], 4) > 0.5 > alpha_bound(METHODS["sync-easgd"], 4)
+    assert spectral_radius_sync(4, 0.1, 0.5) > 1
+
+
+def test_an_unknown_method_names_the_known_ones() -> None:
+    with pytest.raises(ElasticError, match="choose one of original-easgd"):
+        find_method("easgd")
