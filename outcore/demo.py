@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from outcore.errors import OutcoreError
-from outcore.limit import Limited, limit
+from outcore.limit import NUM_MEASURED, Limited, limit
 from outcore.units import parse_bytes
 from outcore.values import Machine, Plan, Schedule, Timeline, Trace
 
 SIDE_PX = 64  # the digits are 8 x 8; upscaled, so that activations and not parameters fill the memory
 BATCH = {"cpu": 64, "cuda": 768}
 BUDGET_PART = 3  # a third of what the step needs in-core
-NUM_STEPS = {"cpu": 6, "cuda": 16}  # on a GPU the plan is fitted to its allocator over the first steps
-MIN_STEPS = 4  # one is recorded, one makes the plan, the others are timed
+NUM_STEPS = {"cpu": 10, "cuda": 16}  # on a GPU the plan is fitted to its allocator over the first steps
+MIN_STEPS = 2 + NUM_MEASURED  # one is recorded, some are watched closely, the others are timed
 Tell = Callable[[str, float], None]  # what is being done, part done
 
 
@@ -114,7 +114,7 @@ class Training:
     marks: list[str] = dataclasses.field(default_factory=list)  # a hash per step, and one of the final state
     losses: list[float] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
-    settled: list[int] = dataclasses.field(default_factory=list)  # steps that followed a plan already made
+    settled: list[int] = dataclasses.field(default_factory=list)  # steps that followed a plan, not watched closely
     plan: Plan | None = None
 
 
@@ -131,10 +131,10 @@ def run_demo(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     num_steps = NUM_STEPS[device.type] if num_steps is None else num_steps
     if num_steps < MIN_STEPS:
-        raise OutcoreError(f"{num_steps} steps are too few: one is recorded and one makes the plan; take {MIN_STEPS}")
+        raise OutcoreError(f"{num_steps} steps are too few: some are recorded or watched; take {MIN_STEPS}")
     images, labels = load_digits(device)
     limit(build(device), memory or "100%", planner=planner, disk=disk).close()  # refuses nonsense before time is spent
-    with _deterministic():
+    with _fair():
         tell("what it needs in-core", 0.0)
         in_core_peak_bytes = _in_core_peak_bytes(images, labels)
         budget_bytes = _budget_bytes(memory, in_core_peak_bytes)
@@ -173,12 +173,11 @@ def train(
     images: Tensor, labels: Tensor, num_steps: int, model: nn.Module, ooc: Limited | None = None
 ) -> Iterator[Training]:
     """An ordinary loop; `with ooc.step():` is all that is added. Pauses after every step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    batch, found = BATCH[images.device.type], Training()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    batch, found, num_followed = BATCH[images.device.type], Training(), 0
     for step in range(num_steps):
         picked = torch.arange(step * batch, (step + 1) * batch, device=images.device) % len(images)
         x, y = F.interpolate(images[picked], size=(SIDE_PX, SIDE_PX), mode="bilinear"), labels[picked]
-        plan = ooc.plan if ooc is not None else None
         began_s = _now_s(images.device)
         with ooc.step() if ooc is not None else nullcontext():
             loss = F.cross_entropy(model(x), y)
@@ -186,7 +185,8 @@ def train(
         found.seconds.append(_now_s(images.device) - began_s)
         found.losses.append(loss.item())
         if ooc is not None and ooc.plan is not None:
-            found.settled += [step] if ooc.plan is plan else []
+            num_followed = num_followed + 1 if ooc.plan is found.plan else 1
+            found.settled += [step] if num_followed > NUM_MEASURED else []
             found.plan = ooc.plan
         found.marks.append(_hash([loss, *(p.grad for p in model.parameters() if p.grad is not None)]))
         optimizer.step()
@@ -259,12 +259,15 @@ def _now_s(device: torch.device) -> float:
 
 
 @contextmanager
-def _deterministic() -> Iterator[None]:
-    """cuDNN must choose the same kernels every time, or plain would not equal plain."""
-    cudnn = torch.backends.cudnn
+def _fair() -> Iterator[None]:
+    """cuDNN must choose the same kernels every time, or plain would not equal plain. On the CPU half the cores compute,
+    in both runs, and half are left to the swap file's threads and to whatever else the machine does."""
+    cudnn, num_threads = torch.backends.cudnn, torch.get_num_threads()
     before = cudnn.deterministic, cudnn.benchmark
     cudnn.deterministic, cudnn.benchmark = True, False
+    torch.set_num_threads(max(1, num_threads // 2))
     try:
         yield
     finally:
         cudnn.deterministic, cudnn.benchmark = before
+        torch.set_num_threads(num_threads)

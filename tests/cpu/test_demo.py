@@ -31,7 +31,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_the_command_proves_itself(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "outcore", "demo", "--json", "--steps", "4", "--html", str(tmp_path / "page.html")]
+    command = [sys.executable, "-m", "outcore", "demo", "--json", "--steps", "5", "--html", str(tmp_path / "page.html")]
     alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads of a busy machine wait for each other at every op
     done = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
@@ -49,7 +49,7 @@ def test_the_command_proves_itself(tmp_path: Path) -> None:
 
 def test_a_changed_bit_is_found(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof must be able to fail: one gradient element moved by one bit, in one step of ours."""
-    assert run_demo("60%", num_steps=4).bitwise_equal
+    assert run_demo("60%", num_steps=5).bitwise_equal
     train = demo_room.train
 
     def disturbed(*args: object, **kwargs: object) -> object:
@@ -61,19 +61,19 @@ def test_a_changed_bit_is_found(tiny: None, monkeypatch: pytest.MonkeyPatch) -> 
             yield found
 
     monkeypatch.setattr(demo_room, "train", disturbed)
-    assert not run_demo("60%", num_steps=4).bitwise_equal
+    assert not run_demo("60%", num_steps=5).bitwise_equal
 
 
 def test_a_budget_of_ones_own(tiny: None) -> None:
-    found = run_demo("70%", num_steps=4)
+    found = run_demo("70%", num_steps=5)
     assert found.budget_bytes == int(found.in_core_peak_bytes * 0.7)
     assert found.in_budget
     assert found.facts()["in_budget"] is True
     with pytest.raises(BudgetTooSmall) as caught:
-        run_demo("64KiB", num_steps=4)
-    assert run_demo(caught.value.needed_bytes, num_steps=4).in_budget
+        run_demo("64KiB", num_steps=5)
+    assert run_demo(caught.value.needed_bytes, num_steps=5).in_budget
 
 
 def test_too_few_steps_are_refused() -> None:
-    with pytest.raises(OutcoreError, match="3 steps are too few"):
-        run_demo(num_steps=3)
+    with pytest.raises(OutcoreError, match="4 steps are too few"):
+        run_demo(num_steps=4)

@@ -106,13 +106,16 @@ def test_plan_and_explain_work_where_torch_is_not(tmp_path: Path) -> None:
     assert planned.returncode == 0, planned.stderr
     facts = json.loads(planned.stdout)
     assert facts["predicted_peak_bytes"] <= 5000 * 1024 < facts["in_core_peak_bytes"]
+    refused = run_without_torch("plan", trace, "--machine", machine, "--memory", "1KiB")
+    assert "no plan fits 1.00 KiB on elsewhere" in refused.stderr
     page = tmp_path / "page.html"
     explained = run_without_torch("explain", plan, "--trace", trace, "--machine", machine, "--html", page)
     assert explained.returncode == 0, explained.stderr
     assert "convolution" in page.read_text()
     assert "convolution" in explained.stdout
     refused = run_without_torch("machine")
-    assert refused.returncode != 0  # the block works: measuring does need torch
+    assert refused.returncode == 1  # the block works: measuring does need torch
+    assert refused.stderr.splitlines()[-1].startswith("Error: this verb needs torch")
 
 
 def test_importing_outcore_does_not_import_torch() -> None:
