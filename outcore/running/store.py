@@ -96,6 +96,7 @@ class Store:
         self.num_parcels = 0
         self.peak_bytes = {"host": 0, "disk": 0}
         self._lanes: dict[str, DiskLane] = {}
+        self._late: list[tuple[list[Future[float]], int, int]] = []
         if device.type == "cuda":
             self.out_stream = torch.cuda.Stream(device)
             self.in_stream = torch.cuda.Stream(device)
@@ -103,6 +104,7 @@ class Store:
     # -- room ---------------------------------------------------------------------------------------------------------
 
     def used_bytes(self, tier: str) -> int:
+        self._sweep()
         if tier == "host":
             return sum(slab.extents.used_bytes for slab in self.slabs)
         return self.file.extents.used_bytes if self.file else 0
@@ -152,6 +154,7 @@ class Store:
         if self.file is None:
             self.file = SwapFile(self.folder, self.disk_bytes)
             self._lanes = {name: DiskLane(name, self.file, self.device) for name in ("swap_out", "swap_in")}
+        self._sweep()
         offset = self.file.take(parcel.num_bytes)
         if offset is None:
             return False
@@ -159,12 +162,14 @@ class Store:
         return True
 
     def release(self, parcel: Parcel) -> None:
+        """Takes a parcel's room back once nothing copies into or out of it. Never waits: any thread may come here."""
         self.num_parcels -= 1
-        if isinstance(parcel.out_done, Future) or isinstance(parcel.in_done, Future):
-            for done in (parcel.out_done, parcel.in_done):
-                if isinstance(done, Future):
-                    done.exception()  # the lane must be through with the range before somebody else gets it
-        elif parcel.in_done is not None and not parcel.in_done.query():
+        dones = (parcel.out_done, parcel.in_done)
+        lanes = [done for done in dones if isinstance(done, Future) and not done.done()]
+        if lanes:
+            self._late.append((lanes, parcel.offset, parcel.num_bytes))
+            return
+        if isinstance(parcel.in_done, torch.cuda.Event) and not parcel.in_done.query():
             self.out_stream.wait_event(parcel.in_done)
         if parcel.source is not None and isinstance(parcel.out_done, torch.cuda.Event):
             self.wait(parcel.out_done)
@@ -172,6 +177,15 @@ class Store:
             parcel.slab.extents.give(parcel.offset, parcel.num_bytes)
         elif parcel.file is not None:
             parcel.file.give(parcel.offset, parcel.num_bytes)
+
+    def _sweep(self) -> None:
+        """Room of parcels that were let go while a lane was still at them."""
+        late, self._late = self._late, []
+        for lanes, offset, num_bytes in late:
+            if all(done.done() for done in lanes) and self.file is not None:
+                self.file.give(offset, num_bytes)
+            else:
+                self._late.append((lanes, offset, num_bytes))
 
     # -- copies -------------------------------------------------------------------------------------------------------
 
@@ -233,6 +247,7 @@ class Store:
             torch.cuda.synchronize(self.device)
         for lane in self._lanes.values():
             lane.close()
+        self._sweep()
         for slab in self.slabs:
             slab.close()
         if self.file is not None:
