@@ -88,7 +88,8 @@ def sustained_s(run_once: Callable[[], float]) -> float:
     """Seconds of a product the device has been at for a while.
 
     The first few run at clocks the device does not keep: too low out of idle, too high before its power limit
-    answers (8192 cubed in tf32: 395 TFLOP/s at first, 315 over seconds). So the later half of the time counts.
+    answers (tf32 on an H200: 395 TFLOP/s in three quick 8192 cubed, 315 over seconds of 65536 cubed). So the later
+    half of the time counts.
     """
     run_once()
     times: list[float] = []
@@ -100,9 +101,10 @@ def sustained_s(run_once: Callable[[], float]) -> float:
 def settled_s(load_once: Callable[[], float], store_once: Callable[[], float]) -> tuple[float, float]:
     """Best seconds of a load and of a store, tried in turn until neither has become faster for some rounds.
 
-    Another user of the copy engines (the driver after a large free, for one) slows whichever direction comes first.
-    So the directions alternate, and while they disagree by more than links do, the slower is not believed before
-    `UNSETTLED_S` have passed: a link that is really lopsided stays so.
+    Loads timed first, soon after 24 and 48 GiB had been freed, once showed half the link, the stores after them all of
+    it. The cause is not known (the driver clearing freed memory would fit). So the directions alternate, and while
+    they disagree by more than links do, the slower is not believed before `UNSETTLED_S` have passed: a link that is
+    really lopsided stays so.
     """
     load_once(), store_once()
     best, spent_s, num_same = (math.inf, math.inf), 0.0, 0

@@ -339,7 +339,7 @@ def _link_rates(tiles: Tiles, rates: Rates) -> dict[str, float]:
 def wave_excess(num_rows: int, num_cols: int, num_sms: int) -> float:
     """Time of a product over what its arithmetic needs, from a last wave of 128 x 256 blocks that is not full.
 
-    Half of what is empty counts: on an H200 fp32 pays for it, bf16 at its power limit does not.
+    Half of what is empty counts, a guess from one run on an H200: all of it made bf16 five percent too slow.
     """
     if not num_sms:
         return 1.0
