@@ -49,8 +49,8 @@ DEVICE = torch.device("cuda:0" if CUDA else "cpu")
 class Bench:
     """The run: its clock, its rows, and host memory that is locked once and used by every section."""
 
-    def __init__(self, small: bool, limit_s: float, path: Path) -> None:
-        self.small, self.limit_s, self.path = small, limit_s, path
+    def __init__(self, small: bool, limit_s: float, path: Path, peers: bool = True) -> None:
+        self.small, self.limit_s, self.path, self.peers = small, limit_s, path, peers
         self.started_s = time.monotonic()
         self.rows: list[Row] = []
         self.notes: list[Row] = []
@@ -120,7 +120,7 @@ class Bench:
     def save(self) -> None:
         machine = {"torch": torch.__version__, "cuda": torch.version.cuda, "host_cpus": os.cpu_count()}
         machine["device"] = torch.cuda.get_device_name(DEVICE) if CUDA else "cpu"
-        found = {"question": "matmul", "date": datetime.date.today().isoformat(), "machine": machine}
+        found: Row = {"question": "matmul", "date": datetime.date.today().isoformat(), "machine": machine}
         found |= {"small": self.small, "rows": self.rows, "notes": self.notes}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(found, indent=1, default=str) + "\n")
@@ -185,7 +185,7 @@ def ours(
         regime=tiles.regime,
         tile=[tiles.num_rows, tiles.num_cols, tiles.depth],
         slots=[tiles.num_a_slots, tiles.num_b_slots, tiles.num_c_slots],
-        order=[tiles.keeps, tiles.band, tiles.ramp],
+        order=[tiles.keeps, tiles.band, tiles.ramp, tiles.opening, tiles.closing],
         traffic_over_lower_bound=moved_bytes / tiles.lower_bound_bytes,
         link_roofline_tflops=best.num_flop / link_s / 1e12,
         rates=[rates.flop_per_s, rates.in_bytes_per_s, rates.out_bytes_per_s, rates.memory_bytes_per_s],
@@ -280,8 +280,8 @@ def links(bench: Bench) -> None:
     for width in (2048, 4096, 8192, 16384, 32768):
         wide = host[: 2 * num_bytes].view(-1, 2 * width)
         source, target = wide[:, :width], device.view(-1, width)
-        in_s = min(timed(lambda source=source, target=target: copy_pitched(target, source, 1, stream)))
-        out_s = min(timed(lambda source=source, target=target: copy_pitched(source, target, 2, stream)))
+        in_s = min(timed(partial(copy_pitched, target, source, 1, stream)))
+        out_s = min(timed(partial(copy_pitched, source, target, 2, stream)))
         rates = {"in_gb_per_s": num_bytes / in_s / 1e9, "out_gb_per_s": num_bytes / out_s / 1e9}
         bench.note("pitched copy", row_bytes=width, same=bool(torch.equal(target.cpu(), source)), **rates)
 
@@ -295,6 +295,8 @@ def fp32(bench: Bench) -> None:
     core = in_core(bench, a, b, "fp32")
     row, _ = ours(bench, a, b, c, "fp32", bench.memory("8GiB"))
     row["share_of_in_core"] = row["tflops"] / core["tflops"]
+    if not bench.peers:
+        return
     if CUDA:
         bench.attempt("cublasXt", lambda: cublas_xt(bench, a, b, c))
     bench.attempt("copy-compute-copy", lambda: copy_compute_copy(bench, a, b, c, "fp32"))
@@ -309,7 +311,7 @@ def cublas_xt(bench: Bench, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -
         library = CublasXt()
         free_bytes = torch.cuda.mem_get_info(DEVICE)[0]
         try:
-            times = timed(lambda block=block, library=library: library.multiply(a, b, c, block), 2)
+            times = timed(partial(library.multiply, a, b, c, block), 2)
             used_gib = (free_bytes - torch.cuda.mem_get_info(DEVICE)[0]) / GIB  # it keeps its buffers while open
         finally:
             library.close()
@@ -356,8 +358,9 @@ def _tensor_cores(bench: Bench, name: str, dtype: torch.dtype, full_side: int) -
             share=row["share_of_ceiling"],
             link=row["link_roofline_tflops"],
         )
-        bench.attempt("copy-compute-copy", lambda: copy_compute_copy(bench, a, b, c, name))
-        if bench.left_s() > 90:
+        if bench.peers:
+            bench.attempt("copy-compute-copy", lambda: copy_compute_copy(bench, a, b, c, name))
+        if bench.peers and bench.left_s() > 90:
             naive_loop(bench, a, b, c, name, side // 4)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -444,7 +447,7 @@ def simulated(bench: Bench) -> None:
         for lane in lanes:
             lane.close()
         ideal_s = flop / (per_unit * sum(speeds))
-        facts = {"balance": ideal_s / report.seconds, "num_tasks": job.tiles.num_tasks, "num_devices": num_lanes}
+        facts: Row = {"balance": ideal_s / report.seconds, "num_tasks": job.tiles.num_tasks, "num_devices": num_lanes}
         facts |= {"ends_together": report.balance, "shares": [lane.share for lane in report.lanes]}
         facts["largest_error"] = (job.out - a @ b).abs().max().item()  # type: ignore[operator]
         bench.note("simulated devices", **facts)
@@ -579,12 +582,13 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, comma-separated: " + ", ".join(SECTIONS))
     parser.add_argument("--limit-s", type=float, default=230.0, help="no section starts after this many seconds")
     parser.add_argument("--small", action="store_true", help="small shapes, to try the script")
+    parser.add_argument("--no-peers", action="store_true", help="of fp32, bf16 and tf32 only in-core and outcore")
     options = parser.parse_args()
     names = options.only.split(",")
     unknown = [name for name in names if name not in SECTIONS]
     if unknown:
         parser.error(f"no section {unknown[0]!r}; there are {', '.join(SECTIONS)}")
-    bench = Bench(options.small, options.limit_s, options.out)
+    bench = Bench(options.small, options.limit_s, options.out, peers=not options.no_peers)
     run_sections(bench, names)
     bench.save()
     Console(width=140).print(table(bench))

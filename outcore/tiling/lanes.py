@@ -242,7 +242,7 @@ def _pitch(tensor: torch.Tensor) -> int:
 
 
 def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return torch.cuda.cudart()
 
 
 class Pins:

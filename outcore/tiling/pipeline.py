@@ -88,6 +88,18 @@ class Pool:
         return self.memory[entry.slot][: num_rows * num_cols].view(num_rows, num_cols)
 
 
+@dataclass
+class Block:
+    """A block of A or B on the device, viewed as it is stored; a resident one has no slot, a `missing` one no data."""
+
+    name: str
+    operand: Operand
+    span: Span
+    view: torch.Tensor
+    entry: Entry | None = None
+    missing: bool = False
+
+
 class Pipeline:
     """One lane's share of a product. Made on the caller's thread (its stream owns the memory), driven by `run`."""
 
@@ -146,16 +158,18 @@ class Pipeline:
         tile = self._tile(turn, span)
         beta = self._load_addend(tile, span, turn)
         target = self._start_sums(tile, beta)
-        for start, stop in tiles.panels(task):
-            a, release_a = self._block("a", (task.row, task.row + task.num_rows, start, stop))
-            b, release_b = self._block("b", (start, stop, task.col, task.col + task.num_cols))
-            strip = a[piece.first : piece.stop]
-            flop = 2.0 * piece.area * (stop - start)
-            compute.run(_product(self.lane, target, strip, b, beta, self.work.alpha), flop)
+        for start, stop in tiles.panels(task, piece.first):
+            a = self._block("a", (task.row, task.row + task.num_rows, start, stop))
+            b = self._block("b", (start, stop, task.col, task.col + task.num_cols))
+            for at, end in tiles.parts(task, start, stop):
+                left = self._part(a, (task.row, task.row + task.num_rows, at, end))[piece.first : piece.stop]
+                right = self._part(b, (at, end, task.col, task.col + task.num_cols))
+                flop = 2.0 * piece.area * (end - at)
+                compute.run(_product(self.lane, target, left, right, beta, self.work.alpha), flop)
+                beta = 1.0
             used = compute.record()
-            release_a(used)
-            release_b(used)
-            beta = 1.0
+            self._release(a, used)
+            self._release(b, used)
         if target is not tile:
             compute.run(lambda: tile.copy_(target))
         done = self._store(tile, span, compute.record())
@@ -199,25 +213,45 @@ class Pipeline:
             self.lane.compute.run(lambda: sums.copy_(tile))
         return sums
 
-    def _block(self, name: str, place: Span) -> tuple[torch.Tensor, Callable[[Event], None]]:
-        """The block on the device, its load enqueued and waited for, and how to let go of it."""
+    def _block(self, name: str, place: Span) -> Block:
+        """The block's slot, taken; what is not there yet is loaded part by part as the products ask for it."""
         operand = self.work.a if name == "a" else self.work.b
         span = operand.span(*place)
         if name not in self.pools:
             assert isinstance(operand.store, TensorStore)
-            view = operand.store.view(span)
-            return (view.t() if operand.flipped else view), _keep
+            return Block(name, operand, span, operand.store.view(span))
         pool = self.pools[name]
         entry, hit = pool.cache.acquire(place)
-        view = pool.view(entry, span)
+        block = Block(name, operand, span, pool.view(entry, span), entry)
         if not hit:
             for reader in pool.cache.claim_readers(entry):
                 self.lane.copy_in.wait(reader, forgiving=True)
-            if not self._copy_from_peer(name, place, span, view):
-                self._load(view, operand.store, span)
-            entry.ready = self.lane.copy_in.record()
-        self.lane.compute.wait(entry.ready)
-        return (view.t() if operand.flipped else view), lambda used: pool.cache.release(entry, used)
+            if self._copy_from_peer(name, place, span, block.view):
+                entry.ready = self.lane.copy_in.record()
+            else:
+                block.missing = True
+        if entry.ready is not None:
+            self.lane.compute.wait(entry.ready)
+        return block
+
+    def _part(self, block: Block, place: Span) -> torch.Tensor:
+        """A part of a block, as the product wants it, its load enqueued and waited for. Parts come in order."""
+        span, whole = block.operand.span(*place), block.span
+        view = block.view[span[0] - whole[0] : span[1] - whole[0], span[2] - whole[2] : span[3] - whole[2]]
+        if block.missing:
+            assert block.entry is not None
+            store = block.operand.store
+            in_parts = self.lane.is_direct(store, span)  # a slab is emptied by a plain copy, which wants a whole block
+            self._load(view if in_parts else block.view, store, span if in_parts else whole)
+            loaded = self.lane.copy_in.record()
+            self.lane.compute.wait(loaded)
+            if not in_parts or (span[1] == whole[1] and span[3] == whole[3]):
+                block.entry.ready, block.missing = loaded, False
+        return view.t() if block.operand.flipped else view
+
+    def _release(self, block: Block, used: Event) -> None:
+        if block.entry is not None:
+            self.pools[block.name].cache.release(block.entry, used)
 
     def _copy_from_peer(self, name: str, place: Span, span: Span, view: torch.Tensor) -> bool:
         """From a lane that already holds the block, if it can be reached without the host."""
@@ -309,7 +343,3 @@ def _empty(waiting: deque[tuple[Event, torch.Tensor, Span]], store: Store) -> No
     arrived, staged, span = waiting.popleft()
     arrived.synchronize()
     store.write_from(staged, span)
-
-
-def _keep(_: Event) -> None:
-    """A resident block needs no release."""

@@ -31,7 +31,9 @@ from outcore.units import MIB, parse_bytes
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 PIN_BYTES_PER_S = 2.3e9
 STAGED_BYTES_PER_S = 15e9
-WORKSPACE_BYTES = 64 * MIB  # cuBLAS takes its own from the same memory
+# What is taken beside the slots: cuBLAS's 32 MiB for every thread and stream that multiplies (the caller's, the
+# measuring one, the lane's own), and a 64 MiB strip where half products cannot be added to fp32 sums in place.
+WORKSPACE_BYTES = 160 * MIB
 PROGRESS_FROM_S = 2.0
 ALONE_WINDOW = 64  # pieces in flight: nobody else wants them, so the loads may run far ahead
 SHARED_WINDOW = 2  # one computes, one loads; more would be claimed too early
@@ -446,9 +448,12 @@ def _budget(memory: int | str | None, lanes: Sequence[Lane]) -> int:
     if memory is None:
         return min(free)
     budget_bytes = parse_bytes(memory, of_bytes=min(free))
-    if any(isinstance(lane, CudaLane) for lane in lanes) and budget_bytes > 4 * WORKSPACE_BYTES:
-        budget_bytes -= WORKSPACE_BYTES
-    return budget_bytes
+    return slots_bytes(budget_bytes) if any(isinstance(lane, CudaLane) for lane in lanes) else budget_bytes
+
+
+def slots_bytes(budget_bytes: int) -> int:
+    """What of a CUDA budget slots and tiles may take: all but the workspaces, of a small budget half."""
+    return budget_bytes - min(WORKSPACE_BYTES, budget_bytes // 2)
 
 
 def _predicted_s(tiles: Tiles) -> float:

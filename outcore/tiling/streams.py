@@ -136,14 +136,14 @@ class CudaStream:
     """A torch CUDA stream behind the same surface; also a stream of a green context, wrapped as an external stream."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
-        self.stream: torch.cuda.Stream = stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stream: torch.cuda.Stream = stream or torch.cuda.Stream(device)
 
     def run(self, operation: Callable[[], object], work: float = 0.0) -> None:
         with torch.cuda.stream(self.stream):
             operation()
 
     def record(self) -> torch.cuda.Event:
-        event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event: torch.cuda.Event = torch.cuda.Event(blocking=True)
         event.record(self.stream)
         return event
 

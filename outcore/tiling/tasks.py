@@ -175,7 +175,7 @@ class TaskQueue:
 
     def _rows_to_take(self, task: Task, lane: int, now_s: float) -> int:
         if len(self._alive()) == 1:
-            return task.num_rows
+            return (task.cut if self._next_row < task.cut else task.num_rows) - self._next_row
         strip_rows = -(-task.num_rows // NUM_STRIPS)
         rows = int(self._spare(lane, now_s) / 2 / task.num_cols)
         if not self.lanes[lane].done_area:  # unmeasured: a small piece first, hints may be far off

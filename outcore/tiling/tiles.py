@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import Any
 
 from outcore.errors import BudgetTooSmall
-from outcore.tiling.slots import SlotCache
+from outcore.tiling.slots import Entry, SlotCache
 
 MAX_STEPS_SIMULATED = 25_000  # one plan
 MAX_STEPS_PLAYED = 40_000  # all plans of a search: a fraction of a second
@@ -30,6 +30,9 @@ NUM_STREAMING_SLOTS = 2
 ROW_OVERHEAD_BYTES = 256  # what the start of each row of a strided copy costs, as bytes on the link
 SHORTEST_ROW_BYTES = 4096  # of a strided copy: shorter rows are gathered by the host first
 GATHER_SLOWDOWN = 4
+ENQUEUE_S = 5e-5  # the host's share of a block product: slots, two waits, a launch, an event (given, not measured)
+MAX_SLOTS = 512  # of one operand: more are small blocks, whose loads and products cost more than they save
+NUM_OPENING_PARTS = (2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,11 @@ class Task:
     num_rows: int
     col: int
     num_cols: int
+    cut: int = 0  # a lane alone does rows [0, cut) first: their store then runs beside the rest's product
+
+    @property
+    def strips(self) -> list[tuple[int, int]]:
+        return [(0, self.cut), (self.cut, self.num_rows)] if self.cut else [(0, self.num_rows)]
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,8 @@ class Tiles:
     keeps: str = "a"  # the operand whose band stays while the other streams
     band: int = 1  # how many block rows (columns) of it stay
     ramp: int = 1  # how many of the other's blocks the first band opens with, so that the first loads feed many tiles
+    opening: int = 1  # parts of each panel of the first task: its product begins when the first part is there
+    closing: int = 0  # rows of the last task that are multiplied after the others have begun to be stored
     prediction: Prediction | None = None
 
     @property
@@ -171,17 +181,25 @@ class Tiles:
             places = list(visit(mt, nt, self.band, self.ramp))
         else:
             places = [(i, j) for j, i in visit(nt, mt, self.band, self.ramp)]
-        return tuple(self._task(index, i, j) for index, (i, j) in enumerate(places))
+        tasks = [self._task(index, i, j) for index, (i, j) in enumerate(places)]
+        if self.closing and tasks[-1].num_rows > self.closing:
+            tasks[-1] = replace(tasks[-1], cut=tasks[-1].num_rows - self.closing)
+        return tuple(tasks)
 
     def _task(self, index: int, i: int, j: int) -> Task:
         row, col = i * self.num_rows, j * self.num_cols
         num_rows, num_cols = min(self.num_rows, self.gemm.m - row), min(self.num_cols, self.gemm.n - col)
         return Task(index, row, num_rows, col, num_cols)
 
-    def panels(self, task: Task) -> list[tuple[int, int]]:
-        """Depth ranges of a task; every second task runs them backwards: the last panels are still in their slots."""
+    def panels(self, task: Task, first: int = 0) -> list[tuple[int, int]]:
+        """Depth ranges of a task's strip; every second one runs backwards: the last panels are still in their slots."""
         panels = [(start, min(start + self.depth, self.gemm.k)) for start in range(0, self.gemm.k, self.depth)]
-        return panels[::-1] if task.index % 2 else panels
+        return panels[::-1] if (task.index + (first > 0)) % 2 else panels
+
+    def parts(self, task: Task, start: int, stop: int) -> list[tuple[int, int]]:
+        """The steps in which a panel is loaded and multiplied: one, but for the first task."""
+        step = -(-self.depth // self.opening) if task.index == 0 else self.depth
+        return [(at, min(at + step, stop)) for at in range(start, stop, step)]
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "num_tasks": self.num_tasks, "device_bytes": self.device_bytes, "regime": self.regime}
@@ -216,52 +234,80 @@ def _grow(kept: list[int], streamed: list[int]) -> Iterator[tuple[int, int]]:
                 yield kept[shell], j
 
 
+class _Clocks:
+    """Loads, products and stores, each in its own order: when each is done, and how long it has been busy."""
+
+    def __init__(self) -> None:
+        self.done_s = dict.fromkeys(("in", "mm", "out"), 0.0)
+        self.busy_s = dict.fromkeys(("in", "mm", "out"), 0.0)
+        self.num_bytes = {"in": 0, "out": 0}
+
+    def run(self, name: str, ready_s: float, took_s: float) -> float:
+        self.busy_s[name] += took_s
+        self.done_s[name] = max(self.done_s[name], ready_s) + took_s
+        return self.done_s[name]
+
+    def move(self, name: str, ready_s: float, num_bytes: int, bytes_per_s: float) -> float:
+        self.num_bytes[name] += num_bytes
+        return self.run(name, ready_s, num_bytes / bytes_per_s)
+
+
 def simulate(tiles: Tiles, rates: Rates) -> Prediction:
     """Play the plan with three clocks (loads, products, stores) and the executor's own cache."""
     gemm, caches = tiles.gemm, {"a": SlotCache(tiles.num_a_slots), "b": SlotCache(tiles.num_b_slots)}
-    link = _link_rates(tiles, rates)
-    in_s = mm_s = out_s = 0.0
+    link, clocks = _link_rates(tiles, rates), _Clocks()
     c_free_s = [0.0] * tiles.num_c_slots
-    in_busy_s = mm_busy_s = out_busy_s = 0.0
-    bytes_in = bytes_out = 0
-    for task in tiles.tasks():
-        c_slot = task.index % tiles.num_c_slots
-        c_bytes = 0 if "c" in gemm.resident else task.num_rows * task.num_cols * gemm.out_element_bytes
-        ready_s = c_free_s[c_slot]
+    pieces = [(task, first, stop) for task in tiles.tasks() for first, stop in task.strips]
+    for turn, (task, first, stop_row) in enumerate(pieces):
+        c_slot = turn % tiles.num_c_slots
+        c_bytes = 0 if "c" in gemm.resident else (stop_row - first) * task.num_cols * gemm.out_element_bytes
+        done_s = c_free_s[c_slot]
         if gemm.reads_c and c_bytes:
-            load_s = c_bytes / link["c"]
-            in_s = ready_s = max(in_s, ready_s) + load_s
-            in_busy_s += load_s
-            bytes_in += c_bytes
-        for start, stop in tiles.panels(task):
-            used = []
-            for name, place, extent in (("a", task.row, task.num_rows), ("b", task.col, task.num_cols)):
-                if name in gemm.resident:
-                    continue
-                entry, hit = caches[name].acquire((place, start))
-                if not hit:
-                    block_bytes = extent * (stop - start) * gemm.host_element_bytes
-                    load_s = block_bytes / link[name]
-                    in_s = max([in_s, *caches[name].claim_readers(entry)]) + load_s
-                    in_busy_s += load_s
-                    bytes_in += block_bytes
-                    entry.ready = in_s
-                used.append((caches[name], entry))
-                ready_s = max(ready_s, entry.ready)
-            step_s = product_s(tiles, rates, task.num_rows, task.num_cols, stop - start)
-            mm_s = max(mm_s, ready_s) + step_s
-            mm_busy_s += step_s
-            for cache, entry in used:
-                cache.release(entry, mm_s)
-        if c_bytes:
-            store_s = c_bytes / link["out"]
-            out_s = c_free_s[c_slot] = max(out_s, mm_s) + store_s
-            out_busy_s += store_s
-            bytes_out += c_bytes
-        else:
-            c_free_s[c_slot] = mm_s
-    bound = _bound(gemm, mm_busy_s, in_busy_s, out_busy_s)
-    return Prediction(max(mm_s, out_s), mm_busy_s, in_busy_s, out_busy_s, bytes_in, bytes_out, bound)
+            done_s = clocks.move("in", done_s, c_bytes, link["c"])
+        for panel in tiles.panels(task, first):
+            done_s = _play_panel(tiles, rates, link, clocks, caches, task, stop_row - first, panel, done_s)
+        if tiles.has_sums:
+            num_elements, element_bytes = (
+                (stop_row - first) * task.num_cols,
+                gemm.sum_element_bytes + gemm.out_element_bytes,
+            )
+            done_s = clocks.run("mm", done_s, num_elements * element_bytes / rates.memory_bytes_per_s)
+        c_free_s[c_slot] = clocks.move("out", done_s, c_bytes, link["out"]) if c_bytes else done_s
+    busy_s, moved = clocks.busy_s, clocks.num_bytes
+    bound = _bound(gemm, busy_s["mm"], busy_s["in"], busy_s["out"])
+    seconds = max(clocks.done_s["mm"], clocks.done_s["out"])
+    return Prediction(seconds, busy_s["mm"], busy_s["in"], busy_s["out"], moved["in"], moved["out"], bound)
+
+
+def _play_panel(
+    tiles: Tiles,
+    rates: Rates,
+    link: dict[str, float],
+    clocks: _Clocks,
+    caches: dict[str, SlotCache],
+    task: Task,
+    num_rows: int,
+    panel: tuple[int, int],
+    ready_s: float,
+) -> float:
+    """The loads of a panel's missing blocks and its products; when the last product is done."""
+    held: list[tuple[str, Entry, int, bool]] = []
+    for name, place, extent in (("a", task.row, task.num_rows), ("b", task.col, task.num_cols)):
+        if name not in tiles.gemm.resident:
+            entry, hit = caches[name].acquire((place, panel[0]))
+            if not hit:
+                entry.ready = max([0.0, *caches[name].claim_readers(entry)])
+            held.append((name, entry, extent, hit))
+    for start, stop in tiles.parts(task, *panel):
+        for name, entry, extent, hit in held:
+            if not hit:
+                num_bytes = extent * (stop - start) * tiles.gemm.host_element_bytes
+                entry.ready = clocks.move("in", entry.ready, num_bytes, link[name])
+            ready_s = max(ready_s, entry.ready)
+        ready_s = clocks.run("mm", ready_s, product_s(tiles, rates, num_rows, task.num_cols, stop - start))
+    for name, entry, _, _ in held:
+        caches[name].release(entry, ready_s)
+    return ready_s
 
 
 def _bound(gemm: Gemm, compute_s: float, in_s: float, out_s: float) -> str:
@@ -290,15 +336,29 @@ def _link_rates(tiles: Tiles, rates: Rates) -> dict[str, float]:
     return found
 
 
+def wave_excess(num_rows: int, num_cols: int, num_sms: int) -> float:
+    """Time of a product over what its arithmetic needs, from a last wave of 128 x 256 blocks that is not full.
+
+    Half of what is empty counts, a guess from one run on an H200: all of it made bf16 five percent too slow.
+    """
+    if not num_sms:
+        return 1.0
+    num_blocks = math.ceil(num_rows / 128) * math.ceil(num_cols / 256)
+    return (1 + math.ceil(num_blocks / num_sms) * num_sms / num_blocks) / 2
+
+
 def product_s(tiles: Tiles, rates: Rates, num_rows: int, num_cols: int, depth: int) -> float:
-    """Seconds of one block product: arithmetic, a last half-empty wave, the sums read and written again."""
-    seconds = 2.0 * num_rows * num_cols * depth / rates.flop_per_s
-    if rates.num_sms:
-        num_blocks = math.ceil(num_rows / 128) * math.ceil(num_cols / 256)
-        seconds *= math.ceil(num_blocks / rates.num_sms) * rates.num_sms / num_blocks
-    if tiles.num_panels > 1:
+    """Seconds of one block product: arithmetic in waves, its blocks read, the sums read and written again.
+
+    Reading and arithmetic overlap but not perfectly: the cube root of their cubes, which leaves square blocks alone and
+    slows thin ones (256 rows of tf32 on an H200 by a seventh).
+    """
+    flop_s = 2.0 * num_rows * num_cols * depth / rates.flop_per_s * wave_excess(num_rows, num_cols, rates.num_sms)
+    read_s = (num_rows + num_cols) * depth * tiles.gemm.slot_element_bytes / rates.memory_bytes_per_s
+    seconds = math.cbrt(flop_s**3 + read_s**3)
+    if depth < tiles.gemm.k:
         seconds += 2 * num_rows * num_cols * tiles.gemm.sum_element_bytes / rates.memory_bytes_per_s
-    return seconds + rates.launch_s
+    return max(seconds + rates.launch_s, ENQUEUE_S if rates.num_sms else 0.0)
 
 
 @lru_cache(maxsize=256)
@@ -318,9 +378,10 @@ def plan_tiles(gemm: Gemm, rates: Rates, budget_bytes: int, num_lanes: int = 1) 
     played: list[Tiles] = []
     num_steps = 0
     for tiles in few[:NUM_SIMULATED]:
-        if num_steps < MAX_STEPS_PLAYED:
-            played += [replace(tiles, prediction=simulate(tiles, rates)), *_ramped(tiles, rates)]
-            num_steps += tiles.num_tasks * tiles.num_panels
+        for variant in _variants(tiles, rates):
+            if num_steps < MAX_STEPS_PLAYED:
+                played.append(replace(variant, prediction=simulate(variant, rates)))
+                num_steps += tiles.num_tasks * tiles.num_panels
     return min(played, key=lambda tiles: _score(tiles, tiles.prediction) if tiles.prediction else math.inf)
 
 
@@ -330,13 +391,43 @@ def _score(tiles: Tiles, prediction: Prediction) -> float:
     return prediction.seconds * (1 + 0.05 * num_bytes / tiles.lower_bound_bytes)
 
 
-def _ramped(tiles: Tiles, rates: Rates) -> Iterator[Tiles]:
+def _variants(tiles: Tiles, rates: Rates) -> Iterator[Tiles]:
+    """The plan, its other ways to begin, and each with its first loads and its last store hidden."""
+    most, closing = _most_parts(tiles), _closing(tiles, rates)
+    for ramp in range(1, _most_ramp(tiles) + 1):
+        if ramp in (1, 2, 4):
+            yield replace(tiles, ramp=ramp)
+            for opening in sorted({1, *(min(num_parts, most) for num_parts in NUM_OPENING_PARTS)}):
+                if opening > 1 or closing:
+                    yield replace(tiles, ramp=ramp, opening=opening, closing=closing)
+
+
+def _most_ramp(tiles: Tiles) -> int:
     kept, streamed = tiles.grid if tiles.keeps == "a" else tiles.grid[::-1]
     num_slots = tiles.num_b_slots if tiles.keeps == "a" else tiles.num_a_slots
-    for ramp in (2, 4):
-        if ramp <= streamed and ramp * tiles.num_panels <= num_slots and min(tiles.band, kept) > 1:
-            ramped = replace(tiles, ramp=ramp)
-            yield replace(ramped, prediction=simulate(ramped, rates))
+    return max(1, min(4, streamed, num_slots // tiles.num_panels)) if min(tiles.band, kept) > 1 else 1
+
+
+def _most_parts(tiles: Tiles) -> int:
+    """Into how many parts the first panels may go: rows of a strided copy need their length, half types full depth."""
+    gemm = tiles.gemm
+    if gemm.on_disk or gemm.sum_element_bytes > gemm.out_element_bytes:
+        return 1
+    return max(1, min(NUM_OPENING_PARTS[-1], tiles.depth * gemm.host_element_bytes // SHORTEST_ROW_BYTES))
+
+
+def _closing(tiles: Tiles, rates: Rates) -> int:
+    """Rows to leave for last: the fewest that hide the store of the others, in waves that are nearly full."""
+    if "c" in tiles.gemm.resident or tiles.num_c_slots < 2:
+        return 0
+    task, out_bytes = tiles.tasks()[-1], tiles.gemm.out_element_bytes
+
+    def ends_s(last: int) -> float:
+        product = [product_s(tiles, rates, rows, task.num_cols, tiles.gemm.k) for rows in (task.num_rows - last, last)]
+        store = [rows * task.num_cols * out_bytes / rates.out_bytes_per_s for rows in (task.num_rows - last, last)]
+        return product[0] + max(store[0], product[1]) + store[1]
+
+    return min(range(128, task.num_rows // 2 + 1, 128), key=ends_s, default=0)
 
 
 def _candidates(gemm: Gemm, budget_bytes: int, num_lanes: int, *, fine: bool) -> Iterator[Tiles]:
@@ -394,6 +485,7 @@ def _splits(gemm: Gemm, budget_bytes: int, num_rows: int, num_cols: int, depth: 
             if spare_bytes < 0:
                 continue
             most = least[keeps] + (spare_bytes // block_bytes[keeps] if block_bytes[keeps] else num_all[keeps])
+            most = max(least[keeps], min(most, MAX_SLOTS))
             for num_kept in sorted({min(most, num_all[keeps]), *(min(want, most) for want in wants)}):
                 yield _with_slots(plain, keeps, int(num_kept), num_streamed, num_all)
 
@@ -429,14 +521,34 @@ def _estimate(tiles: Tiles, rates: Rates) -> Prediction:
     out_s = c_bytes / link["out"]
     step_s = product_s(tiles, rates, tiles.num_rows, tiles.num_cols, tiles.depth)
     compute_s = step_s * (gemm.num_flop / (2.0 * tiles.num_rows * tiles.num_cols * tiles.depth) if gemm.k else 1)
-    first_bytes = (tiles.a_block_bytes + tiles.b_block_bytes) * gemm.host_element_bytes / gemm.slot_element_bytes
-    ends_s = first_bytes / rates.in_bytes_per_s + tiles.c_tile_bytes / rates.out_bytes_per_s
+    ends_s = _lag_s(tiles, rates, step_s * panels) + tiles.c_tile_bytes / rates.out_bytes_per_s / (
+        4 if tiles.num_c_slots > 1 else 1
+    )
     streams = min(tiles.num_a_slots, tiles.num_b_slots) > 1 or tiles.num_tasks * panels == 1
     overlap_s = max(compute_s, in_s, out_s) if streams else compute_s + in_s
     if tiles.num_c_slots == 1 and tiles.num_tasks > 1:
         overlap_s += out_s
     bound = _bound(gemm, compute_s, in_s, out_s)
     return Prediction(overlap_s + ends_s, compute_s, in_s, out_s, bytes_in, c_bytes, bound)
+
+
+def _lag_s(tiles: Tiles, rates: Rates, task_s: float) -> float:
+    """How far the products fall behind the loads while the first band arrives, a growing square of tiles at a time."""
+    gemm, slabs = tiles.gemm, {"a": tiles.num_rows, "b": tiles.num_cols}
+    kept, streamed = ("a", "b") if tiles.keeps == "a" else ("b", "a")
+    slab_s = {
+        name: 0.0 if name in gemm.resident else side * gemm.k * gemm.host_element_bytes / rates.in_bytes_per_s
+        for name, side in slabs.items()
+    }
+    num_parts = tiles.num_panels * _most_parts(tiles)
+    first_s = sum(slab_s.values())
+    lag_s, num_kept, ramp = max(first_s / num_parts, first_s - task_s * (1 - 1 / num_parts)), 2, _most_ramp(tiles)
+    while num_kept <= tiles.band:
+        width = min(num_kept, ramp)
+        load_s = num_kept * slab_s[kept] + width * slab_s[streamed]
+        lag_s = max(lag_s, load_s - (num_kept * width - 1) * task_s)
+        num_kept *= 2
+    return lag_s
 
 
 def _smallest(gemm: Gemm) -> Tiles:

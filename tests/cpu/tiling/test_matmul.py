@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -129,7 +130,7 @@ def test_nan_in_out_is_not_carried_over() -> None:
     ],
 )
 def test_what_cannot_be_done_is_refused_in_one_sentence(
-    arguments: tuple[torch.Tensor, torch.Tensor, dict[str, object]], sentence: str
+    arguments: tuple[torch.Tensor, torch.Tensor, dict[str, Any]], sentence: str
 ) -> None:
     a, b, options = arguments
     with pytest.raises(TilingError, match=sentence) as caught:
@@ -139,9 +140,9 @@ def test_what_cannot_be_done_is_refused_in_one_sentence(
 
 def test_out_may_alias_nothing() -> None:
     a = random_matrix(20, 20)
-    for options in ({"out": a}, {"out": a[:, :]}, {"out": a.t()}):
+    for out in (a, a[:, :], a.t()):
         with pytest.raises(TilingError, match="shares memory"):
-            outcore.matmul(a, random_matrix(20, 20), **options)
+            outcore.matmul(a, random_matrix(20, 20), out=out)
     both = torch.randn(30, 20)
     with pytest.raises(TilingError, match="shares memory"):
         outcore.matmul(random_matrix(20, 20), random_matrix(20, 20), out=both[:20], add=both[10:])

@@ -60,7 +60,7 @@ def test_training_equals_in_core_training_step_by_step() -> None:
         for _ in range(20):
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(data), labels)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             record.append(loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

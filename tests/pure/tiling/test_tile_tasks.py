@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -126,3 +127,12 @@ def test_after_cancel_nobody_gets_more() -> None:
     queue.cancel()
     assert queue.pull(0, 1.0) is Answer.FINISHED
     assert sum(piece.area for piece in queue.missing()) == queue.total_area
+
+
+def test_a_lane_alone_takes_the_last_task_at_its_cut() -> None:
+    tasks = square_tasks(2)
+    tasks[1] = replace(tasks[1], cut=200)
+    queue = TaskQueue(tasks, [1.0])
+    pieces = [queue.pull(0, 0.0) for _ in range(3)]
+    assert [(p.first, p.stop) for p in pieces if isinstance(p, Piece)] == [(0, SIDE), (0, 200), (200, SIDE)]
+    assert queue.missing() == pieces
