@@ -144,7 +144,7 @@ def _time_steps(name: str, method: str, memory_gib: float, steps: int, traces: P
     else:
         around = PEERS[method](network)
     times, marks = [], []
-    warm = 16 if ooc is not None else 3  # ours: recorded, timed again, planned, fitted to the allocator
+    warm = 12 if ooc is not None else 3  # ours: recorded, timed again, planned, fitted to the allocator
     for step in range(steps + warm):
         if step == warm:
             torch.cuda.synchronize()
