@@ -20,14 +20,14 @@ GIB = 1024**3
 def train(name: str, memory_gib: float | None, steps: int, planner: str) -> dict[str, Any]:
     import torch
 
-    import outcore.limit
+    from outcore.limit import limit
     from benchmarks.networks import build
 
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, (memory_gib or 1e9) * GIB / total))
     network = build(name)
     optimizer = torch.optim.SGD(network.model.parameters(), lr=1e-3)
-    ooc = outcore.limit.limit(network.model, int(memory_gib * GIB), planner=planner) if memory_gib else None
+    ooc = limit(network.model, int(memory_gib * GIB), planner=planner) if memory_gib else None
     torch.manual_seed(7)
     losses = []
     digest = hashlib.sha256()

@@ -44,7 +44,7 @@ FIRST_MARGIN = 0.08  # of a CUDA budget, left to the allocator's holes until it 
 LEAST_MARGIN = 0.015
 NUM_WATCHED = 30  # planned steps after which the allocator is no longer watched
 STALL_SHARE = 0.01  # of a step: waiting longer than predicted by this much, copies are slower than was measured
-NUM_FITTED = 5  # times the room is fitted to what the allocator makes of it
+NUM_FITTED = 2  # times the room grows to what the allocator leaves
 NUM_MEASURED = 3  # planned steps of a kind that are measured closely; later ones run without any meter
 NUM_TRIES = 3  # recordings of a kind whose steps keep changing, before it is left unplanned
 
@@ -84,7 +84,7 @@ class Kind:
     num_left: int = 0  # steps that left the plan
     timed_again: bool = False  # op times were corrected on a planned step
     stale: bool = True  # to be planned (again) when it comes next
-    num_fitted: int = 0  # times the room was fitted to what the allocator makes of it
+    num_fitted: int = 0  # times the room grew to what the allocator leaves
     num_slowed: int = 0  # times copies turned out slower than measured
     shrunk: bool = False  # it once was too large: it does not grow again
     unplanned: bool = False  # given up
@@ -295,8 +295,8 @@ class Limited:
     def _fit_room(self, kind: Kind) -> None:
         """Fits what plans may use to what the allocator makes of it: it reserves more than is allocated, for holes.
 
-        Where it ran out in mid-step it had to give everything back and start over, which costs far more than a
-        smaller plan: the room shrinks until that stops. Where it stayed below the budget, the room grows.
+        Where it ran out in mid-step it had to give everything back and start over, which costs more than a smaller
+        plan: the room shrinks. Where it stayed below the budget, the room grows.
         """
         if self._given_fits or kind.stale or kind.num_fitted >= NUM_FITTED:
             return
@@ -327,10 +327,11 @@ class Limited:
             )
 
     def _shrink_room(self, kind: Kind | None) -> None:
-        self._room_bytes -= int(0.03 * self.budget.device_bytes)
-        if kind is not None:
-            kind.stale = kind.shrunk = True
-            kind.num_fitted += 1
+        """Once: on the H200 a second and third time bought slower plans and no fewer holes."""
+        if kind is None or kind.shrunk:
+            return
+        self._room_bytes -= int(0.04 * self.budget.device_bytes)
+        kind.stale = kind.shrunk = True
 
     # -- measuring ----------------------------------------------------------------------------------------------------
 

@@ -41,9 +41,12 @@ _STATISTICS: dict[str, int | None] = {
     "aten::_batch_norm_with_update": None,
     "aten::batch_norm_with_update": None,
 }
-# Not the same bits twice on a GPU (atomics), though no tag says so.
+# Not the same bits twice on a GPU, though no tag says so: atomics, and dropout from a state of the op's own.
 _NONDETERMINISTIC = frozenset(
     {
+        "aten::_cudnn_init_dropout_state",
+        "aten::_cudnn_rnn",
+        "aten::miopen_rnn",
         "aten::_index_put_impl_",
         "aten::bincount",
         "aten::cumsum",
