@@ -20,8 +20,8 @@ GIB = 1024**3
 def train(name: str, memory_gib: float | None, steps: int, planner: str) -> dict[str, Any]:
     import torch
 
-    from outcore.limit import limit
     from benchmarks.networks import build
+    from outcore.limit import limit
 
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, (memory_gib or 1e9) * GIB / total))
