@@ -40,6 +40,7 @@ from outcore.values import Budget, Machine, Plan, Schedule, Timeline, Trace
 log = logging.getLogger("outcore")
 
 Key = tuple[Any, ...]
+_ACTIVE: list[Limited] = []  # the one whose step is running: two would mark the same storages
 FIRST_MARGIN = 0.08  # of a CUDA budget, left to the allocator's holes until it is known how many there are
 LEAST_MARGIN = 0.015
 NUM_WATCHED = 30  # planned steps after which the allocator is no longer watched
@@ -144,9 +145,10 @@ class Limited:
     @contextmanager
     def step(self) -> Iterator[Limited]:
         """One training step: forward(s) and backward(s). The optimizer may step inside or after it."""
-        if self._active:
+        if _ACTIVE:
             raise OutcoreError("ooc.step() was entered inside ooc.step(); leave the first one before the next")
         self._settle()
+        _ACTIVE.append(self)
         self._active = True
         self._interception.start()
         failed = True
@@ -159,6 +161,7 @@ class Limited:
         finally:
             self._interception.stop()
             self._active = False
+            _ACTIVE.remove(self)
             self._end(failed=failed)
 
     def _on_forward(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
@@ -181,6 +184,11 @@ class Limited:
         kind = self._kind = self.kinds.setdefault(key, Kind())
         before_bytes = self._before_bytes(inputs)
         self._meter = self._log = None
+        if not self._interception.can_see_ops():
+            self._run = Execution(Program.empty(), self.store, outside=lambda: self._outside(inputs))
+            self._interception.listen(self._run, ops=False)
+            self._kind = Kind(unplanned=True)
+            return
         if kind.trace is None and not kind.unplanned:
             room = self.budget.device_bytes
             self._run = Recorder(self.model, self.store, self.device, before_bytes, budget_bytes=room)
@@ -190,15 +198,27 @@ class Limited:
         if kind.trace is not None and (kind.stale or grown):
             self._make_plan(kind, before_bytes)
         program = kind.program or Program.empty()
-        closely = self.measure or kind.num_steps < NUM_MEASURED
+        closely = kind.program is not None and (self.measure or kind.num_steps < NUM_MEASURED)
         if closely:
             self._log = []
             self._watch_memory(before_bytes)
         time_again = self.device.type == "cuda" and kind.trace is not None and not kind.timed_again
         clock = Clock(self.device) if time_again else None
-        self._run = Execution(program, self.store, meter=self._meter, log=self._log, clock=clock)
+        self._run = Execution(
+            program,
+            self.store,
+            meter=self._meter,
+            log=self._log,
+            clock=clock,
+            outside=lambda: self._outside(inputs),
+        )
         self._interception.listen(self._run, ops=bool(program.captured or self._meter or clock))
         self._started = self._now()
+
+    def _outside(self, inputs: tuple[torch.Tensor, ...]) -> frozenset[int]:
+        """Storages that were there before the step."""
+        there = (*self.model.parameters(), *self.model.buffers(), *inputs)
+        return frozenset(tensor.untyped_storage()._cdata for tensor in there if tensor.layout is torch.strided)
 
     def _end(self, *, failed: bool) -> None:
         run, kind, self._run, self._kind = self._run, self._kind, None, None
@@ -267,6 +287,10 @@ class Limited:
         kind.schedule = lower(trace, kind.plan, self.machine)
         verify(trace, kind.schedule)
         kind.predicted = simulate(trace, kind.schedule, self.machine)
+        if kind.predicted.peak_bytes > self.budget.device_bytes:  # a plan that was given, for another budget
+            kind.stale = True
+            peak = kind.predicted
+            raise BudgetTooSmall(peak.peak_bytes, self.budget.device_bytes, peak.peak_at, where=str(self.device))
         kind.program = Program(trace, kind.schedule)
         kind.num_steps = 0
         kind.stale = False

@@ -22,9 +22,9 @@ class Listener(Protocol):
 class OpMode(TorchDispatchMode):
     """Passes every op to the listener."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.listener = listener
+        self.listener: Listener | None = None
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -34,6 +34,8 @@ class OpMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self.listener is None:
+            return func(*args, **(kwargs or {}))
         return self.listener.op(func, args, kwargs or {})
 
 
@@ -45,18 +47,36 @@ class Interception:
         self._listener: Listener | None = None
         self._hooks: Any = None
         self._mode: Any = None
+        self._early = False  # the mode is entered with the step, not with the first forward
+        self._depth = 0
 
     def start(self) -> None:
         """Sets the saved-tensor hooks."""
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._hooks.__enter__()
+        self._depth = torch._C._len_torch_dispatch_stack()
+        if self._early:
+            self._push()
+
+    def can_see_ops(self) -> bool:
+        """False where the user entered a dispatch mode of their own since: ours would be taken off in its place. From
+        the next step on ours comes first."""
+        if self._mode is None and torch._C._len_torch_dispatch_stack() != self._depth:
+            self._early = True
+            return False
+        return True
 
     def listen(self, listener: Listener, *, ops: bool) -> None:
         """From here on `listener` gets the packs and unpacks and, with `ops`, the ops."""
         self._listener = listener
         if ops:
-            self._mode = OpMode(listener)
-            self._mode.__enter__()
+            if self._mode is None:
+                self._push()
+            self._mode.listener = listener
+
+    def _push(self) -> None:
+        self._mode = OpMode()
+        self._mode.__enter__()
 
     def stop(self) -> None:
         """Takes every hook away again, also in the middle of an exception."""

@@ -164,12 +164,13 @@ class Recorder:
     def op(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self._slot += 1
         index = len(self._ops)
-        read = reads_of(func, args, kwargs)
+        read = [tensor for tensor in reads_of(func, args, kwargs) if tensor.layout is torch.strided]
         reads = tuple(self._value_of(tensor) for tensor in read)
         for position in scratch_args(func, args):
             if isinstance(args[position], torch.Tensor):
                 self._storage_of(args[position])
-        replay = replay_kind(func, args, kwargs) if all(is_plain(tensor) for tensor in read) else "no"
+        plain = all(is_plain(tensor) for tensor in tensors_in((*args, *kwargs.values())))
+        replay = replay_kind(func, args, kwargs) if plain else "no"
         forward = not in_backward()
         recipe = capture(index, func, args, kwargs, self._cell_of) if forward and replay != "no" else None
         live_before = self._live_bytes
@@ -295,11 +296,11 @@ class Recorder:
         value = self._pack_values[handle.pack]
         if isinstance(handle, Kept):
             self._add_tick("unpack", value, handle.pack, handle.tensor)
-            check_unchanged(handle.version, handle.tensor)
+            check_unchanged(handle.state[0], handle.tensor)
             return handle.tensor
         with below_everything():
             present = handle.cell.data is not None
-            data = bring(handle.cell, self.store)
+            data = bring(handle.cell)
             tensor = handle.view.of(data)
         tick = self._add_tick("unpack", value, handle.pack, tensor)
         if not present:

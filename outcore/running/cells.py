@@ -21,23 +21,22 @@ if TYPE_CHECKING:
     from outcore.running.store import Parcel, Store
 
 _MARK = "_outcore_cell"
-_ADOPT = -1
 Marked = list["weakref.ref[torch.UntypedStorage]"]
 
 
 class Cell:
     """A storage version. At least one of `data`, `parcel` and `recipe` is set while it can be asked for."""
 
-    __slots__ = ("__weakref__", "data", "fetched", "held_version", "num_bytes", "parcel", "recipe", "value", "version")
+    __slots__ = ("__weakref__", "data", "fetched", "held", "num_bytes", "parcel", "recipe", "value", "version")
 
     def __init__(self, value: int, tensor: torch.Tensor, *, overwritten: bool = False) -> None:
         self.value = value
         self.num_bytes = tensor.untyped_storage().nbytes()
-        self.version = _ADOPT if overwritten else tensor._version  # the counter moves only after an in-place op returns
+        self.version = version_of(tensor) + overwritten  # the counter moves by one after an in-place op returns
         self.data: torch.Tensor | None = None  # any tensor on the storage; holding it holds the storage
         self.parcel: Parcel | None = None
         self.recipe: Recipe | None = None
-        self.held_version = 0  # of `data` when it was held
+        self.held = (0, 0)  # version and storage of `data` when it was held
         self.fetched = False  # data is being swapped in and was not waited for
 
     def name(self, tensor: torch.Tensor, marked: Marked) -> None:
@@ -48,7 +47,7 @@ class Cell:
 
     def hold(self, tensor: torch.Tensor) -> None:
         self.data = alias(tensor)
-        self.held_version = self.data._version
+        self.held = state_of(self.data)
         tensor.untyped_storage().__dict__[_MARK] = weakref.ref(self)
 
     def let_go(self) -> None:
@@ -68,14 +67,14 @@ class Cell:
         self.parcel = store.send(as_bytes(self.data), tiers)
         return self.parcel is not None
 
-    def swap_in(self, store: Store) -> None:
+    def swap_in(self) -> None:
         assert self.parcel is not None
-        self.data = store.fetch(self.parcel)
+        self.data = self.parcel.store.fetch(self.parcel)
         self.fetched = True
 
     def __del__(self) -> None:
-        if self.fetched:
-            self.let_go()
+        if getattr(self, "fetched", False) and self.parcel is not None:
+            self.parcel.abandon_in()
 
 
 def clear_marks(marked: Marked) -> None:
@@ -87,21 +86,26 @@ def clear_marks(marked: Marked) -> None:
     marked.clear()
 
 
+def forget_cell(tensor: torch.Tensor) -> None:
+    """Takes the mark off: something wrote into the storage that no version counter knows of."""
+    if tensor.layout is torch.strided:
+        tensor.untyped_storage().__dict__.pop(_MARK, None)
+
+
 def cell_of(tensor: torch.Tensor) -> Cell | None:
     """The cell whose storage and version this tensor has, if any."""
     mark = tensor.untyped_storage().__dict__.get(_MARK)
     cell: Cell | None = mark() if isinstance(mark, weakref.ref) else mark
-    if cell is not None and cell.version == _ADOPT:
-        cell.version = tensor._version
-    return cell if cell is not None and cell.version == tensor._version else None
+    return cell if cell is not None and cell.version == version_of(tensor) else None
 
 
 class View:
     """How a tensor lies on its storage."""
 
-    __slots__ = ("dtype", "offset", "size", "stride")
+    __slots__ = ("conj", "dtype", "neg", "offset", "size", "stride")
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        self.conj, self.neg = tensor.is_conj(), tensor.is_neg()  # lazy: the bytes are not conjugated
         self.dtype = tensor.dtype
         self.size = tensor.size()
         self.stride = tensor.stride()
@@ -109,10 +113,14 @@ class View:
 
     def of(self, data: torch.Tensor) -> torch.Tensor:
         """The same view on the storage of `data`. Call it below autograd."""
-        if data.dtype is self.dtype:
-            return data.as_strided(self.size, self.stride, self.offset)
-        view = torch.empty(0, dtype=self.dtype, device=data.device)
-        return view.set_(data.untyped_storage(), self.offset, self.size, self.stride)
+        if data.dtype is self.dtype and not data.is_conj() and not data.is_neg():
+            view = data.as_strided(self.size, self.stride, self.offset)
+        else:
+            view = torch.empty(0, dtype=self.dtype, device=data.device)
+            view.set_(data.untyped_storage(), self.offset, self.size, self.stride)
+        if self.conj:
+            view = torch._conj(view)
+        return torch._neg_view(view) if self.neg else view
 
 
 class Handle:
@@ -130,13 +138,23 @@ class Handle:
 class Kept:
     """The handle of a tensor that simply stays: parameters, inputs, small ones."""
 
-    __slots__ = ("__weakref__", "pack", "run", "tensor", "version")
+    __slots__ = ("__weakref__", "pack", "run", "state", "tensor")
 
     def __init__(self, tensor: torch.Tensor, pack: int, run: Any) -> None:
         self.tensor = alias(tensor)
-        self.version = tensor._version
+        self.state = state_of(self.tensor)
         self.pack = pack
         self.run = run
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Its version counter; tensors made in inference mode have none and cannot be changed."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def state_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """What tells whether a tensor still has the bytes it had: its version, and its storage (`p.data = ...`)."""
+    return version_of(tensor), tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -158,10 +176,10 @@ def as_bytes(data: torch.Tensor) -> torch.Tensor:
 
 def check_unchanged(version: int, tensor: torch.Tensor) -> None:
     """The check autograd makes on its own saved tensors, and skips where hooks are set."""
-    if tensor._version != version:
+    if version_of(tensor) != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"{tensor.dtype} {tuple(tensor.shape)} is at version {tensor._version}; expected version {version}"
+            f"{tensor.dtype} {tuple(tensor.shape)} is at version {version_of(tensor)}; expected version {version}"
         )
 
 

@@ -15,6 +15,7 @@ import queue
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -37,6 +38,7 @@ class SwapFile:
         self.capacity_bytes = capacity_bytes
         self.extents = Extents(0, PAGE_BYTES)
         self._lock = threading.Lock()
+        self._given: deque[tuple[int, int]] = deque()
         self.direct = True
         self.fd = self._open()
 
@@ -61,6 +63,7 @@ class SwapFile:
     def take(self, num_bytes: int) -> int | None:
         """Reserves room on the disk; None when the limit is reached. A full disk is a StoreError."""
         with self._lock:
+            self._take_back()
             offset = self.extents.take(num_bytes)
             if offset is None:
                 size = max(self.extents.round_up(num_bytes), min(256 * MIB, self.capacity_bytes // 16))
@@ -73,8 +76,17 @@ class SwapFile:
             return offset
 
     def give(self, offset: int, num_bytes: int) -> None:
+        """Takes no lock: it is called when an object dies, and that may happen inside `take`."""
+        self._given.append((offset, num_bytes))
+
+    def used_bytes(self) -> int:
         with self._lock:
-            self.extents.give(offset, num_bytes)
+            self._take_back()
+            return self.extents.used_bytes
+
+    def _take_back(self) -> None:
+        while self._given:
+            self.extents.give(*self._given.popleft())
 
     def _reserve(self, offset: int, num_bytes: int, at_least_bytes: int) -> int:
         """Room on the disk itself, not only in the file: as much as wanted, or what is needed now."""

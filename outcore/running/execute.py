@@ -10,6 +10,7 @@ for is brought back on the spot.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -17,11 +18,30 @@ from typing import Any
 
 import torch
 
-from outcore.running.cells import Cell, Handle, Kept, Marked, cell_of, check_unchanged, clear_marks, is_plain
+from outcore.running.cells import (
+    Cell,
+    Handle,
+    Kept,
+    Marked,
+    cell_of,
+    check_unchanged,
+    clear_marks,
+    forget_cell,
+    is_plain,
+)
 from outcore.running.clock import Clock
 from outcore.running.meter import LiveBytes
-from outcore.running.replay import OpOverload, Recipe, below_everything, capture, outputs_of
+from outcore.running.replay import (
+    OpOverload,
+    Recipe,
+    below_everything,
+    capture,
+    outputs_of,
+    tensors_in,
+    writes_unsaid,
+)
 from outcore.running.store import Store
+from outcore.units import format_bytes
 from outcore.values import Action, Schedule, Trace
 
 SMALL_BYTES = 4096  # not worth a copy of its own: kept
@@ -95,7 +115,10 @@ class Execution:
         meter: LiveBytes | None = None,
         log: list[str] | None = None,
         clock: Clock | None = None,
+        outside: Callable[[], frozenset[int]] = frozenset,
     ) -> None:
+        self._find_outside = outside  # storages that were there before the step: parameters, buffers, inputs
+        self._outside: frozenset[int] | None = None
         self.program = program
         self.store = store
         self.meter = meter
@@ -129,6 +152,9 @@ class Execution:
         return result
 
     def _op(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if writes_unsaid(func):
+            for tensor in tensors_in((*args, *kwargs.values())):
+                forget_cell(tensor)
         index = self._num_ops
         if index > self.program.last_captured or not self.on_plan:
             result = func(*args, **kwargs)
@@ -218,7 +244,7 @@ class Execution:
         return Handle(cell, tensor, tick.pack, self)
 
     def _pack_unplanned(self, tensor: torch.Tensor) -> Handle | Kept:
-        if not is_plain(tensor) or tensor.untyped_storage().nbytes() < SMALL_BYTES or tensor.is_leaf:
+        if not is_plain(tensor) or tensor.device.type != self.store.device.type or self._is_outside(tensor):
             return Kept(tensor, -1, self)
         cell = cell_of(tensor)
         if cell is None:
@@ -230,6 +256,13 @@ class Execution:
                 swap_out_now(cell, self.store)
         return handle
 
+    def _is_outside(self, tensor: torch.Tensor) -> bool:
+        """Too small to be worth it, or there before the step: nothing is won by swapping it."""
+        if self._outside is None:
+            self._outside = self._find_outside()
+        storage = tensor.untyped_storage()
+        return storage.nbytes() < SMALL_BYTES or storage._cdata in self._outside
+
     def unpack(self, handle: Handle | Kept) -> torch.Tensor:
         tick = self._next_tick()
         if self.on_plan and (tick is None or tick.is_pack or tick.pack != handle.pack):
@@ -239,7 +272,7 @@ class Execution:
                 with below_everything():
                     for action in tick.actions:
                         self._act(action)
-            check_unchanged(handle.version, handle.tensor)
+            check_unchanged(handle.state[0], handle.tensor)
             return handle.tensor
         with below_everything():
             return self._unpack_cell(handle, tick if self.on_plan else None)
@@ -256,9 +289,9 @@ class Execution:
             absent = cell.data is None
             if absent and tick is not None:
                 self.num_inline += 1
-            data = bring(cell, self.store, self._see)
+            data = bring(cell, self._see)
             if cell.parcel is None and cell.recipe is None:
-                check_unchanged(cell.held_version, data)
+                check_unchanged(cell.held[0], data)
             tensor = handle.view.of(data)
             if absent:
                 cell.let_go()
@@ -293,8 +326,14 @@ class Execution:
 
     def _swap_out(self, action: Action) -> None:
         cell = self._find(action.value)
-        if cell is not None and cell.data is not None and cell.parcel is None:
-            cell.swap_out(self.store, (action.tier, "host", "disk"))
+        if cell is None or cell.data is None or cell.parcel is not None:
+            return
+        if not cell.swap_out(self.store, (action.tier,)) and not cell.swap_out(self.store):
+            warnings.warn(
+                f"outcore: no room to swap {format_bytes(cell.num_bytes)} out; it stays, and the step may need more "
+                "memory than planned (raise host=..., or name a folder with disk=...)",
+                stacklevel=2,
+            )
 
     def _wait_out(self, action: Action) -> None:
         cell = self._find(action.value)
@@ -309,7 +348,7 @@ class Execution:
     def _swap_in(self, action: Action) -> None:
         cell = self._find(action.value)
         if cell is not None and cell.data is None and cell.parcel is not None:
-            cell.swap_in(self.store)
+            cell.swap_in()
             self._see(cell.data)
 
     def _wait_in(self, action: Action) -> None:
@@ -325,7 +364,7 @@ class Execution:
         for cell in recipe.reads:
             if cell.data is None:
                 self.num_inline += 1
-                bring(cell, self.store, self._see)
+                bring(cell, self._see)
             cell.arrive()
         rerun(recipe, action.values, in_place=action.in_place, see=self._see)
 
@@ -399,7 +438,7 @@ def rerun(recipe: Recipe, values: Sequence[int], *, in_place: bool, see: Callabl
                 cell.data = tensor
 
 
-def bring(cell: Cell, store: Store, see: Callable[[torch.Tensor | None], None] = lambda tensor: None) -> torch.Tensor:
+def bring(cell: Cell, see: Callable[[torch.Tensor | None], None] = lambda tensor: None) -> torch.Tensor:
     """The data of a cell, whatever it takes. What is brought along the way is let go after its last reader."""
     order = _makers(cell)
     brought = {id(wanted) for wanted in order if wanted.data is None}
@@ -410,7 +449,7 @@ def bring(cell: Cell, store: Store, see: Callable[[torch.Tensor | None], None] =
     for wanted in order:
         sources = _sources(wanted)
         if wanted.data is None and wanted.parcel is not None:
-            wanted.swap_in(store)
+            wanted.swap_in()
             see(wanted.data)
         elif wanted.data is None:
             _make(wanted, see)

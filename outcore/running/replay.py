@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outcore.errors import ReplayError
-from outcore.running.cells import Cell, View, as_bytes
+from outcore.running.cells import Cell, View, as_bytes, state_of
 
 if TYPE_CHECKING:
     OpOverload = torch._ops.OpOverload[..., Any]
@@ -45,6 +45,9 @@ _STATISTICS: dict[str, int | None] = {
 _NONDETERMINISTIC = frozenset(
     {
         "aten::_cudnn_init_dropout_state",
+        "aten::batch_norm_gather_stats",
+        "aten::batch_norm_gather_stats_with_counts",
+        "aten::batch_norm_update_stats",
         "aten::_cudnn_rnn",
         "aten::miopen_rnn",
         "aten::_index_put_impl_",
@@ -63,6 +66,19 @@ _NONDETERMINISTIC = frozenset(
         "aten::scatter_add_",
         "aten::scatter_reduce",
         "aten::scatter_reduce_",
+    }
+)
+
+
+# Filled by whoever they are handed to, which may be no op at all: a Triton or C++ kernel.
+_UNFILLED = frozenset(
+    {
+        "aten::empty",
+        "aten::empty_like",
+        "aten::empty_permuted",
+        "aten::empty_strided",
+        "aten::new_empty",
+        "aten::new_empty_strided",
     }
 )
 
@@ -148,6 +164,9 @@ class Recipe:
     def _run_twin(self) -> list[torch.Tensor]:
         """Normalises again from the saved mean and deviation; nothing where they are gone."""
         saved = [mark() for mark in self.made[1:3]]
+        for cell in saved:
+            if cell is not None:
+                cell.arrive()
         mean, deviation = (cell.data if cell is not None else None for cell in saved)
         if mean is None or deviation is None:
             return []
@@ -240,15 +259,26 @@ def outputs_of(
     func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The tensors an op made: those on storages of their own, and the arguments it wrote into."""
-    given = {tensor.untyped_storage()._cdata for tensor in tensors_in((*args, *kwargs.values()))}
+    everything = [tensor for tensor in tensors_in((*args, *kwargs.values())) if tensor.layout is torch.strided]
+    given = {tensor.untyped_storage()._cdata for tensor in everything}
     fresh: list[torch.Tensor] = []
     for tensor in tensors_in((result,)):
+        if tensor.layout is not torch.strided:
+            continue
         key = tensor.untyped_storage()._cdata
         if key not in given:
             given.add(key)
             fresh.append(tensor)
+    if writes_unsaid(func):
+        return fresh, everything
     written = list(tensors_in(args[index] for index in written_args(func) if index < len(args)))
-    return fresh, written
+    return fresh, [tensor for tensor in written if tensor.layout is torch.strided]
+
+
+@cache
+def writes_unsaid(func: OpOverload) -> bool:
+    """Collectives write into what they are given, and their schemas do not say so."""
+    return func._schema.name.startswith(("c10d::", "_c10d_functional::"))
 
 
 def scratch_args(func: OpOverload, args: Sequence[Any]) -> tuple[int, ...]:
@@ -289,6 +319,7 @@ def _known(func: OpOverload) -> bool:
     return (
         name.partition("::")[0] in ("aten", "prims")
         and name not in _NONDETERMINISTIC
+        and name not in _UNFILLED
         and torch.Tag.nondeterministic_bitwise not in tags
         and torch.Tag.data_dependent_output not in tags
         and torch.Tag.dynamic_output_shape not in tags
@@ -346,7 +377,7 @@ def below_everything() -> Iterator[None]:
 def refuse_changed(cell: Cell, func: OpOverload) -> None:
     """An outside value must be what it was when the op first read it."""
     outside = cell.parcel is None and cell.recipe is None
-    if outside and cell.data is not None and cell.data._version != cell.held_version:
+    if outside and cell.data is not None and state_of(cell.data) != cell.held:
         raise ReplayError(
             f"{func} cannot be recomputed: a tensor it reads ({tuple(cell.data.shape)}, {cell.data.dtype}) was "
             "changed in place since the forward; change it after backward(), or use planner='swap'"

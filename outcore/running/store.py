@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import mmap
 import warnings
+import weakref
+from collections import deque
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -36,6 +38,7 @@ class PinnedSlab:
         self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
         self.bytes.zero_()  # every core faults its share
         self.extents = Extents(num_bytes, ALIGN_BYTES)
+        self.given: deque[tuple[int, int]] = deque()  # returned, perhaps in the middle of a `take`
         self.pinned = int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), num_bytes, 0)) == 0
         if not self.pinned:
             warnings.warn(
@@ -43,6 +46,18 @@ class PinnedSlab:
                 "are about four times slower (lower host=..., or raise the locked-memory limit)",
                 stacklevel=2,
             )
+
+    def take(self, num_bytes: int) -> int | None:
+        self._take_back()
+        return self.extents.take(num_bytes)
+
+    def used_bytes(self) -> int:
+        self._take_back()
+        return self.extents.used_bytes
+
+    def _take_back(self) -> None:
+        while self.given:
+            self.extents.give(*self.given.popleft())
 
     def close(self) -> None:
         if self.pinned:
@@ -53,7 +68,7 @@ class PinnedSlab:
 class Parcel:
     """The bytes of one value outside the device. When the last reference goes, so does its room."""
 
-    __slots__ = ("file", "in_done", "num_bytes", "offset", "out_done", "slab", "source", "store", "tier")
+    __slots__ = ("file", "in_done", "num_bytes", "offset", "out_done", "slab", "source", "store", "stream", "tier")
 
     def __init__(self, store: Store, num_bytes: int) -> None:
         self.store = store
@@ -65,6 +80,7 @@ class Parcel:
         self.source: torch.Tensor | None = None  # held until the swap-out was waited for
         self.out_done: torch.cuda.Event | Future[float] | None = None
         self.in_done: torch.cuda.Event | Future[float] | None = None
+        self.stream: torch.cuda.Stream | None = None  # the one a swap-in's target belongs to
 
     def wait_out(self) -> None:
         """What the compute stream does from here on comes after the swap-out; the source may go."""
@@ -74,6 +90,12 @@ class Parcel:
     def wait_in(self) -> None:
         """What the compute stream does from here on sees the swapped-in bytes."""
         self.store.wait(self.in_done)
+
+    def abandon_in(self) -> None:
+        """The target of a swap-in dies unread: the stream that owns its memory waits for the copy. A lane that reads
+        from the disk holds the target itself."""
+        if self.stream is not None and isinstance(self.in_done, torch.cuda.Event):
+            self.stream.wait_event(self.in_done)
 
     def __del__(self) -> None:
         if self.tier:
@@ -106,8 +128,8 @@ class Store:
     def used_bytes(self, tier: str) -> int:
         self._sweep()
         if tier == "host":
-            return sum(slab.extents.used_bytes for slab in self.slabs)
-        return self.file.extents.used_bytes if self.file else 0
+            return sum(slab.used_bytes() for slab in self.slabs)
+        return self.file.used_bytes() if self.file else 0
 
     def reserve(self, num_bytes: int) -> None:
         """Pins `num_bytes` of host memory in all (or up to the host budget) ahead of the steps that need it."""
@@ -134,7 +156,7 @@ class Store:
 
     def _take_host(self, parcel: Parcel) -> bool:
         for slab in self.slabs:
-            offset = slab.extents.take(parcel.num_bytes)
+            offset = slab.take(parcel.num_bytes)
             if offset is not None:
                 parcel.slab, parcel.offset = slab, offset
                 return True
@@ -142,7 +164,7 @@ class Store:
         if room < parcel.num_bytes:
             return False
         slab = self._add_slab(max(parcel.num_bytes, min(room, 2 * GIB)))
-        offset = slab.extents.take(parcel.num_bytes)
+        offset = slab.take(parcel.num_bytes)
         if offset is None:
             return False
         parcel.slab, parcel.offset = slab, offset
@@ -154,6 +176,7 @@ class Store:
         if self.file is None:
             self.file = SwapFile(self.folder, self.disk_bytes)
             self._lanes = {name: DiskLane(name, self.file, self.device) for name in ("swap_out", "swap_in")}
+            weakref.finalize(self, _close_lanes, tuple(self._lanes.values()))  # also when the interpreter ends
         self._sweep()
         offset = self.file.take(parcel.num_bytes)
         if offset is None:
@@ -174,7 +197,7 @@ class Store:
         if parcel.source is not None and isinstance(parcel.out_done, torch.cuda.Event):
             self.wait(parcel.out_done)
         if parcel.slab is not None:
-            parcel.slab.extents.give(parcel.offset, parcel.num_bytes)
+            parcel.slab.given.append((parcel.offset, parcel.num_bytes))
         elif parcel.file is not None:
             parcel.file.give(parcel.offset, parcel.num_bytes)
 
@@ -216,7 +239,8 @@ class Store:
             lane.delay_s = self.delay_s
             parcel.in_done = lane.read(target, parcel.offset, parcel.num_bytes, parcel.out_done)
             return target
-        self.in_stream.wait_stream(torch.cuda.current_stream(self.device))
+        parcel.stream = torch.cuda.current_stream(self.device)
+        self.in_stream.wait_stream(parcel.stream)
         if isinstance(parcel.out_done, torch.cuda.Event):
             self.in_stream.wait_event(parcel.out_done)
         with torch.cuda.stream(self.in_stream):
@@ -253,3 +277,8 @@ class Store:
         if self.file is not None:
             self.file.close()
         self.slabs, self.file, self._lanes = [], None, {}
+
+
+def _close_lanes(lanes: tuple[DiskLane, ...]) -> None:
+    for lane in lanes:
+        lane.close()

@@ -1,0 +1,202 @@
+"""Silent wrong gradients that a review found, each with the program that showed it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from outcore.errors import BudgetTooSmall, OutcoreError, ReplayError
+from outcore.limit import limit
+
+
+def gradients(model: nn.Module, loss_of: Callable[[int], Tensor], ooc: Any, num_steps: int = 4) -> list[Tensor]:
+    found = []
+    for step in range(num_steps):
+        model.zero_grad()
+        if ooc is None:
+            loss_of(step).backward()
+        else:
+            with ooc.step():
+                loss_of(step).backward()
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return found
+
+
+def assert_same(
+    model: nn.Module, loss_of: Callable[[int], Tensor], planner: str = "swap-all", memory: Any = "100%"
+) -> None:
+    plain = gradients(model, loss_of, None)
+    ooc = limit(model, memory, planner=planner)
+    got = gradients(model, loss_of, ooc)
+    assert len(plain) == len(got)
+    assert all(torch.equal(a, b) for a, b in zip(plain, got))
+    gc.collect()
+    assert ooc.store.num_parcels == 0
+    ooc.close()
+
+
+def data(step: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(step))
+
+
+class Correlate(nn.Module):
+    """A lazily conjugated view is saved: its bytes are not conjugated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(1024, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.fft.fft(x).conj() * torch.fft.fft(self.weight)
+        return torch.fft.ifft(spectrum * spectrum.conj()).imag
+
+
+@pytest.mark.parametrize("planner", ["swap-all", "recompute-all", "keep-all"])
+def test_conjugated_views(planner: str) -> None:
+    model = Correlate()
+    assert_same(model, lambda step: model(data(step, 8, 1024)).square().sum(), planner)
+
+
+class Foreign(torch.autograd.Function):
+    """Fills an empty tensor by something that is no op, as Triton and C++ kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        out.detach().numpy()[...] = x.detach().numpy() ** 2
+        ctx.save_for_backward(out)
+        return out * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (out,) = ctx.saved_tensors
+        grad: Tensor = grads[0] * out.sqrt() * 2
+        return grad
+
+
+@pytest.mark.parametrize("planner", ["recompute-all", "hybrid"])
+def test_a_tensor_that_no_op_filled_is_not_recomputed(planner: str) -> None:
+    model = nn.Linear(32, 256)
+
+    def loss_of(step: int) -> Tensor:
+        out: Tensor = Foreign.apply(model(data(step, 64, 32)).abs())  # type: ignore[no-untyped-call]
+        return out.sum()
+
+    assert_same(model, loss_of, planner)
+
+
+def test_leaving_the_plan_after_an_in_place_op() -> None:
+    model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 64))
+
+    def loss_of(step: int) -> Tensor:
+        skip = torch.tanh(model[0](data(step, 64, 32)))
+        h = model[1](skip)
+        h += skip
+        if step == 3:
+            h *= 2
+        return torch.tanh(h * h).sum()
+
+    ooc = limit(model, "100%", planner="recompute-all")
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model, loss_of, None), gradients(model, loss_of, ooc)))
+    ooc.close()
+
+
+def test_two_budgets_do_not_nest() -> None:
+    outer, inner = limit(nn.Linear(2, 2), "1GiB"), limit(nn.Linear(2, 2), "1GiB")
+    with outer.step(), pytest.raises(OutcoreError, match="inside"), inner.step():
+        pass
+    with inner.step():
+        pass
+    outer.close()
+    inner.close()
+
+
+def test_a_parameter_exchanged_before_the_backward_is_an_error() -> None:
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+    ooc = limit(model, "100%", planner="recompute-all")
+    for step in range(3):
+        model.zero_grad()
+        with ooc.step():
+            loss = model(data(step, 64, 32)).sum()
+            if step < 2:
+                loss.backward()
+                continue
+            for parameter in model.parameters():
+                parameter.data = parameter.data.round()
+            with pytest.raises(ReplayError, match="changed"):
+                loss.backward()
+    ooc.close()
+
+
+def test_unplanned_steps_swap_what_has_no_gradient_too() -> None:
+    """The indices of a pooling layer are saved without a graph of their own."""
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.MaxPool2d(2))
+    ooc = limit(model, "100%")
+    ooc.kinds.clear()
+    x = data(0, 8, 1, 64, 64)
+    with ooc.step():
+        model(x).sum().backward()
+    for kind in ooc.kinds.values():
+        kind.trace, kind.unplanned = None, True
+    model.zero_grad()
+    with ooc.step():
+        loss = model(x).sum()
+        assert ooc.store.used_bytes("disk") >= 8 * 4 * 32 * 32 * 8  # the indices are there
+        loss.backward()
+    ooc.close()
+
+
+def test_a_mode_of_the_users_own() -> None:
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 4))
+    counted = []
+
+    def loss_of(step: int) -> Tensor:
+        with FlopCounterMode(display=False) as counter:
+            out = model(data(step, 64, 32))
+        counted.append(counter.get_total_flops())
+        return F.cross_entropy(out, torch.zeros(64, dtype=torch.long))
+
+    assert_same(model, loss_of)
+    assert len(set(counted)) == 1
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_inference_tensors_and_sparse_gradients() -> None:
+    model = nn.Sequential(nn.Embedding(50, 64, sparse=True), nn.Linear(64, 64), nn.Tanh())
+    with torch.inference_mode():
+        target = torch.randn(16, 8, 64)
+
+    def loss_of(step: int) -> Tensor:
+        tokens = torch.randint(0, 50, (16, 8), generator=torch.Generator().manual_seed(step))
+        out: Tensor = (model(tokens) * target.clone()).square().mean()
+        return out
+
+    plain = gradients(model, loss_of, None)
+    ooc = limit(model, "100%", planner="swap-all")
+    got = gradients(model, loss_of, ooc)
+    assert all(torch.equal(a.to_dense(), b.to_dense()) for a, b in zip(plain, got))
+    ooc.close()
+
+
+def test_a_given_plan_must_fit_the_budget() -> None:
+    model = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh())
+
+    def loss_of(step: int) -> Tensor:
+        return model(data(step, 512, 32)).sum()
+
+    ooc = limit(model, "100%", planner="keep-all")
+    gradients(model, loss_of, ooc, 2)
+    plan = ooc.plan
+    assert plan is not None
+    ooc.close()
+    ooc = limit(model, plan.predicted_peak_bytes // 2, plan=plan)
+    with pytest.raises(BudgetTooSmall):
+        gradients(model, loss_of, ooc, 2)
+    ooc.close()
