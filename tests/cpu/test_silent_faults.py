@@ -55,7 +55,8 @@ class Correlate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         spectrum = torch.fft.fft(x).conj() * torch.fft.fft(self.weight)
-        return torch.fft.ifft(spectrum * spectrum.conj()).imag
+        out: Tensor = torch.fft.ifft(spectrum * spectrum.conj()).imag
+        return out
 
 
 @pytest.mark.parametrize("planner", ["swap-all", "recompute-all", "keep-all"])
@@ -189,7 +190,8 @@ def test_a_given_plan_must_fit_the_budget() -> None:
     model = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh())
 
     def loss_of(step: int) -> Tensor:
-        return model(data(step, 512, 32)).sum()
+        out: Tensor = model(data(step, 512, 32)).sum()
+        return out
 
     ooc = limit(model, "100%", planner="keep-all")
     gradients(model, loss_of, ooc, 2)
