@@ -197,8 +197,11 @@ def _draw_panel(panel: Any, network: str, rows: list[Row]) -> None:
     panel.set_title(network, fontsize=10)
     panel.set_xlabel("peak GiB", fontsize=8)
     panel.set_ylabel("step, % over in-core", fontsize=8)
-    panel.set_yscale("symlog", linthresh=10)
+    if max(100 * row["slowdown"] for row in rows) > 100:  # a peer many times slower: keep the near ones apart
+        panel.set_yscale("symlog", linthresh=50)
+    panel.margins(x=0.25, y=0.2)
     panel.set_xlim(left=0)
+    panel.set_ylim(bottom=0)
     panel.grid(alpha=0.25)
 
 

@@ -1,0 +1,230 @@
+"""What does the CUDA allocator make of a schedule? A model of its expandable segments, replayed without a GPU.
+
+The runtime's peak of allocated bytes is exact, but a cap counts what the allocator has mapped, holes included. When a
+request finds no mapped run long enough and mapping more would pass the cap, the allocator unmaps every free page and
+starts over: a restart, which drains the device. This script counts restarts per step for plans of several sizes:
+
+    python -m benchmarks.holes step.trace.json --memory-gib 16 --room-gib 15.2 --room-gib 14.1
+
+Measured on the H200 for comparison (docs/log.md): ResNet-50 restarted once or twice a step at 14.1 of 16 GiB, and
+ResNet-152 ran out at 11.8 of 12.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from benchmarks.recorded import h200
+from outcore.planning import lower, plan
+from outcore.planning.simulate import held_until
+from outcore.planning.terrain import Terrain, terrain_of
+from outcore.units import GIB, MIB
+from outcore.values import Action, Budget, Schedule, Trace
+
+PAGE_BYTES = 20 * MIB  # large blocks are mapped in pieces of this size
+SMALL_BYTES = MIB  # smaller ones have a pool of their own
+Event = tuple[str, object, int]  # "take" or "give", who, bytes
+
+
+class OutOfMemory(Exception):
+    """Even after a restart the cap does not allow it."""
+
+
+class Segment:
+    """One expandable segment: blocks in address order, pages mapped on demand, best fit among mapped runs."""
+
+    def __init__(self, cap_bytes: int) -> None:
+        self.cap_pages = cap_bytes // PAGE_BYTES
+        self.blocks: list[list[int]] = [[0, 1 << 50, 1]]  # address, bytes, free
+        self.mapped: set[int] = set()
+        self.owned: dict[object, list[int]] = {}
+        self.num_restarts = 0
+        self.peak_pages = 0
+
+    def take(self, who: object, num_bytes: int) -> None:
+        if num_bytes < SMALL_BYTES:
+            return
+        runs = [run for block in self.blocks if block[2] for run in self._runs(block) if run[1] >= num_bytes]
+        block, address = self._map(num_bytes) if not runs else min(runs, key=lambda run: run[1])[2:]
+        self.peak_pages = max(self.peak_pages, len(self.mapped))
+        mine = [address, num_bytes, 0]
+        before, after = address - block[0], block[0] + block[1] - address - num_bytes
+        parts = [[block[0], before, 1]] * bool(before) + [mine] + [[address + num_bytes, after, 1]] * bool(after)
+        at = self.blocks.index(block)
+        self.blocks[at : at + 1] = parts
+        self.owned[who] = mine
+
+    def give(self, who: object) -> None:
+        mine = self.owned.pop(who, None)
+        if mine is None:
+            return
+        mine[2] = 1
+        at = self.blocks.index(mine)
+        if at + 1 < len(self.blocks) and self.blocks[at + 1][2]:
+            mine[1] += self.blocks.pop(at + 1)[1]
+        if at and self.blocks[at - 1][2]:
+            self.blocks[at - 1][1] += mine[1]
+            del self.blocks[at]
+
+    def _runs(self, block: list[int]) -> Iterator[tuple[int, int, list[int], int]]:
+        """Mapped stretches of a free block: address, bytes, block, address."""
+        end = min(block[0] + block[1], (max(self.mapped, default=-1) + 1) * PAGE_BYTES)
+        start = at = block[0]
+        while at < end:
+            page_end = min((at // PAGE_BYTES + 1) * PAGE_BYTES, end)
+            if at // PAGE_BYTES not in self.mapped:
+                if at > start:
+                    yield start, at - start, block, start
+                start = page_end
+            at = page_end
+        if at > start:
+            yield start, at - start, block, start
+
+    def _map(self, num_bytes: int) -> tuple[list[int], int]:
+        for restarted in (False, True):
+            block = next(block for block in self.blocks if block[2] and block[1] >= num_bytes)
+            pages = set(_pages(block[0], num_bytes))
+            if len(self.mapped | pages) <= self.cap_pages:
+                self.mapped |= pages
+                return block, block[0]
+            if restarted:
+                break
+            self.num_restarts += 1
+            self.mapped = {page for block in self.blocks if not block[2] for page in _pages(block[0], block[1])}
+        raise OutOfMemory
+
+
+def _pages(address: int, num_bytes: int) -> range:
+    return range(address // PAGE_BYTES, (address + num_bytes - 1) // PAGE_BYTES + 1)
+
+
+class Program:
+    """A schedule as the allocator sees it: takes and gives in program order."""
+
+    def __init__(self, trace: Trace, schedule: Schedule) -> None:
+        self.trace, self.terrain, self.schedule = trace, terrain_of(trace), schedule
+        self.actions: dict[int, list[Action]] = {}
+        for action in schedule.actions:
+            self.actions.setdefault(action.tick, []).append(action)
+        self.ends = self._ends()
+        self.copies: dict[int, int] = {}  # value -> its copy
+        self.late: dict[int, list[int]] = {}  # slot -> copies autograd holds until then
+        self.num_copies = 0
+
+    def _ends(self) -> dict[int, int]:
+        """Storage -> the last slot in which the program or one of our holds keeps it."""
+        terrain, decisions = self.terrain, self.schedule.decisions
+        reached = held_until(terrain, decisions)
+        ends = {number: storage.dies for number, storage in enumerate(self.trace.storages) if not storage.external}
+        for value in terrain.packs:
+            if decisions.get(value, "keep") == "keep" and terrain.storage[value] in ends:
+                last = max(terrain.handle_end[value], reached.get(value, -1))
+                ends[terrain.storage[value]] = max(ends[terrain.storage[value]], last)
+        leaving: set[int] = set()
+        for action in self.schedule.actions:
+            if action.kind == "swap_out":
+                leaving.add(action.value)
+            elif action.kind == "free" and action.value in leaving:
+                leaving.remove(action.value)
+                storage = terrain.storage[action.value]
+                ends[storage] = max(ends[storage], terrain.tick_slots[action.tick])
+        return ends
+
+    def events(self) -> Iterator[Event]:
+        trace = self.trace
+        ops, ticks = (
+            {op.slot: op for op in trace.ops},
+            {slot: tick for tick, slot in enumerate(self.terrain.tick_slots)},
+        )
+        born: dict[int, list[int]] = {}
+        dies: dict[int, list[int]] = {}
+        for number, end in self.ends.items():
+            born.setdefault(trace.storages[number].born, []).append(number)
+            dies.setdefault(end, []).append(number)
+        for slot in range(trace.num_slots):
+            workspace = ops[slot].workspace_bytes if slot in ops else 0
+            yield "take", ("workspace", slot), workspace
+            yield from (("take", number, trace.storages[number].bytes) for number in born.get(slot, ()))
+            yield "give", ("workspace", slot), 0
+            if slot in ticks:
+                for action in self.actions.get(ticks[slot], ()):
+                    yield from self._act(action, slot)
+            yield from (("give", number, 0) for number in dies.get(slot, ()))
+            yield from (("give", ("copy", copy), 0) for copy in self.late.pop(slot, ()))
+
+    def _act(self, action: Action, slot: int) -> Iterator[Event]:
+        if action.kind == "swap_in":
+            yield self._copy(action.value)
+        elif action.kind == "rerun":
+            yield from self._rerun(action, slot)
+        elif action.kind == "free" and action.value in self.copies:
+            copy = self.copies.pop(action.value)
+            unpacks = [tick for tick in self.terrain.unpacks.get(action.value, ()) if tick <= action.tick]
+            until = max((self.trace.ticks[tick].dies for tick in unpacks), default=-1)
+            if until > slot:
+                self.late.setdefault(until, []).append(copy)
+            else:
+                yield "give", ("copy", copy), 0
+
+    def _rerun(self, action: Action, slot: int) -> Iterator[Event]:
+        op, terrain = self.trace.ops[action.op], self.terrain
+        workspace = 0 if op.twin else op.workspace_bytes
+        yield "take", ("workspace", slot, action.op), workspace
+        old = {terrain.storage[read]: read for read in op.reads if read in self.copies} if action.in_place else {}
+        for value in op.writes:
+            if terrain.storage[value] in old:
+                self.copies[value] = self.copies.pop(old[terrain.storage[value]])
+                continue
+            yield self._copy(value)
+            if value not in action.values:
+                yield "give", ("copy", self.copies.pop(value)), 0
+        yield "give", ("workspace", slot, action.op), 0
+
+    def _copy(self, value: int) -> Event:
+        self.num_copies += 1
+        self.copies[value] = self.num_copies
+        return "take", ("copy", self.num_copies), self.terrain.value_bytes[value]
+
+
+def replay(terrain: Terrain, events: list[Event], cap_bytes: int, num_steps: int) -> tuple[int, list[int]]:
+    """Bytes mapped at the peak, and restarts in each of some steps."""
+    segment = Segment(cap_bytes)
+    segment.take("before", terrain.trace.before_bytes)
+    restarts = []
+    for _ in range(num_steps):
+        before = segment.num_restarts
+        for kind, who, num_bytes in events:
+            if kind == "take":
+                segment.take(who, num_bytes)
+            else:
+                segment.give(who)
+        for who in [who for who in segment.owned if who != "before"]:
+            segment.give(who)
+        restarts.append(segment.num_restarts - before)
+    return segment.peak_pages * PAGE_BYTES, restarts
+
+
+@click.command()
+@click.argument("trace_file", type=click.Path(path_type=Path))
+@click.option("--memory-gib", type=float, required=True, help="The cap.")
+@click.option("--room-gib", type=float, multiple=True, help="What plans may allocate; several.")
+@click.option("--steps", default=3, show_default=True)
+def main(trace_file: Path, memory_gib: float, room_gib: tuple[float, ...], steps: int) -> None:
+    """Count the allocator's restarts for plans of several sizes under one cap."""
+    trace = Trace.load(trace_file)
+    for room in room_gib or tuple(memory_gib * share for share in (0.98, 0.95, 0.92, 0.88)):
+        made = plan(trace, h200(), Budget(int(room * GIB), 75 * GIB))
+        events = list(Program(trace, lower(trace, made, h200())).events())
+        over = 100 * (made.predicted_step_s / made.in_core_step_s - 1)
+        try:
+            mapped, restarts = replay(terrain_of(trace), events, int(memory_gib * GIB), steps)
+            print(f"room {room:6.2f} GiB: predicted +{over:.1f} %, mapped {mapped / GIB:.2f} GiB, restarts {restarts}")
+        except OutOfMemory:
+            print(f"room {room:6.2f} GiB: predicted +{over:.1f} %, runs out under {memory_gib:g} GiB")
+
+
+if __name__ == "__main__":
+    main()
