@@ -11,7 +11,7 @@ import torch
 from outcore.errors import BudgetTooSmall
 from outcore.limit import limit
 from tests.cpu import zoo
-from tests.cpu.training import build, train
+from tests.cpu.training import Outcome, build, train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,37 +28,41 @@ def _on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.002], ids=["at-speed", "slowed"])
-@pytest.mark.parametrize("planner", ["hybrid", "swap-all", "recompute-all"])
-@pytest.mark.parametrize("name", zoo.ZOO)
-def test_same_numbers(name: str, planner: str, delay_s: float) -> None:
-    plain = train(*build(name))
-    model, loss = build(name)
-    ooc = limit(model, "100%", planner="keep-all")
-    train(model, loss, ooc, num_steps=2)
-    assert ooc.plan is not None
-    budget = (ooc.plan.in_core_peak_bytes + 3 * ooc.plan.before_bytes) // 4
-    ooc.close()
-    del model, loss, ooc
-    gc.collect()
+def plain(name: str) -> Outcome:
+    """Plain PyTorch's numbers; a network whose own numbers change from run to run can show nothing."""
+    first, second = train(*build(name)), train(*build(name))
+    try:
+        first.assert_same(second)
+    except AssertionError:
+        pytest.skip(f"plain PyTorch does not repeat itself on {name} here")
+    return first
+
+
+def under(name: str, budget: int, planner: str, delay_s: float) -> Outcome:
+    """Trains under a budget and checks everything but the numbers."""
+    gc.collect()  # the allocator's baseline must not hold another test's model
     model, loss = build(name)
     ooc = limit(model, budget, planner=planner)
     ooc.store.delay_s = delay_s
     try:
         got = train(model, loss, ooc)
-    except BudgetTooSmall as error:
-        budget = error.needed_bytes + 1024**2  # the allocator's baseline moves a little from run to run
+        predicted, measured = ooc.predicted, ooc.timeline
+        assert predicted is not None
+        assert measured is not None
+        assert measured.actions == predicted.actions
+        assert measured.peak_bytes <= budget
+        assert ooc.store.num_parcels == 0
+    finally:
         ooc.close()
-        del model, loss, ooc
-        gc.collect()
-        model, loss = build(name)
-        ooc = limit(model, budget, planner=planner)
-        ooc.store.delay_s = delay_s
-        got = train(model, loss, ooc)
-    plain.assert_same(got)
-    assert ooc.predicted is not None
-    assert ooc.timeline is not None
-    assert ooc.timeline.actions == ooc.predicted.actions
-    assert ooc.timeline.peak_bytes <= budget
-    assert ooc.store.num_parcels == 0
-    ooc.close()
+    return got
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.002], ids=["at-speed", "slowed"])
+@pytest.mark.parametrize("planner", ["hybrid", "swap-all", "recompute-all"])
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_same_numbers(name: str, planner: str, delay_s: float) -> None:
+    expected = plain(name)
+    with pytest.raises(BudgetTooSmall) as caught:
+        under(name, 1, planner, 0.0)
+    least = caught.value.needed_bytes + 2 * 1024**2  # the baseline moves a little from run to run
+    expected.assert_same(under(name, least, planner, delay_s))
