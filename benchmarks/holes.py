@@ -7,7 +7,7 @@ starts over: a restart, which drains the device. This script counts restarts per
     python -m benchmarks.holes step.trace.json --memory-gib 16 --room-gib 15.2 --room-gib 14.1
 
 Measured on the H200 for comparison (docs/log.md): ResNet-50 restarted once or twice a step at 14.1 of 16 GiB, as here,
-and ResNet-152 ran out at 11.8 of 12, as here; but at 11.3 of 12 it did not restart at all, where this model counts four.
+and ResNet-152 ran out at 11.8 of 12, as here; but at 11.3 of 12 it did not restart at all, and this model counts four.
 So far it says where the trouble is, not how much of it there will be.
 """
 
