@@ -51,7 +51,7 @@ def device_bytes(device: torch.device) -> int:
 @cache
 def measure_machine(device: torch.device, folder: str | None) -> Machine:
     """Measures links and disk (about a second) once per process."""
-    write_rate, read_rate = _measure_disk(folder, device) if folder is not None else (0.0, 0.0)
+    write_rate, read_rate = _measure_disk(folder) if folder is not None else (0.0, 0.0)
     disk_bytes = int(shutil.disk_usage(folder).free * 0.9) if folder is not None else 0
     if device.type == "cuda":
         out_rate, in_rate, share, latency_s = _measure_links(device)
@@ -104,8 +104,7 @@ def _measure_links(device: torch.device) -> tuple[float, float, float, float]:
     return num_bytes / out_s, num_bytes / back_s, share, min(small_s, 50e-6)
 
 
-def _measure_disk(folder: str | None, device: torch.device) -> tuple[float, float]:
-    assert folder is not None
+def _measure_disk(folder: str) -> tuple[float, float]:
     num_bytes = 64 * MIB
     file = SwapFile(folder, GIB)
     cpu = torch.device("cpu")

@@ -127,7 +127,6 @@ class Execution:
         self.timed: list[str] = []  # names of the ops the clock timed
         self.on_plan = True
         self.left_plan_because = ""
-        self.num_inline = 0  # values that had to be brought back without the schedule's help
         self._tick = 0
         self._num_ops = 0
         self._cells: dict[int, weakref.ref[Cell]] = {}
@@ -288,7 +287,7 @@ class Execution:
         if tensor is None:
             absent = cell.data is None
             if absent and tick is not None:
-                self.num_inline += 1
+                self._note_unplanned(cell)
             data = bring(cell, self._see)
             if cell.parcel is None and cell.recipe is None:
                 check_unchanged(cell.held[0], data)
@@ -315,6 +314,11 @@ class Execution:
         _ACTS[action.kind](self, action)
         if stopwatch is not None:
             stopwatch.stop(started)
+
+    def _note_unplanned(self, cell: Cell) -> None:
+        """The schedule should have brought it: the log of what was done must not look like the plan then."""
+        if self.log is not None:
+            self.log.append(f"{self._tick - 1} unplanned {cell.value}")
 
     def measured_s(self) -> tuple[float, float]:
         """Seconds the compute stream waited for copies, and seconds of reruns. Waits for the device."""
@@ -363,7 +367,7 @@ class Execution:
             return
         for cell in recipe.reads:
             if cell.data is None:
-                self.num_inline += 1
+                self._note_unplanned(cell)
                 bring(cell, self._see)
             cell.arrive()
         rerun(recipe, action.values, in_place=action.in_place, see=self._see)

@@ -7,7 +7,7 @@ every tensor, and nothing a kernel allocates and frees inside itself.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -24,7 +24,7 @@ class LiveBytes:
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._next = 0
 
-    def see(self, tensor: torch.Tensor, on_death: Callable[[], None] | None = None) -> None:
+    def see(self, tensor: torch.Tensor) -> None:
         """Counts the storage of `tensor` if it is new."""
         storage = tensor.untyped_storage()
         if storage.__dict__.get(_SEEN) is self:
@@ -34,17 +34,15 @@ class LiveBytes:
         size = storage.nbytes()
         self.current_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.current_bytes)
-        self._refs[number] = weakref.ref(storage, partial(self._died, number, size, on_death))
+        self._refs[number] = weakref.ref(storage, partial(self._died, number, size))
 
     def know(self, tensor: torch.Tensor) -> None:
         """Marks a storage that was there before: it is not counted when an op returns it."""
         tensor.untyped_storage().__dict__[_SEEN] = self
 
-    def _died(self, number: int, size: int, on_death: Callable[[], None] | None, _: object) -> None:
+    def _died(self, number: int, size: int, _: object) -> None:
         if self._refs.pop(number, None) is not None:
             self.current_bytes -= size
-            if on_death is not None:
-                on_death()
 
     def stop(self) -> None:
         self._refs.clear()
