@@ -260,9 +260,12 @@ class Pipeline:
                 continue
             if (entry := peer.pools[name].cache.lend(place)) is None:
                 continue
-            source = peer.pools[name].view(entry, span)
-            self.lane.copy_in.run(_copy(view, source), view.nbytes)
-            peer.pools[name].cache.release(entry, self.lane.copy_in.record())
+            copied = None
+            try:
+                self.lane.copy_in.run(_copy(view, peer.pools[name].view(entry, span)), view.nbytes)
+                copied = self.lane.copy_in.record()
+            finally:
+                peer.pools[name].cache.give_back(entry, copied)
             self.bytes_from_peers += view.nbytes
             return True
         return False

@@ -27,6 +27,7 @@ class Entry:
     ready: Any = None
     readers: list[Any] = field(default_factory=list)
     num_readers: int = 0
+    num_lent: int = 0  # readers on other lanes, each gone as soon as its copy is enqueued
 
 
 class SlotCache:
@@ -35,7 +36,7 @@ class SlotCache:
     def __init__(self, num_slots: int) -> None:
         self._entries: OrderedDict[Hashable, Entry] = OrderedDict()
         self._unused = [Entry(slot) for slot in reversed(range(num_slots))]
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self.num_hits = 0
         self.num_misses = 0
 
@@ -61,6 +62,14 @@ class SlotCache:
             if last_use is not None:
                 entry.readers.append(last_use)
 
+    def give_back(self, entry: Entry, last_use: Any) -> None:
+        """A peer's copy is enqueued: the slot may be taken again."""
+        with self._lock:
+            entry.num_lent -= 1
+            if last_use is not None:
+                entry.readers.append(last_use)
+            self._lock.notify_all()
+
     def claim_readers(self, entry: Entry) -> list[Any]:
         """What the new block's writer has to wait for: every use of the block it replaces."""
         with self._lock:
@@ -68,17 +77,23 @@ class SlotCache:
             return readers
 
     def lend(self, key: Hashable) -> Entry | None:
-        """An entry a peer may copy from, held by one more reader; None unless the block has already arrived."""
+        """An entry a peer may copy from, until it is given back; None unless the block has already arrived."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None or entry.ready is None or not entry.ready.query():
                 return None
-            entry.num_readers += 1
+            entry.num_lent += 1
             return entry
 
     def _evict(self) -> Entry:
-        for key, entry in self._entries.items():
-            if entry.num_readers == 0:
-                del self._entries[key]
-                return entry
+        """The oldest slot nobody reads. A slot that is only lent comes back in a moment and is waited for."""
+        while True:
+            idle = [(key, entry) for key, entry in self._entries.items() if entry.num_readers == 0]
+            for key, entry in idle:
+                if entry.num_lent == 0:
+                    del self._entries[key]
+                    return entry
+            if not idle:
+                break
+            self._lock.wait()
         raise TilingError("every tile slot is being read: the plan gave this operand too few slots; raise the memory")

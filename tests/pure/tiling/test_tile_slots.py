@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from outcore.errors import TilingError
@@ -53,7 +55,7 @@ def test_the_next_writer_learns_of_every_use_of_the_block_before() -> None:
     assert cache.claim_readers(entry) == []
 
 
-def test_only_arrived_blocks_are_lent_and_a_lent_block_stays() -> None:
+def test_only_arrived_blocks_are_lent() -> None:
     cache = SlotCache(1)
     entry, _ = cache.acquire("one")
     assert cache.lend("one") is None
@@ -63,9 +65,24 @@ def test_only_arrived_blocks_are_lent_and_a_lent_block_stays() -> None:
     entry.ready = Arrived(True)
     lent = cache.lend("one")
     assert lent is entry
-    with pytest.raises(TilingError):
-        cache.acquire("two")
-    cache.release(lent, "copied by a peer")
+    cache.give_back(lent, "copied by a peer")
     entry, _ = cache.acquire("two")
     assert cache.claim_readers(entry) == ["copied by a peer"]
     assert cache.lend("elsewhere") is None
+
+
+def test_a_lane_whose_last_idle_slot_is_lent_waits_for_it() -> None:
+    cache = SlotCache(1)
+    entry, _ = cache.acquire("one")
+    entry.ready = Arrived(True)
+    cache.release(entry, None)
+    lent = cache.lend("one")
+    assert lent is entry
+    taken: list[int] = []
+    taker = threading.Thread(target=lambda: taken.append(cache.acquire("two")[0].slot), daemon=True)
+    taker.start()
+    taker.join(timeout=0.05)
+    assert taker.is_alive()
+    cache.give_back(lent, "copied by a peer")
+    taker.join(timeout=10)
+    assert taken == [entry.slot]
