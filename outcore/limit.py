@@ -32,6 +32,7 @@ from outcore.recording.record import Recorder
 from outcore.reporting.text import report
 from outcore.running.clock import Clock
 from outcore.running.execute import Execution, Program
+from outcore.running.gradients import move_gradients_aside
 from outcore.running.meter import LiveBytes, resident_bytes
 from outcore.running.store import Store
 from outcore.units import MIB, parse_bytes
@@ -139,6 +140,8 @@ class Limited:
             model.register_forward_pre_hook(self._on_forward, with_kwargs=True),
             register_optimizer_step_post_hook(_optimizer_watch(weakref.ref(self))),
         ]
+        if on_cuda:
+            self._hooks += move_gradients_aside(model.parameters(), memory_bytes, self.device, lambda: self._active)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
