@@ -21,13 +21,16 @@ from typing import Any
 import click
 
 GIB = 1024**3
+MOST_WARM = 45  # steps until a plan is final
 OURS = ("hybrid", "pooch", "swap", "swap-all")
 
 
 @click.command()
 @click.option("--networks", default="resnet50,llama,vgg16,vit_l,r3d18,resnet152", show_default=True)
 @click.option(
-    "--methods", default="in-core,checkpoint,selective,save_on_cpu,trl-offload,compile,hybrid", show_default=True
+    "--methods",
+    default="in-core,checkpoint,selective,save_on_cpu,trl-offload,compile,compile-budget,swap-all,swap,pooch,hybrid",
+    show_default=True,
 )
 @click.option("--memory-gib", type=float, multiple=True, help="Budgets; default: the one of the headline table.")
 @click.option("--steps", default=10, show_default=True)
@@ -90,19 +93,22 @@ def _in_process_of_its_own(
 def run_network(name: str, methods: list[str], memory_gib: tuple[float, ...], steps: int, traces: Path | None) -> None:
     from benchmarks.networks import BUDGETS_GIB
 
-    in_core_step_s = 0.0
+    in_core_step_s, in_core_gib = 0.0, float("inf")
     for method in methods:
         budgets: tuple[float, ...] = memory_gib or (float(BUDGETS_GIB[name]),)
         for budget in budgets if method in OURS else budgets[:1]:
-            row = run_method(name, method, budget, steps, traces)
-            in_core_step_s = row.get("step_s") or in_core_step_s if method == "in-core" else in_core_step_s
+            row = run_method(name, method, budget, steps, traces, in_core_gib)
+            if method == "in-core" and row.get("step_s"):
+                in_core_step_s, in_core_gib = row["step_s"], row["peak_gib"]
             row["in_core_step_s"] = in_core_step_s
             if row.get("step_s") and in_core_step_s:
                 row["slowdown"] = row["step_s"] / in_core_step_s - 1
             print("ROW " + json.dumps(row), flush=True)
 
 
-def run_method(name: str, method: str, memory_gib: float, steps: int, traces: Path | None) -> dict[str, Any]:
+def run_method(
+    name: str, method: str, memory_gib: float, steps: int, traces: Path | None, in_core_gib: float
+) -> dict[str, Any]:
     import torch
 
     row: dict[str, Any] = {"network": name, "batch": 0, "memory_gib": memory_gib, "method": method, "step_s": None}
@@ -111,7 +117,7 @@ def run_method(name: str, method: str, memory_gib: float, steps: int, traces: Pa
     torch.cuda.set_per_process_memory_fraction(min(1.0, memory_gib * GIB / total) if capped else 1.0)
     began = time.perf_counter()
     try:
-        row |= _time_steps(name, method, memory_gib, steps, traces)
+        row |= _time_steps(name, method, memory_gib, steps, traces, in_core_gib)
     except Exception as error:
         row["error"] = f"{type(error).__name__}: {error}"[:300]
         traceback.print_exc(limit=-4)
@@ -124,7 +130,9 @@ def run_method(name: str, method: str, memory_gib: float, steps: int, traces: Pa
     return row
 
 
-def _time_steps(name: str, method: str, memory_gib: float, steps: int, traces: Path | None) -> dict[str, Any]:
+def _time_steps(
+    name: str, method: str, memory_gib: float, steps: int, traces: Path | None, in_core_gib: float
+) -> dict[str, Any]:
     import torch
 
     import outcore
@@ -138,17 +146,23 @@ def _time_steps(name: str, method: str, memory_gib: float, steps: int, traces: P
     if method in OURS:
         ooc = outcore.limit(model, int(memory_gib * GIB), planner=method)
         around: Any = ooc.step
-    elif method == "compile":
+    elif method.startswith("compile"):
+        if method == "compile-budget":  # the share of activations that may be saved, as its own setting wants it
+            torch._functorch.config.activation_memory_budget = min(1.0, memory_gib / in_core_gib)
         model.compile()
         around = PEERS["in-core"](network)
     else:
         around = PEERS[method](network)
-    times, marks = [], []
-    warm = 12 if ooc is not None else 3  # ours: recorded, timed again, planned, fitted to the allocator
-    for step in range(steps + warm):
-        if step == warm:
+    times: list[float] = []
+    marks: list[float] = []
+    num_restarts = 0
+    while len(times) < steps:
+        # ours: recorded, timed again, planned, fitted to the allocator, until the plan is final
+        warm = len(marks) >= 3 if ooc is None else len(marks) >= MOST_WARM or (ooc.settled and len(marks) >= 5)
+        if warm and not times:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
+            num_restarts = torch.cuda.memory_stats()["num_alloc_retries"]
         began = time.perf_counter()
         with around():
             loss = network.loss()
@@ -159,7 +173,7 @@ def _time_steps(name: str, method: str, memory_gib: float, steps: int, traces: P
         optimizer.step()
         optimizer.zero_grad()
         torch.cuda.synchronize()
-        (times if step >= warm else marks).append(time.perf_counter() - began)
+        (times if warm or times else marks).append(time.perf_counter() - began)
     row: dict[str, Any] = {
         "batch": network.batch,
         "step_s": statistics.median(times),
@@ -167,6 +181,7 @@ def _time_steps(name: str, method: str, memory_gib: float, steps: int, traces: P
         "first_steps_s": marks,
         "peak_gib": torch.cuda.max_memory_allocated() / GIB,
         "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
+        "num_alloc_retries": torch.cuda.memory_stats()["num_alloc_retries"] - num_restarts,
         "loss": float(loss.detach()),
     }
     if ooc is not None:
@@ -176,7 +191,6 @@ def _time_steps(name: str, method: str, memory_gib: float, steps: int, traces: P
 
 
 def describe(ooc: Any, traces: Path | None, label: str) -> dict[str, Any]:
-    import torch
 
     plan, predicted = ooc.plan, ooc.predicted
     print(ooc, flush=True)
@@ -196,8 +210,18 @@ def describe(ooc: Any, traces: Path | None, label: str) -> dict[str, Any]:
         "kept_gib": predicted.kept_bytes / GIB,
         "recompute_s": predicted.recompute_s,
         "stall_s": predicted.stall_s,
-        "num_alloc_retries": torch.cuda.memory_stats()["num_alloc_retries"],
-        "room_gib": ooc._room_bytes / GIB,
+        "attempts": [
+            {
+                "room_gib": attempt.room_bytes / GIB,
+                "step_s": attempt.step_s,
+                "predicted_step_s": attempt.made[2].step_s,
+                "num_restarts": attempt.num_restarts,
+                "reserved_gib": attempt.reserved_bytes / GIB,
+            }
+            for kind in ooc.kinds.values()
+            if kind.room is not None
+            for attempt in kind.room.attempts
+        ],
         "num_twins": sum(op.twin for op in ooc.trace.ops),
         "num_left": sum(kind.num_left for kind in ooc.kinds.values()),
         "machine": json.loads(ooc.machine.to_json()),

@@ -34,6 +34,7 @@ from outcore.running.clock import Clock
 from outcore.running.execute import Execution, Program
 from outcore.running.gradients import move_gradients_aside
 from outcore.running.meter import LiveBytes, resident_bytes
+from outcore.running.room import NUM_STEPS, Room
 from outcore.running.store import Store
 from outcore.units import MIB, parse_bytes
 from outcore.values import Budget, Machine, Plan, Schedule, Timeline, Trace
@@ -42,12 +43,10 @@ log = logging.getLogger("outcore")
 
 Key = tuple[Any, ...]
 _ACTIVE: list[Limited] = []  # the one whose step is running: two would mark the same storages
-FIRST_MARGIN = 0.08  # of a CUDA budget, left to the allocator's holes until it is known how many there are
-LEAST_MARGIN = 0.015
-NUM_WATCHED = 30  # planned steps after which the allocator is no longer watched
+LEAST_MARGIN = 0.015  # of a CUDA budget: pages that are used in part count whole
 STALL_SHARE = 0.01  # of a step: waiting longer than predicted by this much, copies are slower than was measured
-NUM_FITTED = 2  # times the room grows to what the allocator leaves
-NUM_MEASURED = 3  # planned steps of a kind that are measured closely; later ones run without any meter
+NUM_SLOWED = 2  # times copies are planned slower than measured
+NUM_MEASURED = NUM_STEPS  # planned steps of a kind that are measured closely; later ones run without any meter
 NUM_TRIES = 3  # recordings of a kind whose steps keep changing, before it is left unplanned
 
 
@@ -86,9 +85,8 @@ class Kind:
     num_left: int = 0  # steps that left the plan
     timed_again: bool = False  # op times were corrected on a planned step
     stale: bool = True  # to be planned (again) when it comes next
-    num_fitted: int = 0  # times the room grew to what the allocator leaves
+    room: Room | None = None  # what plans may use of a CUDA budget
     num_slowed: int = 0  # times copies turned out slower than measured
-    shrunk: bool = False  # it once was too large: it does not grow again
     unplanned: bool = False  # given up
 
 
@@ -119,8 +117,8 @@ class Limited:
         self.planner = planner
         self.store = Store(self.device, self.budget.host_bytes, self.budget.disk_bytes, folder)
         self.measure = measure
-        self._room_bytes = int(memory_bytes * (1 - FIRST_MARGIN)) if on_cuda else memory_bytes
-        self._num_retries = 0
+        self._tries_rooms = on_cuda
+        self._num_restarts = 0
         if on_cuda:
             _prefer_expandable_segments()
         self.kinds: dict[Key, Kind] = {}
@@ -159,7 +157,7 @@ class Limited:
             yield self
             failed = False
         except torch.OutOfMemoryError:
-            self._shrink_room(self._kind)
+            self._ran_out(self._kind)
             raise
         finally:
             self._interception.stop()
@@ -216,6 +214,7 @@ class Limited:
             outside=lambda: self._outside(inputs),
         )
         self._interception.listen(self._run, ops=bool(program.captured or self._meter or clock))
+        self._num_restarts = self._count_restarts() if closely else 0
         self._started = self._now()
 
     def _outside(self, inputs: tuple[torch.Tensor, ...]) -> frozenset[int]:
@@ -249,8 +248,6 @@ class Limited:
             self._correct_times(kind, run)
         elif self._log is not None:
             self._note_measured(kind, run)
-        if self.device.type == "cuda" and kind.num_steps <= NUM_WATCHED:
-            self._fit_room(kind)
 
     def _correct_times(self, kind: Kind, run: Execution) -> None:
         """The recorded step also paid for the allocator's first calls to the driver: the second time an op is timed
@@ -282,11 +279,13 @@ class Limited:
 
     def _make_plan(self, kind: Kind, before_bytes: int) -> None:
         assert kind.trace is not None
-        if self.device.type == "cuda":
+        if self._tries_rooms:
             torch.cuda.empty_cache()  # what the allocator reserves from here on is the plan's own doing
-            self._num_retries = torch.cuda.memory_stats(self.device)["num_alloc_retries"]
+            if kind.room is None or before_bytes > kind.trace.before_bytes + MIB:
+                kind.room = Room(self.budget.device_bytes)
+            kind.room.begin()
         trace = kind.trace = dataclasses.replace(kind.trace, before_bytes=before_bytes)
-        kind.plan = self._plan_for(trace)
+        kind.plan = self._plan_for(trace, kind.room)
         kind.schedule = lower(trace, kind.plan, self.machine)
         verify(trace, kind.schedule)
         kind.predicted = simulate(trace, kind.schedule, self.machine)
@@ -297,9 +296,12 @@ class Limited:
         kind.program = Program(trace, kind.schedule)
         kind.num_steps = 0
         kind.stale = False
+        if kind.room is not None and kind.room.is_hopeless(kind.predicted.step_s):
+            kind.room.settle()
+            self._go_back(kind)
         self.store.reserve(kind.predicted.host_peak_bytes)
 
-    def _plan_for(self, trace: Trace) -> Plan:
+    def _plan_for(self, trace: Trace, room: Room | None) -> Plan:
         given = self._given_plan
         if given is not None and given.fingerprint == trace.fingerprint:
             self._given_fits = True
@@ -309,56 +311,58 @@ class Limited:
                 f"the plan was made for another step (fingerprint {given.fingerprint}, this step is "
                 f"{trace.fingerprint}); plan this one anew: leave out plan=..."
             )
-        margin = LEAST_MARGIN if self.device.type == "cuda" else 0.0
-        for room_bytes in (self._room_bytes, int(self.budget.device_bytes * (1 - margin))):
-            room = dataclasses.replace(self.budget, device_bytes=room_bytes)
+        margin, memory_bytes = (LEAST_MARGIN if room is not None else 0.0), self.budget.device_bytes
+        for room_bytes in (room.room_bytes if room is not None else memory_bytes, int(memory_bytes * (1 - margin))):
+            budget = dataclasses.replace(self.budget, device_bytes=room_bytes)
             try:
-                return make_plan(trace, self.machine, room, planner=self.planner)
+                return make_plan(trace, self.machine, budget, planner=self.planner)
             except BudgetTooSmall as error:
                 too_small = error
         needed = int(too_small.needed_bytes / (1 - margin)) + 1
-        raise BudgetTooSmall(needed, self.budget.device_bytes, too_small.at_op, where=str(self.device)) from None
+        raise BudgetTooSmall(needed, memory_bytes, too_small.at_op, where=str(self.device)) from None
 
-    def _fit_room(self, kind: Kind) -> None:
-        """Fits what plans may use to what the allocator makes of it: it reserves more than is allocated, for holes.
-
-        Where it ran out in mid-step it had to give everything back and start over, which costs more than a smaller
-        plan: the room shrinks. Where it stayed below the budget, the room grows.
-        """
-        if self._given_fits or kind.stale or kind.num_fitted >= NUM_FITTED:
+    def _fit(self, kind: Kind, num_restarts: int) -> None:
+        """A second look at the plan: was the room right, were the copies as fast as thought?"""
+        room, plan, measured = kind.room, kind.plan, kind.measured
+        if room is None or room.settled or kind.stale or plan is None or measured is None:
             return
-        num_retries = torch.cuda.memory_stats(self.device)["num_alloc_retries"]
-        ran_out, self._num_retries = num_retries > self._num_retries, num_retries
-        memory_bytes, reserved = self.budget.device_bytes, self._peak_bytes()[1]
-        evicts = kind.plan is not None and kind.plan.count("keep") < len(kind.plan.decisions)
-        if ran_out:
-            self._shrink_room(kind)
-        elif evicts and kind.num_steps == NUM_MEASURED and reserved < memory_bytes * (1 - 2 * LEAST_MARGIN):
-            if not kind.shrunk:
-                self._room_bytes += int(0.7 * (memory_bytes * (1 - LEAST_MARGIN) - reserved))
-                kind.stale = True
-            kind.num_fitted += 1
+        if self._given_fits or plan.count("keep") == len(plan.decisions):
+            room.settle()
+        elif room.note(measured.step_s, num_restarts, measured.reserved_bytes):
+            made = (plan, kind.schedule, kind.predicted, kind.program)
+            kind.stale = room.judge(made, again=not num_restarts and self._slow_down(kind))
+            if room.settled:
+                self._go_back(kind)
 
-    def _fit_rates(self, kind: Kind) -> None:
+    def _slow_down(self, kind: Kind) -> bool:
         """Copies that compute had to wait for longer than predicted go slower beside compute than they went alone."""
         measured, predicted = kind.measured, kind.predicted
-        if self.device.type != "cuda" or self._given_fits or kind.num_slowed >= 2 or not (measured and predicted):
-            return
-        if kind.num_steps >= 2 and measured.stall_s > predicted.stall_s + STALL_SHARE * measured.step_s:
-            kind.num_slowed += 1
-            kind.stale = True
-            self.machine = dataclasses.replace(
-                self.machine,
-                swap_out_bytes_per_s=0.9 * self.machine.swap_out_bytes_per_s,
-                swap_in_bytes_per_s=0.9 * self.machine.swap_in_bytes_per_s,
-            )
+        if kind.num_slowed >= NUM_SLOWED or not (measured and predicted):
+            return False
+        if measured.stall_s <= predicted.stall_s + STALL_SHARE * measured.step_s:
+            return False
+        kind.num_slowed += 1
+        self.machine = dataclasses.replace(
+            self.machine,
+            swap_out_bytes_per_s=0.9 * self.machine.swap_out_bytes_per_s,
+            swap_in_bytes_per_s=0.9 * self.machine.swap_in_bytes_per_s,
+        )
+        return True
 
-    def _shrink_room(self, kind: Kind | None) -> None:
-        """Once: on the H200 a second and third time bought slower plans and no fewer holes."""
-        if kind is None or kind.shrunk:
-            return
-        self._room_bytes -= int(0.04 * self.budget.device_bytes)
-        kind.stale = kind.shrunk = True
+    def _go_back(self, kind: Kind) -> None:
+        """To the plan that was the fastest, measured."""
+        assert kind.room is not None
+        if kind.room.attempts and kind.room.best.made[0] is not kind.plan:
+            kind.plan, kind.schedule, kind.predicted, kind.program = kind.room.best.made
+            kind.num_steps = 0
+            torch.cuda.empty_cache()
+
+    def _ran_out(self, kind: Kind | None) -> None:
+        """A step ran out of memory: no plan of this size again."""
+        if kind is not None and kind.room is not None and not kind.stale:
+            kind.stale = kind.room.shrink()
+            kind.room.attempts.clear()
+            kind.room.settled = False
 
     # -- measuring ----------------------------------------------------------------------------------------------------
 
@@ -388,6 +392,7 @@ class Limited:
         """Times are read when somebody asks or the next step begins: the device is not made to wait for them."""
         ended, started, actions = self._now(), self._started, tuple(self._log or ())
         peak, reserved = self._peak_bytes()
+        num_restarts = self._count_restarts() - self._num_restarts
 
         def read() -> None:
             if self.device.type == "cuda":
@@ -409,7 +414,7 @@ class Limited:
                 spans=(),
                 memory=(),
             )
-            self._fit_rates(kind)
+            self._fit(kind, num_restarts)
 
         self._pending = read
 
@@ -418,6 +423,12 @@ class Limited:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
         return self._meter.peak_bytes if self._meter is not None else 0, 0
+
+    def _count_restarts(self) -> int:
+        """How often the allocator gave everything back and started over, so far."""
+        if self.device.type != "cuda":
+            return 0
+        return int(torch.cuda.memory_stats(self.device)["num_alloc_retries"])
 
     def _settle(self) -> None:
         pending, self._pending = self._pending, None
@@ -455,6 +466,15 @@ class Limited:
         """What was measured on the last step that was measured closely."""
         self._settle()
         return self._last.measured if self._last else None
+
+    @property
+    def settled(self) -> bool:
+        """Whether the last step followed a plan that will not change any more. On a GPU the first plans are tried."""
+        self._settle()
+        kind = self._last
+        if kind is None or kind.program is None or kind.stale:
+            return False
+        return kind.room is None or kind.room.settled
 
     def __str__(self) -> str:
         self._settle()

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from outcore.running.room import FIRST_SHARE, LEAST_SHARE, MOST_SHARE, NUM_ATTEMPTS, Room
+
+GIB = 1 << 30
+MEMORY_BYTES = 16 * GIB
+Behaviour = Callable[[float], tuple[float, int, float]]  # room's share -> step seconds, restarts, reserved share
+
+
+def settle(behave: Behaviour, predicted_s: Callable[[float], float] = lambda share: 0.0) -> Room:
+    """Plays the owner's part, as limit.py does: plan, follow, judge."""
+    room = Room(MEMORY_BYTES)
+    while not room.settled:
+        share = room.room_bytes / MEMORY_BYTES
+        if room.is_hopeless(predicted_s(share)):
+            room.settle()
+            break
+        room.begin()
+        step_s, num_restarts, reserved = behave(share)
+        while not room.note(step_s, num_restarts, int(reserved * MEMORY_BYTES)):
+            pass
+        room.judge(share)
+    return room
+
+
+def test_a_plan_that_never_restarts_and_fills_the_memory_stays() -> None:
+    room = settle(lambda share: (1.0, 0, 0.99))
+    assert [attempt.made for attempt in room.attempts] == [room.room_bytes / MEMORY_BYTES]
+    assert abs(room.room_bytes / MEMORY_BYTES - FIRST_SHARE) < 1e-6
+
+
+def test_the_room_shrinks_until_nothing_restarts() -> None:
+    room = settle(lambda share: (1.2, 1, 1.0) if share > 0.85 else (1.05, 0, 0.95))
+    assert 0.8 < room.room_bytes / MEMORY_BYTES <= 0.85
+    assert room.best.num_restarts == 0
+
+
+def test_a_smaller_plan_that_is_slower_than_the_restarts_is_not_kept() -> None:
+    room = settle(lambda share: (1.2, 1, 1.0) if share > 0.9 else (1.3, 0, 0.95))
+    assert abs(room.room_bytes / MEMORY_BYTES - FIRST_SHARE) < 1e-6
+    assert room.best.step_s == 1.2
+
+
+def test_a_plan_that_cannot_be_faster_is_not_even_tried() -> None:
+    room = settle(lambda share: (1.2, 1, 1.0), predicted_s=lambda share: 1.0 if share > 0.9 else 1.25)
+    assert len(room.attempts) == 1
+    assert abs(room.room_bytes / MEMORY_BYTES - FIRST_SHARE) < 1e-6
+
+
+def test_restarts_everywhere_end_at_the_fastest() -> None:
+    room = settle(lambda share: (1.0 + abs(share - 0.84), 1, 1.0))
+    assert len(room.attempts) == NUM_ATTEMPTS or min(a.room_bytes for a in room.attempts) < 0.75 * MEMORY_BYTES
+    assert all(attempt.room_bytes >= LEAST_SHARE * MEMORY_BYTES for attempt in room.attempts)
+    assert abs(room.room_bytes / MEMORY_BYTES - 0.84) < 0.001
+
+
+def test_memory_the_allocator_left_alone_is_used_but_never_all_of_it() -> None:
+    room = settle(lambda share: (2.0 - share, 0, share + 0.005))
+    assert FIRST_SHARE < room.room_bytes / MEMORY_BYTES <= MOST_SHARE
+
+
+def test_a_room_that_grew_too_far_goes_back() -> None:
+    room = settle(lambda share: (1.3, 1, 1.0) if share > FIRST_SHARE + 0.001 else (1.1, 0, 0.93))
+    assert abs(room.room_bytes / MEMORY_BYTES - FIRST_SHARE) < 1e-6
+
+
+def test_the_first_step_of_a_plan_maps_memory_and_does_not_count() -> None:
+    room = Room(MEMORY_BYTES)
+    room.begin()
+    assert not room.note(9.0, 3, MEMORY_BYTES)
+    assert not room.note(1.0, 0, MEMORY_BYTES)
+    assert room.note(1.0, 0, MEMORY_BYTES)
+    assert not room.judge("made")
+    assert room.best.step_s == 1.0
+    assert room.best.num_restarts == 0
