@@ -49,6 +49,18 @@ def _resnet(name: str, batch: int) -> Network:
     return _classifier(name, batch, model, (3, 224, 224), blocks)
 
 
+def deep_resnet(depth: int, batch: int, device: str = "cuda") -> Network:
+    """A bottleneck ResNet of about this many layers: ResNet-152 with more blocks in its third stage."""
+    from torchvision.models.resnet import Bottleneck, ResNet
+
+    torch.manual_seed(0)
+    num_blocks = max(1, round((depth - 2) / 3) - 14)
+    with torch.device(device):
+        model = ResNet(Bottleneck, [3, 8, num_blocks, 3])
+        blocks = [block for stage in (model.layer1, model.layer2, model.layer3, model.layer4) for block in stage]
+        return _classifier(f"resnet{depth}", batch, model, (3, 224, 224), blocks)
+
+
 def _vgg(name: str, batch: int) -> Network:
     import torchvision
 

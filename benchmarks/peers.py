@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks.networks import Network
@@ -55,6 +56,20 @@ def offload_activations(network: Network) -> Around:
     from trl.models.activation_offloading import OffloadActivations
 
     return OffloadActivations  # type: ignore[no-any-return]
+
+
+def training_step(network: Network, around: Around, optimizer: torch.optim.Optimizer, *, ours: bool) -> Tensor:
+    """One whole step, and waits for it. Peers wrap the forward alone, ours the backward too."""
+    with around():
+        loss = network.loss()
+        if ours:
+            loss.backward()
+    if not ours:
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.cuda.synchronize()
+    return loss.detach()
 
 
 def _wrap(network: Network, around: Callable[..., Any]) -> None:

@@ -54,7 +54,7 @@ def main(
         return
     rows: list[dict[str, Any]] = []
     for name in networks.split(","):
-        rows += _in_process_of_its_own(name, methods, memory_gib, steps, limit_s, traces)
+        rows += run_in_process_of_its_own(name, methods, memory_gib, steps, limit_s, traces)
     result = {"question": "slowdown", **about(), "rows": rows}
     out = out or Path(f"benchmarks/results/slowdown_{hardware()}_{date.today():%Y%m%d}.json")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def main(
     show(rows)
 
 
-def _in_process_of_its_own(
+def run_in_process_of_its_own(
     name: str, methods: str, memory_gib: tuple[float, ...], steps: int, limit_s: float, traces: Path | None
 ) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "benchmarks.slowdown", "--one", name, "--methods", methods, "--steps", str(steps)]
@@ -137,7 +137,7 @@ def _time_steps(
 
     import outcore
     from benchmarks.networks import build
-    from benchmarks.peers import PEERS
+    from benchmarks.peers import PEERS, training_step
 
     network = build(name)
     model: Any = network.model
@@ -164,15 +164,7 @@ def _time_steps(
             torch.cuda.reset_peak_memory_stats()
             num_restarts = torch.cuda.memory_stats()["num_alloc_retries"]
         began = time.perf_counter()
-        with around():
-            loss = network.loss()
-            if ooc is not None:
-                loss.backward()
-        if ooc is None:
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.cuda.synchronize()
+        loss = training_step(network, around, optimizer, ours=ooc is not None)
         (times if warm or times else marks).append(time.perf_counter() - began)
     row: dict[str, Any] = {
         "batch": network.batch,
@@ -182,7 +174,7 @@ def _time_steps(
         "peak_gib": torch.cuda.max_memory_allocated() / GIB,
         "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
         "num_alloc_retries": torch.cuda.memory_stats()["num_alloc_retries"] - num_restarts,
-        "loss": float(loss.detach()),
+        "loss": float(loss),
     }
     if ooc is not None:
         row |= describe(ooc, traces, f"{name}_{memory_gib:g}_{method}")

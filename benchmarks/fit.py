@@ -1,0 +1,165 @@
+"""What is the largest that runs? The largest batch of ResNet-50 and the deepest ResNet in 16 GiB, per method.
+
+Every trial is two real steps in a process of its own under a hard cap, three for ours, whose first one is recorded; a
+method that has no other way is asked by running out of memory, ours says itself what it would need. The answer is found
+by doubling and bisection, to one part in sixteen. `python -m benchmarks.fit --help`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import click
+
+GIB = 1024**3
+METHODS = "in-core,checkpoint,selective,save_on_cpu,hybrid"
+OURS = ("hybrid", "pooch", "swap", "swap-all")
+PRECISION = 16  # the answer is right to one part in this many
+FIRST = {"batch": 64, "depth": 152}
+MOST = {"batch": 8192, "depth": 6002}
+DEPTH_BATCH = 32
+
+
+def largest(works: Callable[[int], bool], first: int, most: int) -> int:
+    """The largest size that works, up to a part in PRECISION, if every smaller one does; 0 if not even the first."""
+    good, bad = 0, first
+    while bad <= most and works(bad):
+        good, bad = bad, 2 * bad
+    bad = min(bad, most + 1)
+    while good and bad - good > max(1, good // PRECISION):
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if works(middle) else (good, middle)
+    return good
+
+
+@click.command()
+@click.option("--questions", default="batch,depth", show_default=True)
+@click.option("--methods", default=METHODS, show_default=True)
+@click.option("--memory-gib", default=16.0, show_default=True)
+@click.option("--limit-s", default=120.0, show_default=True, help="Seconds for one method's search.")
+@click.option("--out", type=click.Path(path_type=Path), default=None)
+@click.option("--trial", nargs=3, default=None, hidden=True, help="QUESTION METHOD SIZE: run it here.")
+def main(
+    questions: str,
+    methods: str,
+    memory_gib: float,
+    limit_s: float,
+    out: Path | None,
+    trial: tuple[str, str, str] | None,
+) -> None:
+    """The largest batch and the deepest network under one budget, per method."""
+    if trial is not None:
+        run_trial(trial[0], trial[1], int(trial[2]), memory_gib)
+        return
+    from benchmarks.slowdown import about, hardware
+
+    rows = [
+        search(question, method, memory_gib, limit_s)
+        for question in questions.split(",")
+        for method in methods.split(",")
+    ]
+    out = out or Path(f"benchmarks/results/fit_{hardware()}_{date.today():%Y%m%d}.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps({"question": "fit", **about(), "rows": rows}, indent=1))
+    for row in rows:
+        print(f"{row['question']:6} {row['method']:12} {row['largest']:6d}  {row['samples_per_s'] or 0:8.1f} samples/s")
+
+
+def search(question: str, method: str, memory_gib: float, limit_s: float) -> dict[str, Any]:
+    deadline = time.monotonic() + limit_s
+    trials: list[dict[str, Any]] = []
+
+    def works(size: int) -> bool:
+        if time.monotonic() > deadline:
+            trials.append({"size": size, "error": "no time left"})
+            return False
+        trials.append(_try(question, method, size, memory_gib, deadline - time.monotonic()))
+        print("TRIAL", question, method, json.dumps(trials[-1]), flush=True)
+        return "error" not in trials[-1]
+
+    found = largest(works, FIRST[question], MOST[question])
+    best = next((trial for trial in trials if trial["size"] == found), {})
+    return {
+        "network": "resnet50" if question == "batch" else "resnet",
+        "question": question,
+        "batch": found if question == "batch" else DEPTH_BATCH,
+        "memory_gib": memory_gib,
+        "method": method,
+        "largest": found,
+        "step_s": best.get("step_s"),
+        "in_core_step_s": None,
+        "peak_gib": best.get("peak_gib"),
+        "predicted_step_s": best.get("predicted_step_s"),
+        "predicted_peak_gib": best.get("predicted_peak_gib"),
+        "samples_per_s": best.get("samples_per_s"),
+        "trials": trials,
+    }
+
+
+def _try(question: str, method: str, size: int, memory_gib: float, limit_s: float) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.fit", "--memory-gib", str(memory_gib)]
+    command += ["--trial", question, method, str(size)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=max(5.0, limit_s), check=False)
+    except subprocess.TimeoutExpired:
+        return {"size": size, "error": "took too long"}
+    for line in done.stdout.splitlines():
+        if line.startswith("TRIAL "):
+            return {"size": size, **json.loads(line[6:])}
+    return {"size": size, "error": (done.stderr.strip().splitlines() or ["no answer"])[-1][:300]}
+
+
+def run_trial(question: str, method: str, size: int, memory_gib: float) -> None:
+    """Here and now, under the cap; prints one line."""
+    import os
+
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    import torch
+
+    from outcore.errors import OutcoreError
+
+    torch.cuda.set_per_process_memory_fraction(memory_gib * GIB / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        found = _steps(question, method, size, memory_gib)
+    except (torch.OutOfMemoryError, OutcoreError) as error:
+        found = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+    print("TRIAL " + json.dumps(found), flush=True)
+
+
+def _steps(question: str, method: str, size: int, memory_gib: float) -> dict[str, Any]:
+    import torch
+
+    from benchmarks.networks import build, deep_resnet
+    from benchmarks.peers import PEERS, training_step
+    from outcore.limit import limit
+
+    network = build("resnet50", size) if question == "batch" else deep_resnet(size, DEPTH_BATCH)
+    optimizer = torch.optim.SGD(network.model.parameters(), lr=1e-3)
+    ooc = limit(network.model, int(memory_gib * GIB), planner=method) if method in OURS else None
+    around: Any = ooc.step if ooc is not None else PEERS[method](network)
+    step_s = 0.0
+    for _ in range(4 if ooc is not None else 2):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        training_step(network, around, optimizer, ours=ooc is not None)
+        step_s = time.perf_counter() - began
+    found: dict[str, Any] = {
+        "step_s": step_s,
+        "samples_per_s": network.batch / step_s,
+        "peak_gib": torch.cuda.max_memory_allocated() / GIB,
+    }
+    if ooc is not None and ooc.predicted is not None:
+        found["predicted_step_s"] = ooc.predicted.step_s
+        found["predicted_peak_gib"] = ooc.predicted.peak_bytes / GIB
+    return found
+
+
+if __name__ == "__main__":
+    main()
