@@ -39,7 +39,7 @@ from outcore.running.store import Store
 from outcore.values import Op, Storage, Tick, Trace, Value
 
 _MARK = "_outcore_recorded"
-_HANDFUL = 8  # ops
+_HANDFUL = 16  # ops
 _ROUND_BYTES = 512  # the CUDA allocator's grain
 H = TypeVar("H", Handle, Kept)
 
@@ -362,17 +362,18 @@ class Recorder:
 
 
 def _quickly_made(cell: Cell, budget_bytes: int) -> bool:
-    """Do a handful of ops make it from what is swapped or outside, in little room?"""
-    todo, seen = [cell], set()
+    """Do a handful of ops make it from what is swapped or outside, all of them together in a quarter of the budget?"""
+    todo, seen, num_bytes = [cell], set(), 0
     while todo:
         wanted = todo.pop()
-        recipe = wanted.recipe
-        if recipe is None or 16 * wanted.num_bytes > budget_bytes:
+        if wanted.recipe is None:
             return False
-        if id(recipe) not in seen:
-            seen.add(id(recipe))
-            todo.extend(source for source in recipe.reads if source.parcel is None and source.data is None)
-        if len(seen) > _HANDFUL:
+        if id(wanted) not in seen:
+            seen.add(id(wanted))
+            sources = wanted.recipe.reads
+            todo.extend(source for source in sources if source.parcel is None and source.data is None)
+            num_bytes += wanted.num_bytes + sum(source.num_bytes for source in sources if source.parcel is not None)
+        if len(seen) > _HANDFUL or 4 * num_bytes > budget_bytes:
             return False
     return True
 
