@@ -75,7 +75,7 @@ def training_step(network: Network, around: Around, optimizer: torch.optim.Optim
 def _wrap(network: Network, around: Callable[..., Any]) -> None:
     for block in network.blocks:
         forward = block.forward
-        block.forward = functools.partial(around, forward)  # type: ignore[method-assign]
+        block.forward = functools.partial(around, forward)
 
 
 PEERS: dict[str, Callable[[Network], Around]] = {

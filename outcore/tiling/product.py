@@ -317,7 +317,9 @@ class Job:
     def _run_lanes(self, progress: bool | None) -> tuple[list[Pipeline | None], TaskQueue]:
         alpha, beta = self._factors
         work = Work(self.tiles, self._operands[0], self._operands[1], self._target, self._add, alpha, beta)
-        queue = TaskQueue(self.tiles.tasks(), [rates.flop_per_s for rates in self.lane_rates])
+        hints = [rates.flop_per_s for rates in self.lane_rates]
+        measured = all(rates.origin.startswith("measured on") for rates in self.lane_rates)  # on devices, not the host
+        queue = TaskQueue(self.tiles.tasks(), hints, trusted=measured)
         window = ALONE_WINDOW if len(self.lanes) == 1 else SHARED_WINDOW
         pipelines = [self._open(lane, index, work, window, queue) for index, lane in enumerate(self.lanes)]
         live = [pipeline for pipeline in pipelines if pipeline is not None]

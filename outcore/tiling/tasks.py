@@ -44,9 +44,10 @@ class Answer(Enum):
 
 @dataclass
 class LaneState:
-    """What the queue knows of a lane. `speed` is area per second, measured once `done_area` is above zero."""
+    """What the queue knows of a lane. Its speed, area per second, is measured once `done_area` is above zero."""
 
     hint: float
+    trusted: bool = False  # the hint was measured for just such products
     started_s: float | None = None
     done_area: int = 0
     num_pieces: int = 0
@@ -62,13 +63,13 @@ class LaneState:
 class TaskQueue:
     """One counter over the tasks, a lock around it, and the books of who holds what."""
 
-    def __init__(self, tasks: Sequence[Task], hints: Sequence[float]) -> None:
+    def __init__(self, tasks: Sequence[Task], hints: Sequence[float], *, trusted: bool = False) -> None:
         self._tasks = tasks
         self._next_task = 0
         self._next_row = 0
         self._returned: list[Piece] = []
         self._changed = threading.Condition()
-        self.lanes = [LaneState(hint) for hint in hints]
+        self.lanes = [LaneState(hint, trusted) for hint in hints]
         self.total_area = sum(task.num_rows * task.num_cols for task in tasks)
         self._unclaimed_area = self.total_area
         self.done_area = 0
@@ -178,6 +179,6 @@ class TaskQueue:
             return (task.cut if self._next_row < task.cut else task.num_rows) - self._next_row
         strip_rows = -(-task.num_rows // NUM_STRIPS)
         rows = int(self._spare(lane, now_s) / 2 / task.num_cols)
-        if not self.lanes[lane].done_area:  # unmeasured: a small piece first, hints may be far off
+        if not self.lanes[lane].done_area and not self.lanes[lane].trusted:  # a small piece first: hints may be far off
             rows = min(rows, 2 * strip_rows)
         return max(strip_rows, rows // strip_rows * strip_rows)

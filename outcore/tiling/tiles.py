@@ -27,7 +27,7 @@ MAX_STEPS_SIMULATED = 25_000  # one plan
 MAX_STEPS_PLAYED = 40_000  # all plans of a search: a fraction of a second
 NUM_SIMULATED = 16
 NUM_STREAMING_SLOTS = 2
-ROW_OVERHEAD_BYTES = 256  # what the start of each row of a strided copy costs, as bytes on the link
+SLOW_ROW_BYTES = 5400  # rows this short halve a strided copy: 4 KiB of every 128 KiB came at 20 GB/s on an H200
 SHORTEST_ROW_BYTES = 4096  # of a strided copy: shorter rows are gathered by the host first
 GATHER_SLOWDOWN = 4
 ENQUEUE_S = 5e-5  # the host's share of a block product: slots, two waits, a launch, an event (given, not measured)
@@ -112,8 +112,9 @@ class Tiles:
     keeps: str = "a"  # the operand whose band stays while the other streams
     band: int = 1  # how many block rows (columns) of it stay
     ramp: int = 1  # how many of the other's blocks the first band opens with, so that the first loads feed many tiles
-    opening: int = 1  # parts of each panel of the first task: its product begins when the first part is there
+    opening: int = 1  # parts of each panel of a lane's first task: its product begins when the first part is there
     closing: int = 0  # rows of the last task that are multiplied after the others have begun to be stored
+    num_lanes: int = 1
     prediction: Prediction | None = None
 
     @property
@@ -197,8 +198,8 @@ class Tiles:
         return panels[::-1] if (task.index + (first > 0)) % 2 else panels
 
     def parts(self, task: Task, start: int, stop: int) -> list[tuple[int, int]]:
-        """The steps in which a panel is loaded and multiplied: one, but for the first task."""
-        step = -(-self.depth // self.opening) if task.index == 0 else self.depth
+        """The steps in which a panel is loaded and multiplied: one, but for the tasks that lanes begin with."""
+        step = -(-self.depth // self.opening) if task.index < self.num_lanes else self.depth
         return [(at, min(at + step, stop)) for at in range(start, stop, step)]
 
     def to_json(self) -> dict[str, Any]:
@@ -329,7 +330,7 @@ def _link_rates(tiles: Tiles, rates: Rates) -> dict[str, float]:
         if ("c" if name == "out" else name) in gemm.on_disk:
             rate = min(rate, rates.disk_bytes_per_s)
         run_bytes = run * gemm.host_element_bytes
-        slowdown = 1 + ROW_OVERHEAD_BYTES / run_bytes
+        slowdown = 1 + (SLOW_ROW_BYTES / run_bytes) ** 2
         if run_bytes < SHORTEST_ROW_BYTES:
             slowdown = max(slowdown, GATHER_SLOWDOWN)
         found[name] = rate if run >= extent else rate / slowdown
@@ -380,7 +381,7 @@ def plan_tiles(gemm: Gemm, rates: Rates, budget_bytes: int, num_lanes: int = 1) 
     for tiles in few[:NUM_SIMULATED]:
         for variant in _variants(tiles, rates):
             if num_steps < MAX_STEPS_PLAYED:
-                played.append(replace(variant, prediction=simulate(variant, rates)))
+                played.append(replace(variant, prediction=simulate(variant, rates), num_lanes=num_lanes))
                 num_steps += tiles.num_tasks * tiles.num_panels
     return min(played, key=lambda tiles: _score(tiles, tiles.prediction) if tiles.prediction else math.inf)
 
