@@ -380,7 +380,6 @@ class Limited:
             kind.plan,
             predicted_step_s=kind.predicted.step_s,
             in_core_step_s=pace * kind.plan.in_core_step_s,
-            bound_step_s=pace * kind.plan.bound_step_s,
         )
 
     def _ran_out(self, kind: Kind | None) -> None:
