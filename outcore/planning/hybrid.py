@@ -3,7 +3,7 @@
 The market proposes, the simulator judges: for several shares of the copy lanes and several reserves of memory (room
 for copies in flight), the cheapest decisions that fit are lowered and simulated. The best of them is then improved by
 flips: a value is kept, swapped or recomputed instead, alone or in exchange with another, and the change stays if the
-simulated step fits and got faster.
+simulated step fits and got faster. At last, what memory still has room for is kept.
 
 PoocH (arXiv 1907.05013) searches by simulating too, from all-swap and layer by layer. Here prices do the coarse work,
 so that what the simulator must decide is small; values are storages of ops, and both lanes' capacity is a price.
@@ -28,6 +28,7 @@ RESERVES = (0.0, 0.02)  # of the budget, for copies in flight
 FLIP_WORK = 1_000_000  # flips drawn x (ops + ticks): what improving may cost, a few seconds
 MAX_FLIPS = 2000
 GOOD_ENOUGH = 1e-4  # a plan this near to the bound is not improved further
+KEEP_RESERVES = (0.0, 0.05, 0.15, 0.35)  # of the budget, tried in turn
 NUM_HALVINGS = 8  # when looking for the least budget that would do
 NEARLY_FREE = 1e-3  # where the bound says that copies alone may hide, the swap planner is asked too
 MIN_PATIENCE = 150  # flips in a row that change nothing before improving stops
@@ -42,9 +43,9 @@ def hybrid(terrain: Terrain, machine: Machine, budget: Budget, progress: Progres
     best = _best_of_market(terrain, machine, budget, enough_s, progress)
     if enough_s <= terrain.total_s / machine.speed * (1 + NEARLY_FREE) and best.step_s > enough_s:
         best = better(best, score(terrain, machine, budget, swap(terrain, machine, budget, progress)))
-    if not best.fits or best.step_s <= enough_s:
-        return dict(best.decisions)
-    return _improve(terrain, machine, budget, best, progress)
+    if best.fits and best.step_s > enough_s:
+        best = _improve(terrain, machine, budget, best, progress)
+    return dict(_keep_what_fits(terrain, machine, budget, best).decisions if best.fits else best.decisions)
 
 
 def smallest_fit(terrain: Terrain, machine: Machine, budget: Budget, high_bytes: int) -> tuple[int, Decisions] | None:
@@ -83,7 +84,7 @@ def _best_of_market(terrain: Terrain, machine: Machine, budget: Budget, enough_s
     return best
 
 
-def _improve(terrain: Terrain, machine: Machine, budget: Budget, best: Scored, progress: Progress) -> Decisions:
+def _improve(terrain: Terrain, machine: Machine, budget: Budget, best: Scored, progress: Progress) -> Scored:
     """Flips and exchanges, drawn with a fixed seed, while they make the simulated step faster."""
     flips = Flips(terrain, budget)
     num_flips = min(MAX_FLIPS, FLIP_WORK // terrain.trace.num_slots)
@@ -102,7 +103,26 @@ def _improve(terrain: Terrain, machine: Machine, budget: Budget, best: Scored, p
                 best, num_idle = tried, 0
         if num_idle == patience:
             break
-    return dict(best.decisions)
+    return best
+
+
+def _keep_what_fits(terrain: Terrain, machine: Machine, budget: Budget, best: Scored) -> Scored:
+    """A copy that is free in the simulator may not be on the machine: what memory has room for stays, if that is no
+    slower. The shortest stays first; room for copies in flight is left where they need it."""
+    lean = lean_bytes(terrain, budget, best.decisions)
+    away = [value for value in terrain.evictable if best.decisions[value] != "keep"]
+    away.sort(key=lambda value: terrain.spans[value][1] - terrain.spans[value][0])
+    for reserve in KEEP_RESERVES:
+        level, kept = lean + int(reserve * budget.device_bytes), dict(best.decisions)
+        for value in away:
+            first, end = terrain.spans[value]
+            if int(level[first:end].max(initial=0)) + terrain.value_bytes[value] <= budget.device_bytes:
+                level[first:end] += terrain.value_bytes[value]
+                kept[value] = "keep"
+        tried = score(terrain, machine, budget, kept)
+        if tried.fits and tried.step_s <= best.step_s:
+            return tried
+    return best
 
 
 class Flips:
