@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -177,9 +178,30 @@ def _time_steps(
         "loss": float(loss),
     }
     if ooc is not None:
-        row |= describe(ooc, traces, f"{name}_{memory_gib:g}_{method}")
+        label = f"{name}_{memory_gib:g}_{method}"
+        row |= describe(ooc, traces, label)
+        if traces is not None:
+            _save_history(
+                traces / f"{label}.memory.json.gz", lambda: training_step(network, around, optimizer, ours=True)
+            )
         ooc.close()
     return row
+
+
+def _save_history(path: Path, step: Callable[[], Any]) -> None:
+    """What the allocator did in one step, request by request, for `benchmarks/holes.py` to be compared with."""
+    import gzip
+
+    import torch
+
+    torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=200_000)
+    try:
+        step()
+        events = torch.cuda.memory._snapshot()["device_traces"][0]
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    kept = [[event["action"], event.get("addr", 0), event["size"], event.get("stream", 0)] for event in events]
+    path.write_bytes(gzip.compress(json.dumps(kept).encode()))
 
 
 def describe(ooc: Any, traces: Path | None, label: str) -> dict[str, Any]:
