@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import nn
 from torch._C._distributed_c10d import TCPStore
+from torch.multiprocessing.spawn import start_processes
 
 from outcore.elastic.place import open_place
 from outcore.elastic.worker import Settings, Worker
@@ -17,7 +17,7 @@ from outcore.limit import limit
 
 pytestmark = pytest.mark.timeout(120)
 NUM_STEPS = 6
-LEVELS = (1, 3)
+LEVELS: tuple[Literal[1, 2, 3], ...] = (1, 3)
 MEMORY_BYTES = 2 * 1024**2
 
 
@@ -33,7 +33,7 @@ def train(rank: int, port: int, out: str) -> None:
     torch.save({level: train_twice(rank, port, level) for level in LEVELS}, f"{out}/{rank}.pt")
 
 
-def train_twice(rank: int, port: int, level: int) -> dict[str, Any]:
+def train_twice(rank: int, port: int, level: Literal[1, 2, 3]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, budget in (("plain", 0), ("limited", MEMORY_BYTES)):
         net = deep_net()
@@ -62,7 +62,7 @@ def train_twice(rank: int, port: int, level: int) -> dict[str, Any]:
 
 def test_a_limited_worker_averages_the_same_numbers(tmp_path: Path) -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(train, args=(server.port, str(tmp_path)), nprocs=2)  # type: ignore[no-untyped-call]
+    start_processes(train, args=(server.port, str(tmp_path)), nprocs=2, join=True, start_method="spawn")
     for rank in range(2):
         for found in torch.load(tmp_path / f"{rank}.pt").values():
             assert found["peak_bytes"] <= MEMORY_BYTES < found["in_core_bytes"]
