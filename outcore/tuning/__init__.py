@@ -1,0 +1,1 @@
+"""Batch size and learning rate under a memory plan."""
