@@ -102,6 +102,14 @@ class Curve(Saved):
         merged = {point.micro_batch: point for point in (*self.points, *points)}
         return replace(self, points=tuple(merged[batch] for batch in sorted(merged)))
 
+    def dearer(self, evict_s_per_byte: float) -> Curve:
+        """The same with every byte that is swapped or recomputed costing so much more than was simulated."""
+        found = []
+        for point in self.points:
+            step_s = point.step_s + evict_s_per_byte * (point.swapped_bytes + point.recomputed_bytes)
+            found.append(replace(point, step_s=step_s, samples_per_s=point.micro_batch / step_s))
+        return self.with_points(found)
+
     def measured(self, micro_batch: int, step_s: float, peak_bytes: int) -> Curve:
         found = replace(self.point(micro_batch), measured_step_s=step_s, measured_peak_bytes=peak_bytes)
         return self.with_points([found])
@@ -144,6 +152,7 @@ class Planned:
     budget: Budget
     optimizer_s: float
     resident_bytes: int = 0  # there besides the recorded step: gradients, while they are accumulated
+    evict_s_per_byte: float = 0.0  # what swapping and recomputing cost beyond what the simulator knows, as measured
 
     def at(self, batch: int) -> Predicted:
         trace = self.family.at(batch)
@@ -156,8 +165,9 @@ class Planned:
         schedule = lower(trace, made, self.machine)
         verify(trace, schedule)
         found = simulate(trace, schedule, self.machine)
-        step_s = found.step_s + self.optimizer_s
-        in_core = not (found.swapped_bytes or found.recomputed_bytes)
+        evicted_bytes = found.swapped_bytes + found.recomputed_bytes
+        step_s = found.step_s + evicted_bytes * self.evict_s_per_byte + self.optimizer_s
+        in_core = evicted_bytes == 0
         kept, swapped, recomputed = found.kept_bytes, found.swapped_bytes, found.recomputed_bytes
         rate = batch / step_s
         point = Point(batch, found.peak_bytes, step_s, rate, kept, swapped, recomputed, in_core, fits=True)

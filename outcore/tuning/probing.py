@@ -1,8 +1,8 @@
 """The user's model, loss, data and optimizer -> recorded steps of a few small batches, and real steps of larger ones.
 
 `climb` records batches from two samples upward and stops when the last one only confirmed what the two before it
-predicted: from there on a step grows along a line. `confirm` runs real steps at a batch that a plan says fits, following
-that plan from the first step on. Nothing here looks for memory by running out of it.
+predicted: from there on a step grows along a line. `confirm` runs real steps at a batch that a plan says fits, and they
+follow that plan from the first one on. Nothing here looks for memory by running out of it.
 
 While steps are tried the learning rate is zero: weights stay where they are, and no step slows down because numbers
 overflow.
@@ -21,19 +21,19 @@ import torch
 
 from outcore.errors import BudgetTooSmall, TuningError
 from outcore.limit import FIRST_MARGIN, NUM_MEASURED, Kind, Limited, limit
+from outcore.tuning.batches import LossFn, loss_of
 from outcore.tuning.curve import Planned, Predicted
 from outcore.tuning.samples import Samples
 from outcore.tuning.scaling import Family, Recorded, difference, fastest, stretched
 from outcore.units import format_bytes
 from outcore.values import Budget, Machine, Trace
 
-LossFn = Callable[[Any, Any], torch.Tensor]
 Tell = Callable[[str, float], None]
 BUSY_S = 0.02  # shorter steps are mostly overhead: their times tell little about larger batches
 SETTLED = 0.03  # a batch whose seconds the two before it predicted this well ends the climb
 CLIMB_S = 25.0  # no further batch is recorded when it would take longer than this in all
-NUM_TIMED, TIMED_S = 3, 0.3  # real steps that are timed: at least so many, and for so long
-MAX_TIMED = 16
+NUM_TIMED, TIMED_S = 3, 0.4  # real steps that are timed: at least so many, and for so long
+MAX_TIMED = 24
 NUM_ROUNDS = 3  # of timing recorded batches in turn
 NUM_RECORDINGS = 2  # on the CPU, where the first one also pays for the first touch of memory
 
@@ -75,7 +75,6 @@ class Bench:
         self.machine: Machine = self.ooc.machine
         self.device, self.budget = self.ooc.device, self.ooc.budget
         self.optimizer_s = 0.0
-        self._rates = [group["lr"] for group in optimizer.param_groups] if optimizer is not None else []
 
     @property
     def room(self) -> Budget:
@@ -156,20 +155,20 @@ class Bench:
         return min(tried)
 
     def _step(self, ooc: Limited, data: Any) -> None:
-        inputs, targets = data
         with ooc.step():
-            self.loss_fn(self.model(inputs), targets).backward()
+            loss_of(self.model, self.loss_fn, data).backward()
         self._advance()
 
     def _advance(self) -> None:
         if self.optimizer is None:
             self.model.zero_grad()
             return
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["lr"] * 0
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group, lr in zip(self.optimizer.param_groups, rates):
+            group["lr"] = lr * 0
         self.optimizer.step()
         self.optimizer.zero_grad()
-        for group, lr in zip(self.optimizer.param_groups, self._rates):
+        for group, lr in zip(self.optimizer.param_groups, rates):
             group["lr"] = lr
 
     def time_optimizer(self) -> None:
@@ -286,10 +285,10 @@ def _first_step(bench: Bench, found: Climb, tell: Tell) -> None:
             if "more than 1 value per channel" in str(error):
                 raise cannot_run_one(bench.budget.device_bytes if found.largest == 1 else None) from None
             raise
+    needed, enough = format_bytes(too_small.needed_bytes), format_bytes(1.02 * too_small.needed_bytes)
     raise TuningError(
-        f"even one sample needs {format_bytes(too_small.needed_bytes)} with everything swapped or recomputed, and memory "
-        f"is {format_bytes(bench.budget.device_bytes)}; raise memory to {format_bytes(1.02 * too_small.needed_bytes)} or "
-        "make the model or its input smaller"
+        f"even one sample needs {needed} with everything swapped or recomputed, and memory is "
+        f"{format_bytes(bench.budget.device_bytes)}; raise it to {enough} or make the model or its input smaller"
     )
 
 

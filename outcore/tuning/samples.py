@@ -15,10 +15,10 @@ import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from outcore.errors import TuningError
+from outcore.tuning.batches import each_tensor
 
 NUM_READ = 32  # samples that stand for all when steps are timed
 Collate = Callable[[list[Any]], Any]
-MakeBatch = Callable[[int], Any]
 
 
 class Samples:
@@ -41,10 +41,10 @@ class Samples:
     def any_batch(self, size: int) -> Any:
         """Some `size` samples, for timing: the same ones every time."""
         if self.num is None:
-            return to_device(self.data(size), self.device)
+            return self._there(self.data(size))
         if len(self._read) < min(size, NUM_READ, self.num):
             self._read_some(min(max(size, 2), NUM_READ, self.num))
-        return to_device(self.collate([self._read[at % len(self._read)] for at in range(size)]), self.device)
+        return self._there(self.collate([self._read[at % len(self._read)] for at in range(size)]))
 
     def _read_some(self, num: int) -> None:
         assert self.num is not None
@@ -57,7 +57,7 @@ class Samples:
         """Batches of `size` different samples, epoch after epoch, in an order of our own."""
         if self.num is None:
             while True:
-                yield to_device(self.data(size), self.device)
+                yield self._there(self.data(size))
         indices = torch.arange(self.num) if only is None else torch.tensor(list(only))
         if len(indices) < size:
             raise TuningError(
@@ -71,17 +71,7 @@ class Samples:
                 yield self.batch_of(picked[start : start + size])
 
     def batch_of(self, indices: Sequence[int]) -> Any:
-        return to_device(self.collate([self.data[at] for at in indices]), self.device)
+        return self._there(self.collate([self.data[at] for at in indices]))
 
-
-def to_device(item: Any, device: torch.device) -> Any:
-    """Every tensor inside lists, tuples and dictionaries, moved."""
-    if isinstance(item, torch.Tensor):
-        return item.to(device)
-    if isinstance(item, dict):
-        return {key: to_device(part, device) for key, part in item.items()}
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(to_device(part, device) for part in item))
-    if isinstance(item, list | tuple):
-        return type(item)(to_device(part, device) for part in item)
-    return item
+    def _there(self, batch: Any) -> Any:
+        return each_tensor(batch, lambda tensor: tensor.to(self.device))
