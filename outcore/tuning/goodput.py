@@ -4,9 +4,9 @@ A gradient over a batch of B samples is the true one, G, plus noise whose square
 scale* phi = tr(Sigma) / |G|^2 is the batch at which both weigh the same: below it a larger batch saves as many steps as
 it costs samples, far above it the extra samples are wasted.
 
-    gain(B)       = (phi / B0 + 1) / (phi / B + 1)         steps of batch B0 that one step of batch B is worth
-    efficiency(B) = (phi + B0) / (phi + B)                 progress per sample, against batch B0;  gain = B / B0 x efficiency
-    goodput(B)    = samples per second x efficiency(B)     = B0 x gain per second
+    gain(B)       = (phi / B0 + 1) / (phi / B + 1)        steps of batch B0 that one step of batch B is worth
+    efficiency(B) = (phi + B0) / (phi + B)                progress per sample, against batch B0: gain x B0 / B
+    goodput(B)    = samples per second x efficiency(B)    = B0 x gain per second
 
 The noise scale is McCandlish et al., arXiv 1812.06162; goodput is Pollux, Qiao et al., arXiv 2008.12260; the gain is
 AdaScale, Johnson et al., arXiv 2007.05105; LEGW is You et al., arXiv 1901.08256; that a decay's half-life belongs to
