@@ -7,7 +7,7 @@ first axis. Nothing is copied where a batch already has the size that is asked f
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -98,7 +98,7 @@ class Regrouped:
         return each_tensor(piece, lambda t: t[:at]), each_tensor(piece, lambda t: t[at:])
 
 
-def again_and_again(batches: Iterable[Any]) -> Iterator[Any]:
+def again_and_again(batches: Iterable[Any]) -> Generator[Any, None, None]:
     """Batches without end: starts over when they are used up, as epochs do."""
     while True:
         empty = True
@@ -107,3 +107,10 @@ def again_and_again(batches: Iterable[Any]) -> Iterator[Any]:
             yield batch
         if empty:
             raise TuningError("the batches ran out; pass something that can be read again, such as a DataLoader")
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """The random generators that a DataLoader was given for its order; a trial must not move them."""
+    owners = [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))]
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())

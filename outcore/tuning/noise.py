@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 
 from outcore.errors import TuningError
-from outcore.tuning.batches import LossFn, loss_of, size_of
+from outcore.tuning.batches import LossFn, generators_of, loss_of, size_of
 from outcore.tuning.goodput import moments, noise_scale
 from outcore.tuning.shares import mean_over_ranks
 from outcore.tuning.state import untouched
@@ -100,7 +100,7 @@ def measure_noise(
         raise TuningError(f"noise shows between micro-batches, and {num_micro} was asked for; take at least 2")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     alone: AbstractContextManager[Any] = getattr(model, "no_sync", nullcontext)()
-    with untouched(model), alone:
+    with untouched(model, others=generators_of(batches)), alone:
         model.zero_grad(set_to_none=True)
         norms = Norms(parameters)
         try:
