@@ -82,7 +82,7 @@ def curve_table(advice: Advice) -> Table:
     """The curve as text: a bar per batch."""
     curve = advice.curve
     top = max(curve.rate(point.micro_batch) for point in curve.points)
-    headings = ["batch", "peak", "samples/s", "", "swapped", "recomputed", "measured", "goodput"]
+    headings = ["batch", "peak", "samples/s", "", "swapped", "recomputed", "real steps", "goodput"]
     table = Table(title="samples per second over the micro-batch", title_justify="left")
     for heading in headings if advice.noise is not None else headings[:-1]:
         table.add_column(heading, justify="left" if heading == "" else "right", no_wrap=True)

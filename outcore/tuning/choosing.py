@@ -149,6 +149,13 @@ def micro_batch_for(effective: int) -> Pick:
     return pick
 
 
+def ways_to(curve: Curve, largest: int) -> dict[int, int]:
+    """Effective batch -> its micro-batch: each that fits by itself, and multiples of the knee."""
+    knee = curve.knee.micro_batch
+    alone = {point.micro_batch: point.micro_batch for point in curve.fitting if point.micro_batch <= largest}
+    return alone | {knee * 2**power: knee for power in range(7) if knee * 2**power <= largest}
+
+
 def single_curve(bench: Bench, climb: Climb) -> Curve:
     """Where only one batch size could be recorded at all: that one, as measured."""
     (found,) = climb.measured[-1:]

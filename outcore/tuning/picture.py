@@ -94,11 +94,10 @@ def _peak_bytes(point: Point) -> int:
 
 def _mark(axes: Any, advice: Advice) -> None:
     top = axes.get_ylim()[1]
-    marks = {advice.micro_batch: "advised", advice.curve.knee.micro_batch: "knee"}
+    marks: dict[int, list[str]] = {advice.micro_batch: ["advised"]}
+    marks.setdefault(advice.curve.knee.micro_batch, []).append("knee")
     if advice.curve.largest_in_core in advice.curve.batches:
-        marks[advice.curve.largest_in_core] = "in-core ends"
-    for at, (batch, name) in enumerate(sorted(marks.items())):
-        if batch == advice.micro_batch and name != "advised":
-            name = f"{name}, advised"
+        marks.setdefault(advice.curve.largest_in_core, []).append("in-core ends")
+    for at, (batch, names) in enumerate(sorted(marks.items())):
         axes.axvline(batch, color=INK, alpha=0.4, linewidth=1)
-        axes.text(batch, top * (0.97 - 0.07 * at), f" {name}", fontsize=8, va="top")
+        axes.text(batch, top * (0.97 - 0.07 * at), f" {', '.join(names)}", fontsize=8, va="top")

@@ -25,7 +25,7 @@ def why_micro_batch(curve: Curve, micro_batch: int, accumulation: int) -> list[s
     if measured:
         off = max(abs(1 / (point.error or 1.0) - 1) for point in measured)
         tried = ", ".join(str(point.micro_batch) for point in measured)
-        found.append(f"confirmed by real steps with {tried} samples; the predictions were within {100 * off:.1f} %")
+        found.append(f"checked with real steps of {tried} samples: predictions were within {100 * off:.1f} %")
     if accumulation > 1:
         found.append(
             f"{accumulation} micro-batches are accumulated, so that an optimizer step sees the batch asked for"

@@ -59,10 +59,14 @@ class Target:
     @property
     def name(self) -> str:
         name = self.metric if isinstance(self.metric, str) else getattr(self.metric, "__name__", "metric")
-        return f"{name} {'<=' if self.metric == 'val_loss' else '>='} {self.value:g}"
+        return f"{name} {'>=' if self.grows else '<='} {self.value:g}"
+
+    @property
+    def grows(self) -> bool:
+        return self.metric != "val_loss"
 
     def reached(self, found: float) -> bool:
-        return found <= self.value if self.metric == "val_loss" else found >= self.value
+        return found >= self.value if self.grows else found <= self.value
 
     def left(self, found: float) -> float | None:
         """What is left of the error, a number that falls along a line; None: this metric has no such number."""
@@ -114,19 +118,17 @@ class Trial:
             )
         self._batches = samples.shuffled(setting.micro_batch, only=trained)
 
-    def run(self, around: Callable[[], Any], limit_s: float, tell: Callable[[str, float], None]) -> None:
-        """Trains until the target or for `limit_s` seconds, looking at growing distances."""
+    def looks(self, around: Callable[[], Any], limit_s: float) -> Iterator[tuple[float, float]]:
+        """Trains for `limit_s` seconds; yields seconds of training and the metric, at growing distances."""
         began_s, look_at = time.perf_counter(), 1.0
-        while (spent_s := time.perf_counter() - began_s) < limit_s:
+        while time.perf_counter() - began_s < limit_s:
             step_began_s = _now_s(self.samples.device)
             self._step(around)
             self.training.train_s += _now_s(self.samples.device) - step_began_s
             if self.training.num_samples >= look_at * self.setting.micro_batch * self.setting.accumulation:
                 found = self.look()
                 self.training.seen.append((self.training.num_samples, self.training.train_s, found))
-                tell(f"training towards {self.target.name}", spent_s / limit_s)
-                if self.target.reached(found):
-                    return
+                yield self.training.train_s, found
                 look_at = max(look_at * 1.3, look_at + 4)
 
     def _step(self, around: Callable[[], Any]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from outcore.errors import TuningError
-from outcore.limit import limit
 from outcore.tuning.advice import Advice
+from outcore.tuning.aiming import Aiming, MakeOptimizer
 from outcore.tuning.batches import LossFn, loss_of
 from outcore.tuning.choosing import (
     Choosing,
@@ -33,6 +33,7 @@ from outcore.tuning.choosing import (
     micro_batch_for,
     refined,
     single_curve,
+    ways_to,
 )
 from outcore.tuning.curve import Curve
 from outcore.tuning.goodput import RULES, best_batch, beta2_for, lr_factor, num_warm_up_steps
@@ -42,15 +43,13 @@ from outcore.tuning.ranges import range_test
 from outcore.tuning.reasons import why_batch_kept, why_last_batch, why_loading, why_micro_batch
 from outcore.tuning.samples import Collate, Samples
 from outcore.tuning.state import keep_generators, untouched
-from outcore.tuning.targets import Setting, Target, Trial
-from outcore.units import format_seconds
+from outcore.tuning.targets import Target
 
 FIRST_BATCH = 32  # where no batch is given: noise and learning rate are looked at here
 NUM_FIRST_STEPS = 20  # of training before noise is measured: the very first gradients are not typical
 NUM_MICRO = 16
 LARGEST = 1 << 16
 MakeModel = Callable[[], torch.nn.Module] | torch.nn.Module
-MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 def tune(
@@ -71,6 +70,8 @@ def tune(
     disk: str | Path | None = None,
     collate: Collate | None = None,
     trial_s: float = 20.0,
+    num_trials: int = 0,
+    study: str | Path | None = None,
     progress: Tell | None = None,
 ) -> Advice:
     """Advises micro-batch, accumulation and learning rate for training in `memory` bytes of the model's device.
@@ -86,7 +87,9 @@ def tune(
     range test; it is the default where no batch is given. `rule` says how it follows a freed batch.
 
     `target`, such as `("val_accuracy", 0.97)` or `(function of the model, value)`, asks for the time to it, found by
-    training for at most `trial_s` seconds, on `validation` or else on a tenth that is held out of `dataset`.
+    training for at most `trial_s` seconds, on `validation` or else on a tenth that is held out of `dataset`. With
+    `num_trials` an Optuna study of so many runs, each of `trial_s` seconds, begins at the advice and looks for a better
+    batch and rate; `study` names a file from which it goes on when it was interrupted.
     """
     began_s, back = time.perf_counter(), keep_generators()
     asked = _Asked(
@@ -94,6 +97,8 @@ def tune(
     )
     asked.check()
     aim = Target.read(target) if target is not None else None
+    if num_trials and (aim is None or optimizer is None):
+        raise TuningError("a search needs target=... and optimizer=... to compare runs by; give both")
     try:
         with asked.model() as model:
             samples = Samples(dataset, _device_of(model), collate)
@@ -105,8 +110,15 @@ def tune(
             finally:
                 tuner.bench.close()
         if aim is not None:
+            if optimizer is None:
+                raise TuningError(
+                    "time to a target is found by training; give optimizer=..., such as torch.optim.AdamW"
+                )
             held_out = Samples(validation, samples.device, collate) if validation is not None else None
-            advice = _with_target(asked, advice, aim, samples, held_out, trial_s, tuner.tell, host=host, disk=disk)
+            limits = {"memory": memory, "host": host, "disk": disk}
+            aiming = Aiming(asked.model, loss_fn, optimizer, samples, held_out, aim, trial_s, limits, tuner.tell)
+            advice = aiming.search(advice, num_trials, study) if num_trials else advice
+            advice = aiming.predict(advice)
         return replace(advice, spent_s=time.perf_counter() - began_s)
     finally:
         back()
@@ -288,11 +300,7 @@ class _Tuner:
 
     def _by_goodput(self, choosing: Choosing, noise: float, first_batch: int) -> tuple[int, int]:
         """The effective batch that gets furthest per second, and its micro-batch."""
-        curve = choosing.curve
-        knee = curve.knee.micro_batch
-        end = min(self._largest(None), 64 * knee)
-        doubled = [knee * 2**power for power in range(7) if knee * 2**power <= end]
-        ways = {point.micro_batch: point.micro_batch for point in curve.fitting} | dict.fromkeys(doubled, knee)
+        ways = ways_to(choosing.curve, self._largest(None))
 
         def seconds(batch: int) -> float:
             return choosing.curve.seconds(ways[batch], batch // ways[batch])
@@ -364,40 +372,6 @@ class _Tuner:
             num_warm_up_steps=num_warm_up_steps(rule, num_steps, batch, first_batch) if factor > 1.2 else 0,
             beta2=beta2_for(group["betas"][1], batch, first_batch) if normalised and batch != first_batch else None,
         )
-
-
-def _with_target(
-    asked: _Asked,
-    advice: Advice,
-    target: Target,
-    samples: Samples,
-    validation: Samples | None,
-    trial_s: float,
-    tell: Tell,
-    **options: Any,
-) -> Advice:
-    """Trains for a while at the advised setting, to say how long the target takes."""
-    if asked.make_optimizer is None:
-        raise TuningError("time to a target is found by training; give optimizer=..., such as torch.optim.AdamW")
-    with asked.model() as model:
-        optimizer = asked.make_optimizer(model.parameters())
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * 0 + (advice.learning_rate or group["lr"])
-            if advice.beta2 is not None:
-                group["betas"] = (group["betas"][0], advice.beta2)
-        in_core = advice.curve.point(advice.micro_batch).in_core
-        ooc = None if in_core else limit(model, asked.memory, **options)
-        around: Callable[[], AbstractContextManager[Any]] = nullcontext if ooc is None else ooc.step
-        setting = Setting(advice.micro_batch, advice.accumulation, advice.num_warm_up_steps)
-        trial = Trial(model, asked.loss_fn, samples, optimizer, setting, target, validation=validation)
-        try:
-            trial.run(around, trial_s, tell)
-        finally:
-            if ooc is not None:
-                ooc.close()
-    target_s, why = trial.verdict()
-    said = f"{target.name} takes about {format_seconds(target_s)}: {why}" if target_s is not None else why
-    return replace(advice, target=target.name, target_s=target_s, why=(*advice.why, said))
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:
