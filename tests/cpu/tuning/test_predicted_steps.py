@@ -1,0 +1,130 @@
+"""Steps predicted from small batches against real ones: the same trace, the same peak, nearly the same seconds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from outcore.planning import plan
+from outcore.running.execute import SMALL_BYTES
+from outcore.tuning import probing, scaling
+from outcore.tuning.probing import Bench, climb
+from outcore.tuning.scaling import Family, Recorded
+from outcore.units import MIB
+from outcore.values import Budget, Machine, Trace
+from tests.cpu.tuning.nets import NETS, bench_of
+
+PEAK, THROUGHPUT = 0.03, 0.07  # the bars
+BATCH = 192
+PRETEND = Machine("pretend", 1 << 40, 0, 1 << 40, 1e9, 1e9, 1e9, 1e9)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One for all: the disk of every new folder would be measured anew."""
+    return str(tmp_path_factory.mktemp("swap"))
+
+
+@pytest.fixture
+def _untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only bytes are looked at."""
+    monkeypatch.setattr(probing, "TIMED_S", 0.0)
+
+
+def small_family(bench: Bench) -> Family:
+    bench.record(4)  # the optimizer's state
+    bench.ooc.kinds.clear()
+    return Family(tuple(Recorded(batch, bench.record(batch).trace) for batch in (4, 8)))
+
+
+@pytest.mark.usefixtures("_untimed")
+@pytest.mark.parametrize("name", NETS)
+def test_a_scaled_trace_is_the_one_that_is_recorded(name: str, folder: str) -> None:
+    bench = bench_of(name, "1GiB", folder)
+    family = small_family(bench)
+    for batch in (5, 48):
+        real = bench.record(batch).trace
+        found = family.at(batch)
+        assert found.fingerprint == real.fingerprint
+        assert found.before_bytes == real.before_bytes
+        for planner in ("keep-all", "swap-all"):
+            peaks = [simulated_peak_bytes(trace, planner) for trace in (found, real)]
+            assert abs(peaks[0] / peaks[1] - 1) < PEAK
+    bench.close()
+
+
+def simulated_peak_bytes(trace: Trace, planner: str) -> int:
+    budget = Budget(1 << 40, 0, 1 << 40)
+    return plan(trace, PRETEND, budget, planner=planner).predicted_peak_bytes
+
+
+def test_what_is_tiny_to_the_recorder_is_what_scaling_takes_it_to_be() -> None:
+    assert scaling.TINY_BYTES == SMALL_BYTES
+
+
+@pytest.mark.usefixtures("_untimed")
+@pytest.mark.parametrize("name", NETS)
+def test_the_peak_is_known_before_the_step_runs(name: str, folder: str) -> None:
+    """In-core, and beyond, where the plan made for a batch that never ran is followed by its first step."""
+    bench = bench_of(name, "1GiB", folder)
+    family = small_family(bench)
+    in_core_bytes = bench.planned(family).in_core_bytes(BATCH)
+    bench.close()
+    resident = family.at(BATCH).before_bytes
+    for memory_bytes in (2 * in_core_bytes, resident + 8 * (in_core_bytes - resident) // 10):
+        tight = bench_of(name, memory_bytes, folder)
+        tight.record(4)
+        predicted = tight.planned(family).at(BATCH)
+        assert predicted.plan is not None
+        assert predicted.point.in_core == (memory_bytes > in_core_bytes)
+        measured = tight.confirm(predicted)
+        assert measured.followed
+        assert measured.peak_bytes <= 1.005 * memory_bytes
+        assert abs(predicted.point.peak_bytes / measured.peak_bytes - 1) < PEAK
+        tight.close()
+
+
+@pytest.mark.usefixtures("_untimed")
+def test_a_step_that_is_not_as_expected_is_recorded_instead(folder: str) -> None:
+    """A trace of another network is expected; the steps leave its plan safely and are planned anew."""
+    other = bench_of("attention", "1GiB", folder)
+    wrong = other.planned(small_family(other)).at(16)
+    other.close()
+    bench = bench_of("convnet", 64 * MIB, folder)
+    measured = bench.confirm(wrong)
+    assert not measured.followed
+    assert measured.peak_bytes < 64 * MIB
+    bench.close()
+
+
+def test_seconds_of_larger_batches_follow_from_small_ones(folder: str) -> None:
+    """In turn with real steps. Machines that run tests are shared: the bar is doubled here, benchmarks/tuning.py holds
+    it."""
+    bench = bench_of("convnet", "1GiB", folder)
+    found = climb(bench, 512, lambda what, part: None)
+    assert found.family is not None
+    assert found.measured[-1].batch <= 256  # it stopped when there was nothing more to learn
+    errors = []
+    for _ in range(2):
+        probes = [measured for measured in found.measured if measured.batch in family_batches(found.family)]
+        family = Family(tuple(Recorded(m.batch, m.trace) for m in bench.time_again(probes)))
+        for batch in (24, 96, 192):
+            predicted = bench.planned(family).at(batch)
+            errors.append(predicted.point.step_s / bench.confirm(predicted).step_s - 1)
+    bench.close()
+    assert abs(statistics.median(errors)) < 2 * THROUGHPUT, errors
+
+
+def family_batches(family: Family) -> set[int]:
+    return {recorded.batch for recorded in family.recorded}
