@@ -115,6 +115,7 @@ class Bench:
         batch = predicted.point.micro_batch
         ooc = self._limited(plan=predicted.plan)
         ooc.expect(predicted.trace)
+        self._advance()  # there are no gradients, but whose state has to be counted is known from here on
         try:
             return self._watched(ooc, batch, self.samples.any_batch(batch))
         finally:
