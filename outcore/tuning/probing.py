@@ -34,6 +34,8 @@ SETTLED = 0.03  # a batch whose seconds the two before it predicted this well en
 CLIMB_S = 25.0  # no further batch is recorded when it would take longer than this in all
 NUM_TIMED, TIMED_S = 3, 0.4  # real steps that are timed: at least so many, and for so long
 MAX_TIMED = 24
+NUM_TRIED = 6  # steps until one was watched under a plan
+NUM_UNLIKE = 3  # batches whose steps do different work, before it is given up
 NUM_ROUNDS = 3  # of timing recorded batches in turn
 NUM_RECORDINGS = 2  # on the CPU, where the first one also pays for the first touch of memory
 
@@ -97,9 +99,9 @@ class Bench:
             if again:
                 self._newest_kind.trace = None
             self._step(self.ooc, data)
-            if self.ooc.trace is None or not self.ooc.trace.ticks:
+            if self.ooc.trace is None or not any(tick.kind == "unpack" for tick in self.ooc.trace.ticks):
                 raise TuningError(
-                    "the step saved nothing for a backward pass, so there is no memory to plan; the loss must come "
+                    "the backward pass never came to the model, so there is nothing to plan or train; make the loss "
                     "from the model's output"
                 )
             traces.append(self.ooc.trace)
@@ -131,12 +133,13 @@ class Bench:
         return [found.retimed(step_s, self.optimizer_s) for found, step_s in zip(measured, best_s)]
 
     def _watched(self, ooc: Limited, batch: int, data: Any) -> Measured:
-        """Steps under a plan: the first are watched closely, for the peak, and the others are timed."""
-        for _ in range(NUM_MEASURED * 3):  # more than once where a step left its plan and was recorded anew
+        """Steps under a plan: one is watched closely, for the peak, and the others are timed."""
+        for _ in range(NUM_TRIED):  # more than once where a step left its plan and was recorded anew
             self._step(ooc, data)
             kind = next(reversed(ooc.kinds.values()))
-            if kind.num_steps >= NUM_MEASURED and ooc.timeline is not None:
+            if ooc.timeline is not None:
                 break
+        kind.num_steps = max(kind.num_steps, NUM_MEASURED)  # one tells the peak; to watch more takes time
         measured, predicted, trace = ooc.timeline, ooc.predicted, ooc.trace
         if measured is None or predicted is None or trace is None:
             raise TuningError(
@@ -260,7 +263,7 @@ def climb(bench: Bench, largest: int, tell: Tell) -> Climb:
         if found.family is not None and len(found.measured) > 2 and 3 * spent_s > CLIMB_S:
             break
         batch = found.next()
-        if batch == found.measured[-1].batch:
+        if batch == found.measured[-1].batch or (found.family is None and len(found.measured) >= NUM_UNLIKE):
             break
         tell(f"recording a batch of {batch}", min(0.9, spent_s / CLIMB_S))
         try:

@@ -6,7 +6,9 @@ number of a trace is put on the line through the two nearest recorded ones, and 
 the last two. Two kinds of numbers are treated with care:
 
 - *Bytes* are exact, but on CUDA the allocator rounds them up, and a library may take another workspace at another size:
-  a workspace that shrinks while the batch grows stays at the last one seen.
+  a workspace that shrinks while the batch grows stays at the last one seen. The recorder lets autograd keep tensors
+  of less than 4 KiB, so that they seem to live long: batches from a few thousand bytes per tensor on tell the truth,
+  smaller ones err on the side of too much.
 - *Seconds* of one op are noisy, those of the whole step are not. The lines of the ops only share out the line of the
   step, which is drawn through steps that really ran.
 
@@ -23,7 +25,6 @@ from outcore.errors import TuningError
 from outcore.values import Op, Storage, Tick, Trace
 
 GRAIN_BYTES = 512  # the CUDA allocator's
-TINY_BYTES = 4096  # what the recorder never evicts: outcore.running.execute.SMALL_BYTES, which needs torch
 LEAST_SHARE = 0.25  # of an op's recorded seconds that noise may not take away from it
 
 
@@ -113,11 +114,10 @@ def _between(low: Recorded, high: Recorded, batch: int) -> Trace:
     ops = tuple(_op(line, grain, *ops) for ops in zip(pair[0].ops, pair[1].ops))
     total_s = line.seconds(low.total_s, high.total_s)
     shared_s = sum(op.seconds for op in ops)
-    storages = [_storage(line, grain, *storages) for storages in zip(pair[0].storages, pair[1].storages)]
     return replace(
         pair[1],
         ops=tuple(stretched(ops, total_s / shared_s)) if shared_s > 0 else ops,
-        storages=tuple(_let_go(pair[1], storages)),
+        storages=tuple(_storage(line, grain, *storages) for storages in zip(pair[0].storages, pair[1].storages)),
         ticks=tuple(_tick(line, *ticks) for ticks in zip(pair[0].ticks, pair[1].ticks)),
         before_bytes=line.bytes(pair[0].before_bytes, pair[1].before_bytes, 1),
     )
@@ -136,30 +136,6 @@ def _op(line: _Line, grain: int, low: Op, high: Op) -> Op:
 
 def _storage(line: _Line, grain: int, low: Storage, high: Storage) -> Storage:
     return high if low.bytes == high.bytes else replace(high, bytes=line.bytes(low.bytes, high.bytes, grain))
-
-
-def _let_go(trace: Trace, storages: list[Storage]) -> list[Storage]:
-    """The recorder lets autograd keep what is tiny, so the program seems to hold it for long. What is no longer tiny
-    lives until the last op or pack that touches it before autograd asks for it."""
-    grown = {at for at, found in enumerate(storages) if trace.storages[at].bytes < TINY_BYTES <= found.bytes}
-    if not grown:
-        return storages
-    asked: dict[int, int] = {}
-    touched: dict[int, int] = {}
-    for tick in trace.ticks:
-        storage = trace.values[tick.value].storage
-        if tick.kind == "unpack":
-            asked.setdefault(storage, tick.slot)
-        else:
-            touched[storage] = tick.slot
-    for op in trace.ops:
-        for storage in {trace.values[value].storage for value in (*op.reads, *op.writes)} & grown:
-            if op.slot < asked.get(storage, -1):
-                touched[storage] = max(op.slot, touched.get(storage, -1))
-    return [
-        replace(found, dies=touched[at]) if at in grown and at in asked and at in touched else found
-        for at, found in enumerate(storages)
-    ]
 
 
 def _tick(line: _Line, low: Tick, high: Tick) -> Tick:

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from outcore.planning import plan
-from outcore.running.execute import SMALL_BYTES
-from outcore.tuning import probing, scaling
+from outcore.tuning import probing
 from outcore.tuning.probing import Bench, climb
 from outcore.tuning.scaling import Family, Recorded
 from outcore.units import MIB
@@ -45,7 +44,7 @@ def _untimed(monkeypatch: pytest.MonkeyPatch) -> None:
 def small_family(bench: Bench) -> Family:
     bench.record(4)  # the optimizer's state
     bench.ooc.kinds.clear()
-    return Family(tuple(Recorded(batch, bench.record(batch).trace) for batch in (4, 8)))
+    return Family(tuple(Recorded(batch, bench.record(batch).trace) for batch in (16, 32)))
 
 
 @pytest.mark.usefixtures("_untimed")
@@ -53,24 +52,20 @@ def small_family(bench: Bench) -> Family:
 def test_a_scaled_trace_is_the_one_that_is_recorded(name: str, folder: str) -> None:
     bench = bench_of(name, "1GiB", folder)
     family = small_family(bench)
-    for batch in (5, 48):
+    for batch in (20, 96):
         real = bench.record(batch).trace
         found = family.at(batch)
         assert found.fingerprint == real.fingerprint
         assert found.before_bytes == real.before_bytes
-        for planner in ("keep-all", "swap-all"):
-            peaks = [simulated_peak_bytes(trace, planner) for trace in (found, real)]
-            assert abs(peaks[0] / peaks[1] - 1) < PEAK
+        assert simulated_peak_bytes(found, "keep-all") == simulated_peak_bytes(real, "keep-all")
+        lean = [simulated_peak_bytes(trace, "swap-all") for trace in (found, real)]
+        assert abs(lean[0] / lean[1] - 1) < 0.1  # when Python lets go of a tensor differs between recordings, too
     bench.close()
 
 
 def simulated_peak_bytes(trace: Trace, planner: str) -> int:
     budget = Budget(1 << 40, 0, 1 << 40)
     return plan(trace, PRETEND, budget, planner=planner).predicted_peak_bytes
-
-
-def test_what_is_tiny_to_the_recorder_is_what_scaling_takes_it_to_be() -> None:
-    assert scaling.TINY_BYTES == SMALL_BYTES
 
 
 @pytest.mark.usefixtures("_untimed")
@@ -116,15 +111,9 @@ def test_seconds_of_larger_batches_follow_from_small_ones(folder: str) -> None:
     assert found.family is not None
     assert found.measured[-1].batch <= 256  # it stopped when there was nothing more to learn
     errors = []
-    for _ in range(2):
-        probes = [measured for measured in found.measured if measured.batch in family_batches(found.family)]
-        family = Family(tuple(Recorded(m.batch, m.trace) for m in bench.time_again(probes)))
-        for batch in (24, 96, 192):
-            predicted = bench.planned(family).at(batch)
-            errors.append(predicted.point.step_s / bench.confirm(predicted).step_s - 1)
+    for batch in (24, 48, 96, 128, 192):
+        last = bench.time_again(found.measured[-2:])
+        predicted = bench.planned(Family(tuple(Recorded(m.batch, m.trace) for m in last))).at(batch)
+        errors.append(predicted.point.step_s / bench.confirm(predicted).step_s - 1)
     bench.close()
     assert abs(statistics.median(errors)) < 2 * THROUGHPUT, errors
-
-
-def family_batches(family: Family) -> set[int]:
-    return {recorded.batch for recorded in family.recorded}
