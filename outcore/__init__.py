@@ -47,6 +47,7 @@ _HOMES: dict[str, str] = {
     "matmul": "outcore.tiling.product",
     "TiledLinear": "outcore.tiling.linear",
     "elastic": "outcore",
+    "tuning": "outcore",
 }
 
 __all__ = [

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import runpy
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -284,3 +286,11 @@ def test_a_loop_that_forgets_one_of_the_two_lines_is_told_so() -> None:
         F.cross_entropy(net(x), y).backward()
         assert adaptive.step()
         break
+
+
+def test_the_example_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(__file__).parents[3] / "examples" / "adaptive_batch.py"
+    adaptive = runpy.run_path(str(path), run_name="adaptive_batch")["main"]()
+    assert adaptive.noise is not None
+    assert adaptive.num_samples >= 4 * 4096 - 256
+    assert "learning rate x" in capsys.readouterr().out
