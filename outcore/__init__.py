@@ -51,6 +51,7 @@ _HOMES: dict[str, str] = {
     "tune": "outcore.tuning.tune",
     "Advice": "outcore.tuning.advice",
     "elastic": "outcore",
+    "tuning": "outcore",
 }
 
 __all__ = [

@@ -116,7 +116,8 @@ class Adaptive:
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The loader's samples in micro-batches. What is left at the end waits for the next call: none is lost."""
-        self._handed_out = False
+        if self._handed_out:
+            self._start_over()
         for found in loader:
             self._regrouped.add(found)
             while self._regrouped.num_samples >= self._micro:
@@ -125,6 +126,12 @@ class Adaptive:
                 self._sync_ranks(self._num_micro + 1 == self._num_parts)
                 self._handed_out = True
                 yield self._regrouped.take(self._micro)
+
+    def _start_over(self) -> None:
+        """The last loop was left between a micro-batch and its step: whether it had its backward is unknown."""
+        self._handed_out, self._num_micro, self._small = False, 0, []
+        self._norms.drop()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def step(self) -> bool:
         """After each backward. True when a batch was complete and the optimizer stepped."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import runpy
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -278,9 +280,29 @@ def test_a_loop_that_forgets_one_of_the_two_lines_is_told_so() -> None:
     next(found)
     with pytest.raises(TuningError, match=r"without adaptive\.step"):
         next(found)
-    for _ in adaptive.batches(loader(64)):  # left by a break: the next loop starts well
-        break
-    for x, y in adaptive.batches(loader(64)):
-        F.cross_entropy(net(x), y).backward()
-        assert adaptive.step()
-        break
+
+
+def test_a_loop_left_in_mid_batch_leaves_no_half_gradient() -> None:
+    ends = []
+    for left in (False, True):
+        net = small_net()
+        adaptive = Adaptive(net, SGD(net.parameters()), batch=64, micro_batch=16)
+        if left:
+            for number, (x, y) in enumerate(adaptive.batches(loader(16, seed=1))):
+                F.cross_entropy(net(x), y).backward()
+                if number == 2:
+                    break  # two micro-batches were counted, this one was not
+                adaptive.step()
+        for x, y in adaptive.batches(loader(16)):
+            F.cross_entropy(net(x), y).backward()
+            adaptive.step()
+        ends.append(weights(net))
+    assert torch.equal(*ends)
+
+
+def test_the_example_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(__file__).parents[3] / "examples" / "adaptive_batch.py"
+    adaptive = runpy.run_path(str(path), run_name="adaptive_batch")["main"]()
+    assert adaptive.noise is not None
+    assert adaptive.num_samples >= 4 * 4096 - 256
+    assert "learning rate x" in capsys.readouterr().out

@@ -104,21 +104,14 @@ def agreeing(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_unequal_limits_unused_layers_and_ddp(tmp_path: Path) -> None:
-    for found in run_ranks(agreeing, {"folder": str(tmp_path)}):
-        assert "give all one" in found["refused"]
-        assert found["counts"] == [113, 7]
-        assert max(found["error"], found["ddp_error"]) < 1e-12
-
-
 def adapting(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
     """Adaptive under DistributedDataParallel: noise from one micro-batch per rank, decisions alike everywhere."""
     data, model = digits(), DistributedDataParallel(small_net())
-    noise = measure_noise(model, F.cross_entropy, draws(data, 32, 1024, seed=rank), num_micro=1024)
+    noise = measure_noise(model, F.cross_entropy, draws(data, 32, 512, seed=rank), num_micro=512)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     first = Adaptive(model, optimizer, batch=64, micro_batch=32)
     first.running.decay = 0.999
-    for x, y in first.batches(draws(data, 32, 1500, seed=10 + rank)):
+    for x, y in first.batches(draws(data, 32, 900, seed=10 + rank)):
         F.cross_entropy(model(x), y).backward()
         first.step()
     assert first.noise is not None
@@ -139,8 +132,25 @@ def adapting(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_ranks_see_the_same_noise_and_decide_alike(tmp_path: Path) -> None:
-    one, two = run_ranks(adapting, {"folder": str(tmp_path)})
+def both(rank: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """In one launch: starting two processes takes longer than what they do."""
+    return [agreeing(rank, settings), adapting(rank, settings)]
+
+
+@pytest.fixture(scope="module")
+def found_by_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+    return run_ranks(both, {"folder": str(tmp_path_factory.mktemp("ranks"))})
+
+
+def test_unequal_limits_unused_layers_and_ddp(found_by_ranks: list[list[dict[str, Any]]]) -> None:
+    for found, _ in found_by_ranks:
+        assert "give all one" in found["refused"]
+        assert found["counts"] == [113, 7]
+        assert max(found["error"], found["ddp_error"]) < 1e-12
+
+
+def test_ranks_see_the_same_noise_and_decide_alike(found_by_ranks: list[list[dict[str, Any]]]) -> None:
+    one, two = (found for _, found in found_by_ranks)
     assert one == two
     sqr, var = one["exact"]
     assert one["measured"] == pytest.approx(var / sqr, rel=0.1)

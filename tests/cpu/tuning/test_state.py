@@ -51,7 +51,7 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> N
             optimizer.zero_grad()
             loss = F.mse_loss(net(x), x)
             loss.backward()
-            return float(loss)
+            return float(loss.detach())
 
         optimizer.step(closure)
 
