@@ -1,8 +1,9 @@
 """The user's model, loss, data and optimizer -> recorded steps of a few small batches, and real steps of larger ones.
 
 `climb` records batches from two samples upward and stops when the last one only confirmed what the two before it
-predicted: from there on a step grows along a line. `confirm` runs real steps at a batch that a plan says fits, and they
-follow that plan from the first one on. Nothing here looks for memory by running out of it.
+predicted: from there on a step grows along a line, which is checked once, far up. `confirm` runs real steps at a batch
+that a plan says fits, and they follow that plan from the first one on. Nothing here looks for memory by running out of
+it.
 
 While steps are tried the learning rate is zero: weights stay where they are, and no step slows down because numbers
 overflow.
@@ -34,6 +35,7 @@ SETTLED = 0.03  # a batch whose seconds the two before it predicted this well en
 CLIMB_S = 25.0  # no further batch is recorded when it would take longer than this in all
 NUM_TIMED, TIMED_S = 3, 0.4  # real steps that are timed: at least so many, and for so long
 MAX_TIMED = 24
+REACH = 8  # times the last recorded batch: so far the line is trusted before real steps are run on it
 NUM_TRIED = 6  # steps until one was watched under a plan
 NUM_UNLIKE = 3  # batches whose steps do different work, before it is given up
 NUM_ROUNDS = 3  # of timing recorded batches in turn
@@ -59,6 +61,8 @@ class Measured:
 
 class Bench:
     """Where steps are tried: one model, one optimizer, one memory budget."""
+
+    clock = staticmethod(time.perf_counter)  # a benchmark on a shared CPU may rather take process_time
 
     def __init__(
         self,
@@ -193,7 +197,7 @@ class Bench:
     def _now(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+        return self.clock()
 
     def _limited(self, **options: Any) -> Limited:
         return limit(self.model, self.budget.device_bytes, **self._options, **options)
@@ -270,7 +274,23 @@ def climb(bench: Bench, largest: int, tell: Tell) -> Climb:
             found.measured.append(bench.record(batch))
         except BudgetTooSmall:
             found.largest = batch - 1
+    _reach(found, tell)
     return found
+
+
+def _reach(found: Climb, tell: Tell) -> None:
+    """Real steps far up the line, without recording them: where caches or kernels bend it, it is drawn anew."""
+    family, last = found.family, found.measured[-1].batch
+    if family is None:
+        return
+    planned = found.bench.planned(family)
+    batch = planned.largest_in_core(min(found.largest, REACH * last))
+    if batch < 1.5 * last:
+        return
+    tell(f"real steps with a batch of {batch}", 0.9)
+    measured = found.bench.confirm(planned.at(batch))
+    if measured.followed:
+        found.measured.append(measured)
 
 
 def _first_step(bench: Bench, found: Climb, tell: Tell) -> None:

@@ -40,7 +40,19 @@ def call(*args: str | Path) -> Result:
 def test_json_for_programs_and_a_picture(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the picture is drawn with it")
     picture, saved = tmp_path / "curve.svg", tmp_path / "advice.json"
-    arguments = ["--memory", "12MiB", "--batch", "64", "--folder", folder, "--curve", picture, "-o", saved, "--json"]
+    arguments: list[str | Path] = [
+        "--memory",
+        "12MiB",
+        "--batch",
+        "64",
+        "--folder",
+        folder,
+        "--curve",
+        picture,
+        "-o",
+        saved,
+        "--json",
+    ]
     result = call(EXAMPLE, *arguments)
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
