@@ -44,11 +44,10 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.slowdown import about, hardware  # noqa: E402
 from outcore.limit import limit  # noqa: E402
 from outcore.tuning.batches import loss_of  # noqa: E402
-from outcore.tuning.choosing import Choosing  # noqa: E402
-from outcore.tuning.curve import Point  # noqa: E402
+from outcore.tuning.choosing import Choosing, free_batches, refined  # noqa: E402
+from outcore.tuning.curve import Curve, Point  # noqa: E402
 from outcore.tuning.probing import Bench, climb  # noqa: E402
 from outcore.tuning.samples import Samples  # noqa: E402
-from outcore.tuning.tune import tune  # noqa: E402
 from outcore.units import format_bytes  # noqa: E402
 
 Row = dict[str, Any]
@@ -213,13 +212,11 @@ def choice(settings: argparse.Namespace) -> Iterator[Row]:
     memory = settings.memory or MEMORY[name]
     make_model, make_batch = task_of(name)
     began_s = _now_s()
-    advice = tune(make_model, F.cross_entropy, make_batch, memory=memory, optimizer=make_sgd, batch=None, rule="fixed",
-                  learning_rate=1e-3, largest=settings.largest)  # fmt: skip
-    micro = advice.curve.knee.micro_batch
+    micro, found = _chosen(name, memory, settings.largest)
     tune_s = _now_s() - began_s
     clean()
     row = {"network": name, "memory": memory}
-    yield {**row, "what": "tune", "micro_batch": micro, "seconds": tune_s, "curve": json.loads(advice.curve.to_json())}
+    yield {**row, "what": "tune", "micro_batch": micro, "seconds": tune_s, "curve": json.loads(found.to_json())}
     grid = sorted({micro, *range(settings.sweep_step, settings.largest + 1, settings.sweep_step)})
     swept: dict[int, tuple[float, float]] = {}
     deadline_s = time.perf_counter() + settings.limit_s
@@ -247,6 +244,20 @@ def choice(settings: argparse.Namespace) -> Iterator[Row]:
         "num_swept": len(swept),
         "cost_share": tune_s / sweep_s,
     }
+
+
+def _chosen(name: str, memory: str, largest: int) -> tuple[int, Curve]:
+    """As `tune` chooses a micro-batch; noise and learning rate, which no sweep looks for either, are left out."""
+    bench = bench_of(name, memory)
+    try:
+        found = climb(bench, largest, lambda what, part: None)
+        assert found.family is not None
+        choosing = Choosing.start(bench, found.family, found.measured)
+        choosing.lay_out(free_batches(choosing, largest, 2), lambda what, part: None)
+        choosing.lay_out(refined(choosing.curve), lambda what, part: None)
+        return choosing.settle(lambda curve: curve.knee.micro_batch, lambda what, part: None), choosing.curve
+    finally:
+        bench.close()
 
 
 def _real_run(make_model: Any, make_batch: Any, batch: int, memory: str) -> tuple[float, float]:

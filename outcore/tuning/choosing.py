@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from outcore.errors import TuningError
 from outcore.tuning.curve import KNEE_SHARE, Curve, Planned, Point, Predicted
-from outcore.tuning.probing import Bench, Climb, Tell
+from outcore.tuning.probing import BUSY_S, Bench, Climb, Measured, Tell
 from outcore.tuning.scaling import Family
 
 NUM_CONFIRMED = 4  # batches that are tried with real steps, at most
@@ -32,14 +32,15 @@ class Choosing:
     bench: Bench
     planned: Planned
     curve: Curve
-    predicted: dict[int, Predicted]
+    predicted: dict[int, Predicted] = field(default_factory=dict)
+    known: dict[int, Measured] = field(default_factory=dict)  # batches of which real steps ran on the way
 
     @classmethod
-    def start(cls, bench: Bench, family: Family) -> Choosing:
+    def start(cls, bench: Bench, family: Family, measured: Iterable[Measured] = ()) -> Choosing:
         planned = bench.planned(family)
         probed = tuple(recorded.batch for recorded in family.recorded)
         curve = Curve((), bench.budget.device_bytes, bench.optimizer_s, probed=probed, device=bench.machine.device)
-        return cls(bench, planned, curve, {})
+        return cls(bench, planned, curve, known={found.batch: found for found in measured if found.step_s > BUSY_S})
 
     def lay_out(self, batches: Iterable[int], tell: Tell) -> None:
         """Plans these batches, smallest first; stops where the rest is hopeless."""
@@ -54,6 +55,9 @@ class Choosing:
         found = self.planned.at(batch)
         self.predicted[batch] = found
         self.curve = self.curve.with_points([found.point])
+        known = self.known.get(batch)
+        if known is not None and found.point.in_core:
+            self.curve = self.curve.measured(batch, known.step_s, known.peak_bytes)
         return found.point
 
     def _best_rate(self) -> float:
@@ -113,7 +117,8 @@ def free_batches(choosing: Choosing, largest: int, smallest: int) -> list[int]:
     choosing.curve = replace(choosing.curve, largest_in_core=edge)
     end = min(largest, max(FAR * edge, FAR * smallest))
     doubled = [2**power for power in range(int(math.log2(end)) + 1) if 2**power >= smallest]
-    return sorted({*doubled, *([edge] if smallest <= edge < largest else []), *([end] if end == largest else [])})
+    far = {*choosing.curve.probed[-1:], *([edge] if edge < largest else []), *([end] if end == largest else [])}
+    return sorted({*doubled, *(batch for batch in far if smallest <= batch <= end)})
 
 
 def refined(curve: Curve) -> list[int]:

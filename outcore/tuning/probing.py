@@ -33,12 +33,12 @@ Tell = Callable[[str, float], None]
 BUSY_S = 0.02  # shorter steps are mostly overhead: their times tell little about larger batches
 SETTLED = 0.03  # a batch whose seconds the two before it predicted this well ends the climb
 CLIMB_S = 25.0  # no further batch is recorded when it would take longer than this in all
-NUM_TIMED, TIMED_S = 3, 0.4  # real steps that are timed: at least so many, and for so long
-MAX_TIMED = 24
+NUM_TIMED, TIMED_S = 3, 0.15  # real steps that are timed: at least so many, and for so long
+MAX_TIMED = 12
 REACH = 8  # times the last recorded batch: so far the line is trusted before real steps are run on it
 NUM_TRIED = 6  # steps until one was watched under a plan
 NUM_UNLIKE = 3  # batches whose steps do different work, before it is given up
-NUM_ROUNDS = 3  # of timing recorded batches in turn
+NUM_ROUNDS = 2  # of timing recorded batches in turn
 NUM_RECORDINGS = 2  # on the CPU, where the first one also pays for the first touch of memory
 
 
@@ -133,7 +133,8 @@ class Bench:
         best_s = [found.step_s for found in measured]
         for _ in range(NUM_ROUNDS):
             for at, found in enumerate(measured):
-                best_s[at] = min(best_s[at], self._time(self.ooc, self.samples.any_batch(found.batch)))
+                data = self.samples.any_batch(found.batch)
+                best_s[at] = min(best_s[at], self._time(self.ooc, data, for_s=0.0))
         return [found.retimed(step_s, self.optimizer_s) for found, step_s in zip(measured, best_s)]
 
     def _watched(self, ooc: Limited, batch: int, data: Any) -> Measured:
@@ -150,13 +151,13 @@ class Bench:
                 "steps of the same batch keep doing different work, so none can be planned ahead; see the warning above"
             )
         found = Measured(batch, predicted.step_s + self.optimizer_s, measured.peak_bytes, trace, kind.num_left == 0)
-        return found.retimed(self._time(ooc, data), self.optimizer_s)
+        return found.retimed(self._time(ooc, data, for_s=TIMED_S), self.optimizer_s)
 
-    def _time(self, ooc: Limited, data: Any) -> float:
+    def _time(self, ooc: Limited, data: Any, for_s: float) -> float:
         """Seconds of a step, the least of those tried: what else the machine does only ever adds."""
         tried: list[float] = []
         began_s = time.perf_counter()
-        while len(tried) < NUM_TIMED or (time.perf_counter() - began_s < TIMED_S and len(tried) < MAX_TIMED):
+        while len(tried) < NUM_TIMED or (time.perf_counter() - began_s < for_s and len(tried) < MAX_TIMED):
             start_s = self._now()
             self._step(ooc, data)
             tried.append(self._now() - start_s)
@@ -178,6 +179,12 @@ class Bench:
         self.optimizer.zero_grad()
         for group, lr in zip(self.optimizer.param_groups, rates):
             group["lr"] = lr
+
+    def warm_up(self, batch: int) -> None:
+        """One step, recorded and forgotten: for the optimizer's state, and for whatever is slow only once."""
+        self._step(self.ooc, self.samples.any_batch(batch))
+        self.ooc.kinds.clear()
+        self.time_optimizer()
 
     def time_optimizer(self) -> None:
         """Seconds of the optimizer's part of a step, which does not depend on the batch."""
@@ -298,9 +305,7 @@ def _first_step(bench: Bench, found: Climb, tell: Tell) -> None:
     for batch in (2, 1) if found.largest > 1 else (1,):
         tell(f"recording a batch of {batch}", 0.0)
         try:
-            bench.record(batch)  # for the optimizer's state, and for whatever is slow only once
-            bench.time_optimizer()
-            bench.ooc.kinds.clear()
+            bench.warm_up(batch)
             found.measured.append(bench.record(batch))
             return
         except BudgetTooSmall as error:

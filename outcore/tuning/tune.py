@@ -241,7 +241,7 @@ class _Tuner:
             curve = single_curve(self.bench, found)
             self.why.append("there was room or data for this one batch size only, so there is no curve")
             return curve, None, curve.points[0].micro_batch
-        choosing = Choosing.start(self.bench, found.family)
+        choosing = Choosing.start(self.bench, found.family, found.measured)
         smallest = min(2 if self.normalises else 1, largest)
         batches = free_batches(choosing, largest, smallest)
         if self.asked.batch is not None and not self.asked.free:

@@ -42,8 +42,7 @@ def _untimed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def small_family(bench: Bench) -> Family:
-    bench.record(4)  # the optimizer's state
-    bench.ooc.kinds.clear()
+    bench.warm_up(4)
     return Family(tuple(Recorded(batch, bench.record(batch).trace) for batch in (16, 32)))
 
 
@@ -79,7 +78,7 @@ def test_the_peak_is_known_before_the_step_runs(name: str, folder: str) -> None:
     resident = family.at(BATCH).before_bytes
     for memory_bytes in (2 * in_core_bytes, resident + 8 * (in_core_bytes - resident) // 10):
         tight = bench_of(name, memory_bytes, folder)
-        tight.record(4)
+        tight.warm_up(4)
         predicted = tight.planned(family).at(BATCH)
         assert predicted.plan is not None
         assert predicted.point.in_core == (memory_bytes > in_core_bytes)
