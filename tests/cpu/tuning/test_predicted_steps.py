@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from outcore.planning import plan
 from outcore.tuning import probing
@@ -14,7 +14,7 @@ from outcore.tuning.probing import Bench, climb
 from outcore.tuning.scaling import Family, Recorded
 from outcore.units import MIB
 from outcore.values import Budget, Machine, Trace
-from tests.cpu.tuning.nets import NETS, bench_of
+from tests.cpu.tuning.nets import NETS, bench_of, quiet
 
 PEAK, THROUGHPUT = 0.03, 0.07  # the bars
 BATCH = 192
@@ -22,11 +22,9 @@ PRETEND = Machine("pretend", 1 << 40, 0, 1 << 40, 1e9, 1e9, 1e9, 1e9)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+def _quiet() -> Iterator[None]:
+    with quiet():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +54,12 @@ def test_a_scaled_trace_is_the_one_that_is_recorded(name: str, folder: str) -> N
         found = family.at(batch)
         assert found.fingerprint == real.fingerprint
         assert found.before_bytes == real.before_bytes
-        assert simulated_peak_bytes(found, "keep-all") == simulated_peak_bytes(real, "keep-all")
-        lean = [simulated_peak_bytes(trace, "swap-all") for trace in (found, real)]
-        assert abs(lean[0] / lean[1] - 1) < 0.1  # when Python lets go of a tensor differs between recordings, too
+        assert in_core_peak_bytes(found) == in_core_peak_bytes(real)
     bench.close()
 
 
-def simulated_peak_bytes(trace: Trace, planner: str) -> int:
-    budget = Budget(1 << 40, 0, 1 << 40)
-    return plan(trace, PRETEND, budget, planner=planner).predicted_peak_bytes
+def in_core_peak_bytes(trace: Trace) -> int:
+    return plan(trace, PRETEND, Budget(1 << 40, 0, 1 << 40), planner="keep-all").predicted_peak_bytes
 
 
 @pytest.mark.usefixtures("_untimed")
@@ -102,15 +97,15 @@ def test_a_step_that_is_not_as_expected_is_recorded_instead(folder: str) -> None
     bench.close()
 
 
-def test_seconds_of_larger_batches_follow_from_small_ones(folder: str) -> None:
-    """Machines that run tests are shared: the bar is doubled here, benchmarks/tuning.py holds
-    it."""
+def test_seconds_of_larger_batches_follow_from_small_ones(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines that run tests are shared: CPU seconds, and twice the bar. benchmarks/tuning.py holds the bar itself."""
+    monkeypatch.setattr(Bench, "clock", staticmethod(time.process_time))
     bench = bench_of("convnet", "1GiB", folder)
     found = climb(bench, 512, lambda what, part: None)
     assert found.family is not None
     assert len(bench.ooc.kinds) < 8  # it stopped when there was nothing more to learn
     errors = []
-    for batch in (24, 48, 96, 128, 192):
+    for batch in (48, 96, 160):
         predicted = bench.planned(found.family).at(batch)
         errors.append(predicted.point.step_s / bench.confirm(predicted).step_s - 1)
     bench.close()

@@ -21,7 +21,7 @@ from outcore.tuning.choosing import Choosing, divisors, free_batches
 from outcore.tuning.samples import Samples
 from outcore.tuning.targets import Target, predict_target_s
 from outcore.units import MIB
-from tests.cpu.tuning.nets import CPU, bench_of, convnet, make_sgd, mlp, stripes
+from tests.cpu.tuning.nets import CPU, bench_of, convnet, make_sgd, mlp, quiet, stripes
 from tests.cpu.tuning.test_predicted_steps import small_family
 
 DATA = stripes()
@@ -32,10 +32,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Seconds need not be right here; what is done with them must be."""
     monkeypatch.setattr(probing, "TIMED_S", 0.02)
     monkeypatch.setattr(probing, "NUM_ROUNDS", 1)
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+    with quiet():
+        yield
 
 
 @pytest.fixture(scope="module")

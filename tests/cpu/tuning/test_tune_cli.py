@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner, Result
 
 from outcore.cli import main
 from outcore.tuning import probing
 from outcore.tuning.advice import Advice
+from tests.cpu.tuning.nets import quiet
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "tune_batch.py"
 
@@ -22,10 +22,8 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "tune_batch.py"
 def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(probing, "TIMED_S", 0.02)
     monkeypatch.setattr(probing, "NUM_ROUNDS", 1)
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+    with quiet():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +62,7 @@ def test_json_for_programs_and_a_picture(folder: Path, tmp_path: Path) -> None:
 
 
 def test_tables_for_people(folder: Path) -> None:
-    result = call(EXAMPLE, "--memory", "12MiB", "--largest", "32", "--learning-rate", "0.002", "--folder", folder)
+    result = call(EXAMPLE, "--memory", "12MiB", "--largest", "16", "--learning-rate", "0.002", "--folder", folder)
     assert result.exit_code == 0, result.output
     assert "samples per second over the micro-batch" in result.stdout
     assert "gradient noise scale" in result.stdout
