@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from outcore.planning import lower, plan, simulate, verify
     from outcore.tiling.linear import TiledLinear
     from outcore.tiling.product import matmul
+    from outcore.tuning.advice import Advice
+    from outcore.tuning.tune import tune
     from outcore.values import Budget, Machine, Plan, Schedule, Timeline, Trace
 
 __version__ = "0.1.0"
@@ -46,10 +48,14 @@ _HOMES: dict[str, str] = {
     "Trace": "outcore.values",
     "matmul": "outcore.tiling.product",
     "TiledLinear": "outcore.tiling.linear",
+    "tune": "outcore.tuning.tune",
+    "Advice": "outcore.tuning.advice",
     "elastic": "outcore",
+    "tuning": "outcore",
 }
 
 __all__ = [
+    "Advice",
     "BadFile",
     "BadSize",
     "Budget",
@@ -72,6 +78,7 @@ __all__ = [
     "matmul",
     "plan",
     "simulate",
+    "tune",
     "verify",
 ]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ ELSEWHERE: dict[str, str] = {
     "matmul": "outcore.tiling.cli:matmul_command",
     "launch": "outcore.elastic.cli:launch_command",
     "elastic": "outcore.elastic.cli:elastic_command",
+    "tune": "outcore.tuning.cli:tune_command",
 }
 
 FILE = click.Path(path_type=Path, dir_okay=False)
@@ -97,7 +98,7 @@ def machine(device: str, folder: Path | None, out: Path | None, as_json: bool) -
     """
     from outcore.reporting.text import machine_table
 
-    with progress() as tell:
+    with show_progress() as tell:
         tell("measuring links and disk", 0.0)
         found = _measure(device, folder)
     _save(found, out)
@@ -149,7 +150,7 @@ def record(step: str, out: Path | None, model_name: str, folder: Path | None, wa
     What FILE.py keeps behind `if __name__ == "__main__":` does not run.
     """
     path, function_name = _split(step)
-    with progress() as tell:
+    with show_progress() as tell:
         tell(f"loading {path}", 0.0)
         found = _record(path, function_name, model_name, folder, warm_up, tell)
     out = out or Path(f"{function_name}.trace.json")
@@ -162,8 +163,6 @@ def _split(step: str) -> tuple[Path, str]:
     path, colon, name = step.rpartition(":")
     if not colon or not path or not name.isidentifier():
         raise OutcoreError(f"{step!r} names no function; write FILE.py:FUNCTION, for example train.py:step")
-    if not Path(path).is_file():
-        raise BadFile(f"cannot read {path} (no such file); check the path")
     return Path(path), name
 
 
@@ -178,8 +177,9 @@ def _record(
     import torch
 
     from outcore.limit import limit
+    from outcore.recording.script import names_in
 
-    names = _run_file(path)
+    names = names_in(path)
     model, step, optimizer = names.get(model_name), names.get(function_name), names.get("optimizer")
     if not isinstance(model, torch.nn.Module):
         raise OutcoreError(f"{path} defines no torch.nn.Module named {model_name!r}; define it or name it with --model")
@@ -202,19 +202,6 @@ def _record(
         return ooc.trace
     finally:
         ooc.close()
-
-
-def _run_file(path: Path) -> dict[str, Any]:
-    """The names a script defines. It runs as a module, so what is behind `__main__` does not."""
-    import runpy
-
-    sys.path.insert(0, str(path.resolve().parent))
-    try:
-        return runpy.run_path(str(path), run_name=path.stem)
-    except SyntaxError as error:
-        raise BadFile(f"{path} is no Python ({error}); correct it") from None
-    finally:
-        sys.path.pop(0)
 
 
 def _facts_of_trace(trace: Trace) -> dict[str, Any]:
@@ -292,7 +279,7 @@ def plan(
         target.host_bytes if host is None else parse_bytes(host, of_bytes=target.host_bytes),
         target.disk_bytes if disk is None else parse_bytes(disk, of_bytes=target.disk_bytes),
     )
-    with progress() as tell:
+    with show_progress() as tell:
         tell(f"planning ({planner})", 0.0)
         try:
             made = make_plan(recorded, target, budget, planner=planner, progress=tell)
@@ -401,7 +388,7 @@ def demo(
     from outcore.planning import simulate
     from outcore.reporting.text import demo_table
 
-    with progress() as tell:
+    with show_progress() as tell:
         found = run_demo(memory, num_steps=steps, planner=planner, disk=str(folder) if folder else None, tell=tell)
     if html is not None or perfetto is not None:
         target, recorded, made, schedule, measured = found.values
@@ -459,6 +446,12 @@ def _write_pages(
         _write(perfetto, trace_events([("predicted", predicted, curve_of(recorded, schedule, target))]))
 
 
+def show_progress() -> AbstractContextManager[Callable[[str, float], None]]:
+    from outcore.reporting.progress import progress
+
+    return progress()
+
+
 def _show(*results: Table | dict[str, Any]) -> None:
     """Tables for people, one JSON object for programs."""
     from rich.console import Console
@@ -471,31 +464,3 @@ def _show(*results: Table | dict[str, Any]) -> None:
             click.echo(json.dumps(result, indent=1))
         else:
             console.print(result)
-
-
-@contextmanager
-def progress() -> Iterator[Callable[[str, float], None]]:
-    """A bar on stderr for people; nothing where stderr is no terminal, but a line per new piece of work."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    said: set[str] = set()
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as bar:
-        task = bar.add_task("", total=1.0)
-
-        def tell(what: str, part: float) -> None:
-            bar.update(task, description=what, completed=part)
-            if not console.is_terminal and what not in said:
-                said.add(what)
-                click.echo(f"outcore: {what}", err=True)
-
-        yield tell

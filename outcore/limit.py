@@ -125,6 +125,7 @@ class Limited:
         self.kinds: dict[Key, Kind] = {}
         self._given_plan = plan
         self._given_fits = False
+        self._expected: Trace | None = None
         self._last: Kind | None = None
         self._run: Recorder | Execution | None = None
         self._kind: Kind | None = None
@@ -141,6 +142,13 @@ class Limited:
         ]
         if on_cuda:
             self._hooks += move_gradients_aside(model.parameters(), memory_bytes, self.device, lambda: self._active)
+
+    def expect(self, trace: Trace) -> None:
+        """The next step of a new kind will do what `trace` says: it is planned at once, without recording it first.
+
+        A step that turns out otherwise leaves the plan safely, like any other, and is recorded when it comes again.
+        """
+        self._expected = trace
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -183,7 +191,10 @@ class Limited:
         )
 
     def _start(self, key: Key, inputs: tuple[torch.Tensor, ...]) -> None:
-        kind = self._kind = self.kinds.setdefault(key, Kind())
+        if key not in self.kinds:
+            self.kinds[key] = Kind(trace=self._expected, timed_again=self._expected is not None)
+            self._expected = None
+        kind = self._kind = self.kinds[key]
         before_bytes = self._before_bytes(inputs)
         self._meter = self._log = None
         if not self._interception.can_see_ops():

@@ -20,8 +20,9 @@ LEVELS = [
     {"values"},
     {"planning"},
     {"recording", "running"},
-    {"tiling", "elastic", "tuning", "reporting"},
+    {"tiling", "elastic", "reporting"},
     {"limit"},
+    {"tuning"},  # it tries out whole training steps
     {"demo"},
     {"cli"},
     {"__init__", "__main__"},
@@ -29,7 +30,6 @@ LEVELS = [
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 FRIENDS = [{"errors", "units"}, {"recording", "running"}]  # of one level, and may know each other
 NO_TORCH = {"errors", "units", "values", "planning", "reporting", "cli", "__init__", "__main__"}
-ABOVE_LIMIT = {"tuning"}  # it tries out whole training steps
 
 
 def room_of(path: Path) -> str:
@@ -62,7 +62,7 @@ def imports_of(path: Path) -> set[str]:
 def may_import(room: str, other: str) -> bool:
     if room == other or LEVEL[other] < LEVEL[room]:
         return True
-    return {room, other} in FRIENDS or (room in ABOVE_LIMIT and other == "limit")
+    return {room, other} in FRIENDS
 
 
 FILES = sorted(PACKAGE.rglob("*.py"))

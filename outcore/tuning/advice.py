@@ -1,0 +1,99 @@
+"""What the tuner says: Advice, as a value, as JSON, and as a table for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rich.table import Table
+
+from outcore.reporting.text import render, rows_table
+from outcore.tuning.curve import Curve
+from outcore.tuning.goodput import goodput
+from outcore.units import format_bytes, format_seconds
+from outcore.values.codec import Saved
+
+
+@dataclass(frozen=True)
+class Advice(Saved):
+    """Train with `accumulation` micro-batches of `micro_batch` samples per optimizer step."""
+
+    KIND: ClassVar[str] = "advice"
+
+    micro_batch: int
+    accumulation: int
+    learning_rate: float | None  # None: no optimizer was given
+    samples_per_s: float
+    step_s: float  # of the effective batch, optimizer included
+    peak_bytes: int
+    curve: Curve
+    why: tuple[str, ...]
+    rule: str = "fixed"  # how the learning rate followed the batch
+    num_warm_up_steps: int = 0
+    beta2: float | None = None  # for Adam and its kin, None: leave it
+    noise: float | None = None  # the gradient noise scale, in samples
+    first_batch: int = 0  # the batch that noise and learning rate are compared with
+    target: str = ""
+    target_s: float | None = None  # predicted seconds of training to the target
+    spent_s: float = 0.0  # tuning took
+
+    @property
+    def effective_batch(self) -> int:
+        return self.micro_batch * self.accumulation
+
+    def __str__(self) -> str:
+        return render(advice_table(self)) + "\n\n" + render(curve_table(self))
+
+
+def advice_table(advice: Advice) -> Table:
+    curve = advice.curve
+    point = curve.point(advice.micro_batch)
+    how = "in-core" if point.in_core else "swapping and recomputing"
+    rows = [
+        ("micro-batch", f"{advice.micro_batch} ({how}; the largest in-core is {curve.largest_in_core})"),
+        (
+            "accumulation",
+            f"{advice.accumulation} micro-batches per optimizer step" if advice.accumulation > 1 else "none",
+        ),
+        ("effective batch", str(advice.effective_batch)),
+    ]
+    if advice.learning_rate is not None:
+        rows.append(("learning rate", f"{advice.learning_rate:.3g}" + _warm_up(advice)))
+    if advice.beta2 is not None:
+        rows.append(("beta2", f"{advice.beta2:.5g} (as many samples are remembered as before)"))
+    if advice.noise is not None:
+        rows.append(("gradient noise scale", f"{advice.noise:.4g} samples"))
+    rows += [
+        ("samples per second", f"{advice.samples_per_s:.4g}, a step takes {format_seconds(advice.step_s)}"),
+        ("peak memory", f"{format_bytes(advice.peak_bytes)} of {format_bytes(curve.memory_bytes)}"),
+    ]
+    if advice.target:
+        reached = "not predicted, see below" if advice.target_s is None else format_seconds(advice.target_s)
+        rows.append((f"time to {advice.target}", reached))
+    rows += [("why" if at == 0 else "", sentence) for at, sentence in enumerate(advice.why)]
+    return rows_table(f"outcore tune: advice for {curve.device}, found in {format_seconds(advice.spent_s)}", rows)
+
+
+def _warm_up(advice: Advice) -> str:
+    return f", reached over {advice.num_warm_up_steps} steps of warm-up" if advice.num_warm_up_steps else ""
+
+
+def curve_table(advice: Advice) -> Table:
+    """The curve as text: a bar per batch."""
+    curve = advice.curve
+    top = max(curve.rate(point.micro_batch) for point in curve.points)
+    headings = ["batch", "peak", "samples/s", "", "swapped", "recomputed", "real steps", "goodput"]
+    table = Table(title="samples per second over the micro-batch", title_justify="left")
+    for heading in headings if advice.noise is not None else headings[:-1]:
+        table.add_column(heading, justify="left" if heading == "" else "right", no_wrap=True)
+    for point in curve.points:
+        rate = curve.rate(point.micro_batch)
+        mark = " <" if point.micro_batch == advice.micro_batch else ""
+        bar = "█" * max(1, round(20 * rate / top)) if point.fits else "does not fit"
+        cells = [f"{point.micro_batch}", format_bytes(point.peak_bytes), f"{rate:.4g}", bar + mark]
+        cells += [format_bytes(n) if n else "" for n in (point.swapped_bytes, point.recomputed_bytes)]
+        cells.append("" if point.error is None else f"{100 * (1 / point.error - 1):+.1f} %")
+        if advice.noise is not None:
+            cells.append(f"{goodput(rate, point.micro_batch, advice.first_batch, advice.noise):.4g}")
+        table.add_row(*cells)
+    return table

@@ -1,0 +1,170 @@
+"""Bench + Family -> Curve, confirmed where it matters, and the micro-batch to take.
+
+Predictions choose which batches are worth real steps; real steps have the last word. First the batches are laid out
+geometrically and planned; then the one that would be taken, and the fastest one it is compared with, are run, and the
+curve is read through what they showed, until both are measured. A batch is only ever run under a plan that fits it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from outcore.errors import TuningError
+from outcore.tuning.curve import KNEE_SHARE, Curve, Planned, Point, Predicted
+from outcore.tuning.probing import BUSY_S, Bench, Climb, Measured, Tell
+from outcore.tuning.scaling import Family
+
+NUM_CONFIRMED = 4  # batches that are tried with real steps, at most
+FAR = 4  # times the largest in-core batch: the curve ends there
+HOPELESS = 0.8  # of the best samples per second: beyond the in-core batches nothing slower is planned
+MAX_DIVISORS = 14
+Pick = Callable[[Curve], int]
+
+
+@dataclass
+class Choosing:
+    """The curve as it grows, and the plans behind its points."""
+
+    bench: Bench
+    planned: Planned
+    curve: Curve
+    predicted: dict[int, Predicted] = field(default_factory=dict)
+    known: dict[int, Measured] = field(default_factory=dict)  # batches of which real steps ran on the way
+
+    @classmethod
+    def start(cls, bench: Bench, family: Family, measured: Iterable[Measured] = ()) -> Choosing:
+        planned = bench.planned(family)
+        probed = tuple(recorded.batch for recorded in family.recorded)
+        curve = Curve((), bench.budget.device_bytes, bench.optimizer_s, probed=probed, device=bench.machine.device)
+        return cls(bench, planned, curve, known={found.batch: found for found in measured if found.step_s > BUSY_S})
+
+    def lay_out(self, batches: Iterable[int], tell: Tell) -> None:
+        """Plans these batches, smallest first; stops where the rest is hopeless."""
+        wanted = sorted(set(batches) - set(self.curve.batches))
+        for at, batch in enumerate(wanted):
+            tell(f"planning a batch of {batch}", at / len(wanted))
+            point = self.add(batch)
+            if not point.fits or (not point.in_core and point.samples_per_s < HOPELESS * self._best_rate()):
+                break
+
+    def add(self, batch: int) -> Point:
+        found = self.planned.at(batch)
+        self.predicted[batch] = found
+        self.curve = self.curve.with_points([found.point])
+        known = self.known.get(batch)
+        if known is not None and found.point.in_core:
+            self.curve = self.curve.measured(batch, known.step_s, known.peak_bytes)
+        return found.point
+
+    def _best_rate(self) -> float:
+        return max(point.samples_per_s for point in self.curve.points)
+
+    def settle(self, pick: Pick, tell: Tell) -> int:
+        """Real steps at the batch that would be taken and at the fastest, until neither changes."""
+        for at in range(NUM_CONFIRMED):
+            wanted = [pick(self.curve), _fastest(self.curve), self._above(pick(self.curve)), self._beyond()]
+            unknown = [batch for batch in wanted if batch and self.curve.point(batch).measured_step_s is None]
+            if not unknown:
+                break
+            tell(f"real steps with a batch of {unknown[0]}", at / NUM_CONFIRMED)
+            self.confirm(unknown[0])
+        return pick(self.curve)
+
+    def _above(self, batch: int) -> int:
+        """The next larger batch: that nothing is gained there is worth a look."""
+        return next((point.micro_batch for point in self.curve.fitting if point.micro_batch > batch), 0)
+
+    def _beyond(self) -> int:
+        """The first batch beyond in-core, where nothing out there was measured and it may be the better one."""
+        outside = [point for point in self.curve.fitting if not point.in_core]
+        if not outside or any(point.measured_step_s is not None for point in outside):
+            return 0
+        best = max(outside, key=lambda point: self.curve.rate(point.micro_batch))
+        worth_it = self.curve.rate(best.micro_batch) >= self.curve.rate(self.curve.best.micro_batch)
+        return best.micro_batch if worth_it else 0
+
+    def confirm(self, batch: int) -> Point:
+        """Real steps of one batch; what they show of the cost of evicting goes into every other point."""
+        before = self.predicted[batch]
+        try:
+            found = self.bench.confirm(before)
+        except torch.OutOfMemoryError:
+            self.curve = self.curve.with_points([replace(before.point, fits=False)])
+            return self.curve.point(batch)
+        point = self.curve.point(batch)
+        evicted_bytes = point.swapped_bytes + point.recomputed_bytes
+        if evicted_bytes and not self.planned.evict_s_per_byte:
+            cost = max(0.0, (found.step_s - self.curve.seconds(batch)) / evicted_bytes)
+            self.planned = replace(self.planned, evict_s_per_byte=cost)
+            self.curve = self.curve.dearer(cost)
+        self.curve = self.curve.measured(batch, found.step_s, found.peak_bytes)
+        return self.curve.point(batch)
+
+
+def _fastest(curve: Curve) -> int:
+    """The smallest of the batches that are as good as the fastest."""
+    enough = 0.995 * curve.rate(curve.best.micro_batch)
+    return next(point.micro_batch for point in curve.fitting if curve.rate(point.micro_batch) >= enough)
+
+
+def free_batches(choosing: Choosing, largest: int, smallest: int) -> list[int]:
+    """Doublings, the last batch that is in-core, and some beyond."""
+    edge = choosing.planned.largest_in_core(largest)
+    choosing.curve = replace(choosing.curve, largest_in_core=edge)
+    end = min(largest, max(FAR * edge, FAR * smallest))
+    doubled = [2**power for power in range(int(math.log2(end)) + 1) if 2**power >= smallest]
+    far = {*choosing.curve.probed[-1:], *([edge] if edge < largest else []), *([end] if end == largest else [])}
+    return sorted({*doubled, *(batch for batch in far if smallest <= batch <= end)})
+
+
+def refined(curve: Curve) -> list[int]:
+    """One batch on each side of the knee, half-way to its neighbours."""
+    batches, knee = curve.batches, curve.knee.micro_batch
+    at = batches.index(knee)
+    sides = [batches[side] for side in (at - 1, at + 1) if 0 <= side < len(batches)]
+    middles = {_round((knee + side) // 2) for side in sides}
+    return sorted(middles - set(batches) - {0})
+
+
+def _round(batch: int) -> int:
+    """Multiples of 8 are kind to every kernel."""
+    return batch if batch < 24 else batch // 8 * 8
+
+
+def divisors(batch: int, smallest: int) -> list[int]:
+    """The micro-batches an effective batch can be cut into, at most 14 of them, the largest first to stay."""
+    found = [size for size in range(smallest, batch + 1) if batch % size == 0]
+    return found[-MAX_DIVISORS:]
+
+
+def micro_batch_for(effective: int) -> Pick:
+    """The smallest micro-batch that trains an effective batch within 2 % of the fastest way."""
+
+    def pick(curve: Curve) -> int:
+        whole = [point.micro_batch for point in curve.fitting if effective % point.micro_batch == 0]
+        if not whole:
+            raise TuningError(f"no micro-batch that divides {effective} fits the memory; raise it or free the batch")
+        rates = {size: curve.rate(size, effective // size) for size in whole}
+        return next(size for size in whole if rates[size] >= KNEE_SHARE * max(rates.values()))
+
+    return pick
+
+
+def ways_to(curve: Curve, largest: int) -> dict[int, int]:
+    """Effective batch -> its micro-batch: each that fits by itself, and multiples of the knee."""
+    knee = curve.knee.micro_batch
+    alone = {point.micro_batch: point.micro_batch for point in curve.fitting if point.micro_batch <= largest}
+    return alone | {knee * 2**power: knee for power in range(7) if knee * 2**power <= largest}
+
+
+def single_curve(bench: Bench, climb: Climb) -> Curve:
+    """Where only one batch size could be recorded at all: that one, as measured."""
+    (found,) = climb.measured[-1:]
+    trace_s = sum(op.seconds for op in found.trace.ops) + bench.optimizer_s
+    rate = found.batch / found.step_s
+    point = Point(found.batch, found.peak_bytes, trace_s, rate, 0, 0, 0, False, True, found.step_s, found.peak_bytes)
+    return Curve((point,), bench.budget.device_bytes, bench.optimizer_s, 0, (found.batch,), bench.machine.device)

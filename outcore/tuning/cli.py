@@ -1,0 +1,138 @@
+"""`outcore tune`: the batch and the learning rate that train a file's model fastest in some memory."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from outcore.errors import BadFile, TuningError
+
+FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+@click.command("tune", short_help="Find the batch and learning rate that train fastest in some memory.")
+@click.argument("script", metavar="FILE.py", type=FILE)
+@click.option("--memory", required=True, help='Device memory for the whole step: "16GiB", "80%", or bytes.')
+@click.option(
+    "--batch", type=click.IntRange(min=1), help="The effective batch you train with; kept.  [default: it is free]"
+)
+@click.option("--free", is_flag=True, help="Let --batch change; it is then only where learning rate and noise start.")
+@click.option("--learning-rate", help="The rate that belongs to --batch, or `find`.  [default: the optimizer's]")
+@click.option("--rule", default="adascale", show_default=True, help="How the rate follows a freed batch.")
+@click.option("--target", help="Also predict the time to it: val_accuracy=0.97 or val_loss=0.2.")
+@click.option("--trial", "trial_s", default=20.0, show_default=True, help="Seconds to train towards --target, at most.")
+@click.option("--search", "num_trials", default=0, help="Runs of a search around the advice.  [default: none]")
+@click.option("--study", type=FILE, help="File of the search: it goes on from there when it was interrupted.")
+@click.option("--largest", type=click.IntRange(min=1), help="Look at no larger micro-batch.")
+@click.option("--folder", type=click.Path(path_type=Path, file_okay=False), help="Folder for the swap file.")
+@click.option("--model", "model_name", default="make_model", show_default=True, help="Its name in the file.")
+@click.option("--loss", "loss_name", default="loss_fn", show_default=True, help="Its name in the file.")
+@click.option("--data", "data_name", default="dataset", show_default=True, help="Its name in the file.")
+@click.option(
+    "--optimizer", "optimizer_name", default="make_optimizer", show_default=True, help="Its name in the file."
+)
+@click.option("--curve", type=FILE, help="Also draw the curve: a file that ends in .svg, .png or .pdf.")
+@click.option("-o", "--out", type=FILE, help="Save the advice as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of tables for people.")
+def tune_command(script: Path, curve: Path | None, out: Path | None, as_json: bool, **options: Any) -> None:
+    """Find the micro-batch, accumulation and learning rate that train fastest in some memory.
+
+    FILE.py is an ordinary script that defines `make_model`, a function that returns the model on its device; `loss_fn`,
+    called as loss_fn(model(x), y); `dataset`, a map-style data set or a function batch_size -> (x, y); and
+    `make_optimizer`, called with the parameters. If it defines `validation`, --target is looked at there. See
+    examples/tune_batch.py. A few small batches are recorded, all others are predicted, the best are confirmed with real
+    steps; memory is never overrun to find out what fits.
+
+    \b
+        outcore tune train.py --memory 16GiB --batch 256
+        outcore tune train.py --memory 16GiB --target val_accuracy=0.97 --curve curve.svg
+
+    What FILE.py keeps behind `if __name__ == "__main__":` does not run.
+    """
+    from outcore.recording.script import names_in
+    from outcore.reporting.progress import progress
+    from outcore.tuning.picture import check_picture, draw
+    from outcore.tuning.tune import tune
+
+    if curve is not None:
+        check_picture(curve)
+    wanted = _read(options)
+    with progress() as tell:
+        tell(f"loading {script}", 0.0)
+        found = _names(names_in(script), script, options)
+        advice = tune(**found, **wanted, progress=tell)
+    if curve is not None:
+        draw(advice, curve)
+    if out is not None:
+        _save(out, advice.to_json())
+    if as_json:
+        facts = json.loads(advice.to_json()) | {"effective_batch": advice.effective_batch}
+        click.echo(json.dumps(facts | {"knee": advice.curve.knee.micro_batch}, indent=1))
+    else:
+        _print(advice)
+
+
+def _read(options: dict[str, Any]) -> dict[str, Any]:
+    """Options as `tune` takes them."""
+    rate, target, free = options["learning_rate"], options["target"], options["free"]
+    if free and options["batch"] is None:
+        raise TuningError("--free frees the batch you train with; name it with --batch, or leave both out")
+    return {
+        "memory": options["memory"],
+        "batch": options["batch"],
+        "free": free or options["batch"] is None,
+        "learning_rate": rate if rate in (None, "find") else _number(rate, "--learning-rate"),
+        "rule": options["rule"],
+        "target": _target(target) if target is not None else None,
+        "trial_s": options["trial_s"],
+        "num_trials": options["num_trials"],
+        "study": options["study"],
+        "largest": options["largest"],
+        "disk": options["folder"],
+    }
+
+
+def _target(text: str) -> tuple[str, float]:
+    metric, equals, value = text.partition("=")
+    if not equals:
+        raise TuningError(f"{text!r} is no target; write a metric and a value, such as val_accuracy=0.97")
+    return metric.strip(), _number(value, "--target")
+
+
+def _number(text: str, option: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise TuningError(f"{text!r} is no number; give {option} one") from None
+
+
+def _names(names: dict[str, Any], script: Path, options: dict[str, Any]) -> dict[str, Any]:
+    found = {"optimizer": names.get(options["optimizer_name"]), "validation": names.get("validation")}
+    for part, option in (("make_model", "model"), ("loss_fn", "loss"), ("dataset", "data")):
+        name = options[f"{option}_name"]
+        if name not in names:
+            raise TuningError(f"{script} defines no {name!r}; define it or name another with --{option}")
+        found[part] = names[name]
+    return found
+
+
+def _save(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise BadFile(f"cannot write {path} ({error.strerror or error}); name another file") from None
+
+
+def _print(advice: Any) -> None:
+    from rich.console import Console
+
+    from outcore.reporting.text import WIDTH
+    from outcore.tuning.advice import advice_table, curve_table
+
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console.print(advice_table(advice))
+    console.print(curve_table(advice))

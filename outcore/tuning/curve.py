@@ -1,0 +1,195 @@
+"""Family + Machine + memory -> Curve: peak, seconds and samples per second of a step over its batch size.
+
+Each batch is planned and simulated on the scaled trace, also beyond what fits in-core. Real steps are compared with it
+afterwards: where one was run, the curve knows how far off it was, and reads every other batch through that error.
+
+The batch to take is the *knee*: the smallest whose samples per second are within 2 % of the best. Whatever lies beyond
+costs memory, swapping or recomputing and buys nothing. Peers (Lightning's and Accelerate's finders) return the largest
+batch that did not run out of memory, which is neither the fastest nor known before it ran.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from outcore.errors import BudgetTooSmall, TuningError
+from outcore.planning import lower, plan, simulate, verify
+from outcore.tuning.scaling import Family
+from outcore.values import Budget, Machine, Plan, Trace
+from outcore.values.codec import Saved
+
+KNEE_SHARE = 0.98  # of the best samples per second
+
+
+@dataclass(frozen=True)
+class Point:
+    """One micro-batch. `step_s` and `samples_per_s` are of a whole step, the optimizer's part included."""
+
+    micro_batch: int
+    peak_bytes: int
+    step_s: float
+    samples_per_s: float
+    kept_bytes: int
+    swapped_bytes: int
+    recomputed_bytes: int
+    in_core: bool  # everything is kept
+    fits: bool
+    measured_step_s: float | None = None
+    measured_peak_bytes: int | None = None
+
+    @property
+    def error(self) -> float | None:
+        """Measured over predicted seconds; None where no real step ran."""
+        return None if self.measured_step_s is None else self.measured_step_s / self.step_s
+
+
+@dataclass(frozen=True)
+class Curve(Saved):
+    """Points in ascending order of their micro-batch, under one memory budget."""
+
+    KIND: ClassVar[str] = "curve"
+
+    points: tuple[Point, ...]
+    memory_bytes: int
+    optimizer_s: float  # part of every step, once per effective batch
+    largest_in_core: int = 0  # 0: not even the smallest batch is in-core
+    probed: tuple[int, ...] = ()  # batches that were recorded
+    device: str = ""
+
+    def seconds(self, micro_batch: int, accumulation: int = 1) -> float:
+        """Of an effective batch of `accumulation` micro-batches: measured, or predicted and corrected by the nearest
+        batches that were measured."""
+        point = self.point(micro_batch)
+        whole_s = point.step_s * self._correction(micro_batch)
+        return accumulation * max(whole_s - self.optimizer_s, 0.0) + self.optimizer_s
+
+    def rate(self, micro_batch: int, accumulation: int = 1) -> float:
+        """Samples per second."""
+        return micro_batch * accumulation / self.seconds(micro_batch, accumulation)
+
+    def point(self, micro_batch: int) -> Point:
+        for point in self.points:
+            if point.micro_batch == micro_batch:
+                return point
+        raise TuningError(f"a batch of {micro_batch} is not on the curve ({', '.join(map(str, self.batches))})")
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        return tuple(point.micro_batch for point in self.points)
+
+    @property
+    def fitting(self) -> tuple[Point, ...]:
+        return tuple(point for point in self.points if point.fits)
+
+    @property
+    def best(self) -> Point:
+        """The most samples per second."""
+        if not self.fitting:
+            raise TuningError("no batch size fits the memory; raise it or make the model smaller")
+        return max(self.fitting, key=lambda point: self.rate(point.micro_batch))
+
+    @property
+    def knee(self) -> Point:
+        """The smallest batch whose samples per second are within 2 % of the best."""
+        enough = KNEE_SHARE * self.rate(self.best.micro_batch)
+        return next(point for point in self.fitting if self.rate(point.micro_batch) >= enough)
+
+    def with_points(self, points: Iterable[Point]) -> Curve:
+        """These points added, or put in the place of those with the same batch."""
+        merged = {point.micro_batch: point for point in (*self.points, *points)}
+        return replace(self, points=tuple(merged[batch] for batch in sorted(merged)))
+
+    def dearer(self, evict_s_per_byte: float) -> Curve:
+        """The same with every byte that is swapped or recomputed costing so much more than was simulated."""
+        found = []
+        for point in self.points:
+            step_s = point.step_s + evict_s_per_byte * (point.swapped_bytes + point.recomputed_bytes)
+            found.append(replace(point, step_s=step_s, samples_per_s=point.micro_batch / step_s))
+        return self.with_points(found)
+
+    def measured(self, micro_batch: int, step_s: float, peak_bytes: int) -> Curve:
+        found = replace(self.point(micro_batch), measured_step_s=step_s, measured_peak_bytes=peak_bytes)
+        return self.with_points([found])
+
+    def _correction(self, micro_batch: int) -> float:
+        """Measured over predicted, on a log-log line between the batches that were measured.
+
+        What swapping and recomputing do to the error begins where in-core ends: a measured batch beyond says nothing
+        about those in-core.
+        """
+        known = [(math.log(p.micro_batch), math.log(p.error)) for p in self.points if p.error is not None and p.fits]
+        edge = math.log(max(self.largest_in_core, 1))
+        in_core = [pair for pair in known if pair[0] <= edge]
+        if not in_core or in_core[-1][0] < edge < known[-1][0]:
+            known = sorted([*known, (edge, in_core[-1][1] if in_core else 0.0)])
+        at = math.log(micro_batch)
+        low = max((pair for pair in known if pair[0] <= at), default=None)
+        high = min((pair for pair in known if pair[0] >= at), default=None)
+        if low is None or high is None or low == high:
+            return math.exp((low or high or (0.0, 0.0))[1])
+        part = (at - low[0]) / (high[0] - low[0])
+        return math.exp(low[1] + part * (high[1] - low[1]))
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A point with the trace and the plan behind it, ready to be run."""
+
+    point: Point
+    trace: Trace
+    plan: Plan | None  # None: nothing fits
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Plans any batch of a family for one machine and budget. Remembers nothing."""
+
+    family: Family
+    machine: Machine
+    budget: Budget
+    optimizer_s: float
+    resident_bytes: int = 0  # there besides the recorded step: gradients, while they are accumulated
+    evict_s_per_byte: float = 0.0  # what swapping and recomputing cost beyond what the simulator knows, as measured
+
+    def at(self, batch: int) -> Predicted:
+        trace = self.family.at(batch)
+        if self.resident_bytes:
+            trace = replace(trace, before_bytes=trace.before_bytes + self.resident_bytes)
+        try:
+            made = plan(trace, self.machine, self.budget, planner="hybrid")
+        except BudgetTooSmall as error:
+            return Predicted(self._outside(batch, error.needed_bytes), trace, None)
+        schedule = lower(trace, made, self.machine)
+        verify(trace, schedule)
+        found = simulate(trace, schedule, self.machine)
+        evicted_bytes = found.swapped_bytes + found.recomputed_bytes
+        step_s = found.step_s + evicted_bytes * self.evict_s_per_byte + self.optimizer_s
+        in_core = evicted_bytes == 0
+        kept, swapped, recomputed = found.kept_bytes, found.swapped_bytes, found.recomputed_bytes
+        rate = batch / step_s
+        point = Point(batch, found.peak_bytes, step_s, rate, kept, swapped, recomputed, in_core, fits=True)
+        return Predicted(point, trace, made)
+
+    def _outside(self, batch: int, needed_bytes: int) -> Point:
+        step_s = self.family.step_s(batch) + self.optimizer_s  # if there were room
+        return Point(batch, needed_bytes, step_s, batch / step_s, 0, 0, 0, in_core=False, fits=False)
+
+    def in_core_bytes(self, batch: int) -> int:
+        """The peak with everything kept."""
+        trace = self.family.at(batch)
+        made = Plan(trace.fingerprint, "keep-all", self.budget, {}, trace.before_bytes)
+        found = simulate(trace, lower(trace, made, self.machine), self.machine)
+        return found.peak_bytes + self.resident_bytes
+
+    def largest_in_core(self, at_most: int) -> int:
+        """By bisection; 0: not even one sample."""
+        low, high = 0, at_most
+        if self.in_core_bytes(high) <= self.budget.device_bytes:
+            return high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.in_core_bytes(middle) <= self.budget.device_bytes else (low, middle)
+        return low

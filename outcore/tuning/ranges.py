@@ -1,0 +1,165 @@
+"""A model, batches and an optimizer -> the learning rates at which its loss falls, and one to take.
+
+The range test of Smith, arXiv 1506.01186: train a little while the rate rises from far too low to far too high, and
+look at the loss. Finders go wrong on noise: the loss of one batch differs from the next by more than a step improves
+it. Here the whole curve is taken first, then straight lines are fitted around each rate over its logarithm: a line
+gives level and slope together and, unlike a running mean, does not lag behind. A slope counts only where it stands out
+of the scatter around its own line. Several seeds (orders of the data, dropout) are averaged before. Lightning 2.5.3 and
+later take the slope against the rate itself, which points at the smallest rates, where a step in the rate is tiny.
+
+The suggestion lies halfway, in the logarithm, between the rate of steepest fall and the one of the lowest loss, and at
+most a third of the rate that broke the test. A test is too short to see what gradient noise does to a rate: take large
+batches for it, and carry the result to the batch you train with by `goodput.lr_factor("adascale", ...)`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from outcore.errors import TuningError
+from outcore.tuning.batches import LossFn, again_and_again, generators_of, loss_of
+from outcore.tuning.state import untouched
+from outcore.values.codec import Saved
+
+DIVERGED = 1.25  # times the loss at the start: what comes after says nothing about training
+WIDTH_DECADES = 0.25  # of the rates around one that its line is fitted to, as a standard deviation
+ROOM = 3.0  # below the rate at which the loss went up and away
+SURE = 2.0  # standard errors a slope must lie below zero
+NUM_START = 5  # steps, at rates too low to matter, whose loss is the one to compare with
+Vector = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+
+@dataclass(frozen=True)
+class RangeTest(Saved):
+    """Losses against rates, in ascending order. `smoothed` and `slopes` (per decade) are those of the fitted lines."""
+
+    KIND: ClassVar[str] = "range test"
+
+    suggested_lr: float
+    steepest_lr: float
+    lowest_loss_lr: float
+    num_seeds: int
+    lrs: tuple[float, ...]
+    losses: tuple[float, ...]
+    smoothed: tuple[float, ...]
+    slopes: tuple[float, ...]
+    diverged: bool  # the highest rate tried was too high; else the range was too short to see it
+
+
+def range_test(
+    model: torch.nn.Module,
+    loss_fn: LossFn,
+    batches: Iterable[Any],
+    optimizer: torch.optim.Optimizer,
+    *,
+    lowest: float = 1e-5,
+    highest: float = 10.0,
+    num_steps: int = 120,
+    num_seeds: int = 1,
+    tell: Callable[[float], None] = lambda part: None,
+) -> RangeTest:
+    """Trains `num_seeds` times for up to `num_steps` steps with rising rates; everything is the same afterwards.
+
+    Learning rates of several groups keep their ratios: the rates of the test are those of the first group. `tell` is
+    called with the part done.
+    """
+    if not 0 < lowest < highest or num_steps < 10 or num_seeds < 1:
+        raise TuningError(
+            f"a range from {lowest:g} to {highest:g} in {num_steps} steps and {num_seeds} seeds cannot be tested; take "
+            "0 < lowest < highest, 10 steps or more, and a seed"
+        )
+    lrs = np.geomspace(lowest, highest, num_steps)
+    stream = again_and_again(batches)  # one for all seeds: each goes on with other samples
+    runs: list[list[float]] = []
+    with untouched(model, optimizer, others=generators_of(batches)):
+        for seed in range(num_seeds):
+            with untouched(model, optimizer):
+                torch.manual_seed(seed)
+                steps = _rising(model, loss_fn, stream, optimizer, list(map(float, lrs)))
+                runs.append(_until_diverged(steps, lambda part: tell((len(runs) + part) / num_seeds), num_steps))
+        stream.close()
+    num_kept = min(len(run) for run in runs)
+    if num_kept < 10:
+        raise TuningError(
+            f"the loss left all bounds after {num_kept} steps, at a learning rate of {lrs[num_kept]:.2g}; start lower, "
+            "or look at the data"
+        )
+    losses = np.mean([run[:num_kept] for run in runs], axis=0)
+    return _suggest(lrs[:num_kept], losses, num_seeds, diverged=num_kept < num_steps)
+
+
+def _rising(
+    model: torch.nn.Module,
+    loss_fn: LossFn,
+    batches: Iterator[Any],
+    optimizer: torch.optim.Optimizer,
+    lrs: list[float],
+) -> Iterator[float]:
+    """The loss before each step, whose rate is the next one."""
+    model.train()
+    first = float(optimizer.param_groups[0]["lr"]) or 1.0
+    ratios = [float(group["lr"]) / first or 1.0 for group in optimizer.param_groups]
+    for lr in lrs:
+        for group, ratio in zip(optimizer.param_groups, ratios):
+            group["lr"] = lr * ratio
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(model, loss_fn, next(batches))
+        loss.backward()
+        optimizer.step()
+        yield float(loss.detach())
+
+
+def _until_diverged(steps: Iterator[float], tell: Callable[[float], None], num_steps: int) -> list[float]:
+    losses: list[float] = []
+    for loss in steps:
+        started = len(losses) >= NUM_START
+        if not math.isfinite(loss) or (started and loss > DIVERGED * max(losses[:NUM_START])):
+            break
+        losses.append(loss)
+        tell(len(losses) / num_steps)
+    return losses
+
+
+def _suggest(lrs: Vector, losses: Vector, num_seeds: int, *, diverged: bool) -> RangeTest:
+    at = np.log10(lrs)
+    smoothed, slopes, errors = _fit_lines(at, losses)
+    bottom = int(np.argmin(smoothed))
+    falling = slopes[: bottom + 1] < -SURE * errors[: bottom + 1]
+    if not falling.any():
+        raise TuningError(
+            f"the loss does not fall visibly between learning rates {lrs[0]:.2g} and {lrs[-1]:.2g}; take larger "
+            "batches, more steps or seeds, or another range"
+        )
+    steepest = int(np.argmin(np.where(falling, slopes[: bottom + 1], math.inf)))
+    between = math.sqrt(lrs[steepest] * lrs[bottom])
+    return RangeTest(
+        suggested_lr=float(min(between, lrs[-1] / ROOM) if diverged else between),
+        steepest_lr=float(lrs[steepest]),
+        lowest_loss_lr=float(lrs[bottom]),
+        num_seeds=num_seeds,
+        lrs=tuple(map(float, lrs)),
+        losses=tuple(map(float, losses)),
+        smoothed=tuple(map(float, smoothed)),
+        slopes=tuple(map(float, slopes)),
+        diverged=diverged,
+    )
+
+
+def _fit_lines(at: Vector, losses: Vector) -> tuple[Vector, Vector, Vector]:
+    """Level, slope and standard error of the slope of a weighted line around each place."""
+    apart = at[None, :] - at[:, None]
+    weights = np.exp(-0.5 * (apart / WIDTH_DECADES) ** 2)
+    weights /= weights.sum(1, keepdims=True)
+    center, level = (weights * apart).sum(1), weights @ losses
+    spread = (weights * apart**2).sum(1) - center**2
+    slopes = (weights * (apart - center[:, None]) * losses).sum(1) / spread
+    fitted = (level - slopes * center)[:, None] + slopes[:, None] * apart
+    scatter = (weights * (losses - fitted) ** 2).sum(1)
+    effective = 1 / (weights**2).sum(1)
+    return level - slopes * center, slopes, np.sqrt(scatter / spread / np.maximum(effective - 2, 1))

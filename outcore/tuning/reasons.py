@@ -1,0 +1,78 @@
+"""Curve and choice -> the sentences that say why."""
+
+from __future__ import annotations
+
+import math
+
+from outcore.tuning.curve import Curve
+from outcore.units import format_bytes
+
+
+def why_micro_batch(curve: Curve, micro_batch: int, accumulation: int) -> list[str]:
+    chosen, best = curve.point(micro_batch), curve.best
+    rate, best_rate = curve.rate(micro_batch), curve.rate(best.micro_batch)
+    found = []
+    if best.micro_batch == micro_batch:
+        found.append(f"no other batch that was tried or predicted trains more samples per second than {micro_batch}")
+    else:
+        memory = f"{format_bytes(chosen.peak_bytes)} instead of {format_bytes(best.peak_bytes)}"
+        found.append(
+            f"a micro-batch of {micro_batch} gives {100 * rate / best_rate:.1f} % of the most samples per second, "
+            f"which {best.micro_batch} gives, in {memory}"
+        )
+    found += _why_in_core_ends(curve)
+    measured = [point for point in curve.points if point.measured_step_s is not None]
+    if measured:
+        off = max(abs(1 / (point.error or 1.0) - 1) for point in measured)
+        tried = ", ".join(str(point.micro_batch) for point in measured)
+        found.append(f"checked with real steps of {tried} samples: predictions were within {100 * off:.1f} %")
+    if accumulation > 1:
+        found.append(
+            f"{accumulation} micro-batches are accumulated, so that an optimizer step sees the batch asked for"
+        )
+    return found
+
+
+def _why_in_core_ends(curve: Curve) -> list[str]:
+    inside = [point for point in curve.fitting if point.in_core]
+    outside = [point for point in curve.fitting if not point.in_core]
+    if not outside:
+        return []
+    if not inside:
+        return ["nothing fits in-core: every batch swaps or recomputes"]
+    best_in = max(inside, key=lambda point: curve.rate(point.micro_batch))
+    best_out = max(outside, key=lambda point: curve.rate(point.micro_batch))
+    change = curve.rate(best_out.micro_batch) / curve.rate(best_in.micro_batch) - 1
+    edge = f"beyond {curve.largest_in_core} samples swapping and recomputing begin"
+    if change > 0:
+        return [f"{edge}, and a larger batch pays for them: {best_out.micro_batch} is {100 * change:.1f} % faster"]
+    return [f"{edge}, and a larger batch does not pay for them: at best {-100 * change:.1f} % slower than in-core"]
+
+
+def why_loading(curve: Curve, micro_batch: int, load_s: float) -> list[str]:
+    """Where one process cannot read samples as fast as they are trained."""
+    num_workers = load_s * curve.rate(micro_batch)
+    if num_workers < 0.5:
+        return []
+    return [
+        f"reading one sample takes {1e3 * load_s:.2f} ms: give the loader {math.ceil(1.2 * num_workers)} workers or "
+        "more, or training will wait for it"
+    ]
+
+
+def why_last_batch(num_samples: int | None, micro_batch: int, normalises: bool) -> list[str]:
+    if num_samples is None or not normalises or num_samples % micro_batch != 1:
+        return []
+    return ["the last batch of an epoch would hold one sample, which BatchNorm cannot train on: use drop_last=True"]
+
+
+def why_batch_kept(curve: Curve, micro_batch: int, effective: int) -> list[str]:
+    """Where a batch with better divisors would be faster."""
+    accumulation = effective // micro_batch
+    knee = curve.knee.micro_batch
+    lost = curve.rate(knee, max(1, round(effective / knee))) / curve.rate(micro_batch, accumulation) - 1
+    said = [f"the effective batch stays {effective}, as you train today, so the learning rate stays too"]
+    if lost > 0.03:
+        near = max(1, round(effective / knee)) * knee
+        said.append(f"a batch of {near} could be cut into {knee}s and would be {100 * lost:.0f} % faster")
+    return said

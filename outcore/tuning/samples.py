@@ -1,0 +1,77 @@
+"""The user's data -> batches of any size, on the model's device, without drawing from the user's order.
+
+Two kinds of batches are needed. To time a step any samples will do: a few are read once, spread evenly over the data
+set, and repeated up to the size that is tried. To learn something (noise, learning rate, time to a target) the data set
+is read in an order of our own, from a generator of our own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, default_collate
+
+from outcore.errors import TuningError
+from outcore.tuning.batches import each_tensor
+
+NUM_READ = 32  # samples that stand for all when steps are timed
+Collate = Callable[[list[Any]], Any]
+
+
+class Samples:
+    """A map-style data set, or a function that makes a batch of a given size."""
+
+    def __init__(self, data: Any, device: torch.device, collate: Collate | None = None) -> None:
+        self.data, self.device, self.collate = data, device, collate or default_collate
+        self.load_s = 0.0  # seconds one process needs to read one sample and put it into a batch
+        self._read: list[Any] = []
+        sized = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+        if isinstance(data, IterableDataset) or not (sized or callable(data)):
+            raise TuningError(
+                f"a {type(data).__name__} cannot be asked for a batch of a given size; pass a map-style data set "
+                "(with __len__ and __getitem__) or a function batch_size -> (inputs, targets)"
+            )
+        self.num: int | None = len(data) if sized else None
+        if self.num == 0:
+            raise TuningError("the data set is empty; pass one with at least as many samples as a batch")
+
+    def any_batch(self, size: int) -> Any:
+        """Some `size` samples, for timing: the same ones every time."""
+        if self.num is None:
+            return self._there(self.data(size))
+        if len(self._read) < min(size, NUM_READ, self.num):
+            self._read_some(min(max(size, 2), NUM_READ, self.num))
+        return self._there(self.collate([self._read[at % len(self._read)] for at in range(size)]))
+
+    def _read_some(self, num: int) -> None:
+        assert self.num is not None
+        began_s = time.perf_counter()
+        self._read = [self.data[at * self.num // num] for at in range(num)]
+        self.collate(self._read)
+        self.load_s = (time.perf_counter() - began_s) / num
+
+    def shuffled(self, size: int, *, seed: int = 0, only: Sequence[int] | None = None) -> Iterator[Any]:
+        """Batches of `size` different samples, epoch after epoch, in an order of our own."""
+        if self.num is None:
+            while True:
+                yield self._there(self.data(size))
+        indices = torch.arange(self.num) if only is None else torch.tensor(list(only))
+        if len(indices) < size:
+            raise TuningError(
+                f"the data set has {len(indices)} samples to train on, fewer than one batch of {size}; lower the batch "
+                "or give more data"
+            )
+        order = torch.Generator().manual_seed(seed)
+        while True:
+            picked = indices[torch.randperm(len(indices), generator=order)].tolist()
+            for start in range(0, len(picked) - size + 1, size):
+                yield self.batch_of(picked[start : start + size])
+
+    def batch_of(self, indices: Sequence[int]) -> Any:
+        return self._there(self.collate([self.data[at] for at in indices]))
+
+    def _there(self, batch: Any) -> Any:
+        return each_tensor(batch, lambda tensor: tensor.to(self.device))

@@ -1,0 +1,163 @@
+"""Model, optimizer, random generators -> the same ones, bit for bit, whatever was tried in between.
+
+Trying out a batch size or a learning rate trains for a few steps. `untouched` puts everything back in place: tensors
+keep their identity and their storage, so that whatever refers to them (an optimizer, a wrapper, a captured graph) goes
+on referring to them. The copies lie in host memory: on the device a second copy of a model that hardly fits would be
+the very thing that does not fit. Peers write a checkpoint file and load it again, which makes new tensors of optimizer
+state and forgets gradients and generators.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from outcore.errors import TuningError
+
+Back = Callable[[], Any]  # puts something back and returns it
+
+
+@contextmanager
+def untouched(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, *, others: Iterable[Any] = ()
+) -> Iterator[None]:
+    """Inside, train as you like; afterwards, also after an exception, nothing has changed.
+
+    Covers parameters, buffers, gradients, train/eval modes, the optimizer's state and groups, and every random
+    generator (Python, NumPy, torch on the CPU and on all CUDA devices). `others` are put back too: modules,
+    optimizers, tensors, generators, and anything with `state_dict` and `load_state_dict` (schedulers, scalers).
+    """
+    keeper = _Keeper()
+    backs = [keeper.keep_module(model)]
+    if optimizer is not None:
+        backs.append(keeper.keep_optimizer(optimizer))
+    backs += [keeper.keep_other(other) for other in others]
+    backs.append(keep_generators())
+    try:
+        yield
+    finally:
+        for back in backs:
+            back()
+
+
+class _Keeper:
+    """Remembers what it has already copied: parameters are met again in the optimizer's groups, tied ones twice."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[torch.Tensor, Back]] = {}
+
+    def keep(self, item: Any) -> Back:
+        """Containers and tensors are put back in place, all else is taken to be immutable."""
+        if isinstance(item, torch.Tensor):
+            return self._keep_tensor(item)
+        if isinstance(item, dict):
+            return self._keep_dict(item)
+        if isinstance(item, list):
+            return self._keep_list(item)
+        if isinstance(item, tuple):
+            parts = [self.keep(part) for part in item]
+            return lambda: ([part() for part in parts], item)[1]
+        return lambda: item
+
+    def _keep_tensor(self, tensor: torch.Tensor) -> Back:
+        if id(tensor) in self._seen:
+            return self._seen[id(tensor)][1]
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            raise TuningError("a lazy layer has no parameters yet; pass one batch through the model before tuning it")
+        there = tensor.data  # the same storage, but a version counter of its own
+        copy = there.to("cpu", copy=True)
+        grad = tensor.grad if tensor.is_leaf else None
+        grad_back = self.keep(grad)
+
+        def back() -> torch.Tensor:
+            if tensor.data_ptr() != there.data_ptr() or tensor.shape != there.shape:
+                tensor.data = there
+            there.copy_(copy)
+            if tensor.is_leaf:
+                tensor.grad = grad_back()
+            return tensor
+
+        self._seen[id(tensor)] = tensor, back  # the tensor too: its number must not be given to another one
+        return back
+
+    def _keep_dict(self, found: dict[Any, Any]) -> Back:
+        parts = {key: self.keep(part) for key, part in found.items()}
+
+        def back() -> dict[Any, Any]:
+            kept = {key: part() for key, part in parts.items()}
+            found.clear()
+            found.update(kept)
+            return found
+
+        return back
+
+    def _keep_list(self, found: list[Any]) -> Back:
+        parts = [self.keep(part) for part in found]
+
+        def back() -> list[Any]:
+            found[:] = [part() for part in parts]
+            return found
+
+        return back
+
+    def keep_module(self, model: torch.nn.Module) -> Back:
+        """By its dictionaries: a module may have put another tensor under a buffer's name."""
+        modules = [(module, module.training) for module in model.modules()]
+        backs = [self.keep(found) for module, _ in modules for found in (module._parameters, module._buffers)]
+
+        def back() -> None:
+            for put_back in backs:
+                put_back()
+            for module, training in modules:
+                module.training = training
+
+        return back
+
+    def keep_optimizer(self, optimizer: torch.optim.Optimizer) -> Back:
+        backs = [self.keep(optimizer.param_groups), self.keep(optimizer.state)]
+        return lambda: [put_back() for put_back in backs]
+
+    def keep_other(self, other: Any) -> Back:
+        if isinstance(other, torch.nn.Module):
+            return self.keep_module(other)
+        if isinstance(other, torch.optim.Optimizer):
+            return self.keep_optimizer(other)
+        if isinstance(other, torch.Tensor | dict | list):
+            return self.keep(other)
+        if isinstance(other, torch.Generator):
+            state = other.get_state()
+            return lambda: other.set_state(state)
+        if isinstance(other, np.random.Generator):
+            found = other.bit_generator.state
+            return lambda: setattr(other.bit_generator, "state", found)
+        if isinstance(other, random.Random):
+            numbers = other.getstate()
+            return lambda: other.setstate(numbers)
+        if hasattr(other, "state_dict") and hasattr(other, "load_state_dict"):
+            kept = self.keep(other.state_dict())
+            return lambda: other.load_state_dict(kept())
+        raise TuningError(
+            f"a {type(other).__name__} cannot be put back after a trial; give it state_dict() and load_state_dict(), "
+            "or leave it out of `others`"
+        )
+
+
+def keep_generators() -> Back:
+    """The generators of this process. CUDA's only where CUDA is in use: asking would start it."""
+    python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+
+    def back() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(host)
+        if devices is not None:
+            torch.cuda.set_rng_state_all(devices)
+
+    return back

@@ -1,0 +1,112 @@
+"""Steps predicted from small batches against real ones: the same trace, the same peak, nearly the same seconds."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from outcore.planning import plan
+from outcore.tuning import probing
+from outcore.tuning.probing import Bench, climb
+from outcore.tuning.scaling import Family, Recorded
+from outcore.units import MIB
+from outcore.values import Budget, Machine, Trace
+from tests.cpu.tuning.nets import NETS, bench_of, quiet
+
+PEAK, THROUGHPUT = 0.03, 0.07  # the bars
+BATCH = 192
+PRETEND = Machine("pretend", 1 << 40, 0, 1 << 40, 1e9, 1e9, 1e9, 1e9)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quiet() -> Iterator[None]:
+    with quiet():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One for all: the disk of every new folder would be measured anew."""
+    return str(tmp_path_factory.mktemp("swap"))
+
+
+@pytest.fixture
+def _untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only bytes are looked at."""
+    monkeypatch.setattr(probing, "TIMED_S", 0.0)
+
+
+def small_family(bench: Bench) -> Family:
+    bench.warm_up(4)
+    return Family(tuple(Recorded(batch, bench.record(batch).trace) for batch in (16, 32)))
+
+
+@pytest.mark.usefixtures("_untimed")
+@pytest.mark.parametrize("name", NETS)
+def test_a_scaled_trace_is_the_one_that_is_recorded(name: str, folder: str) -> None:
+    bench = bench_of(name, "1GiB", folder)
+    family = small_family(bench)
+    for batch in (20, 96):
+        real = bench.record(batch).trace
+        found = family.at(batch)
+        assert found.fingerprint == real.fingerprint
+        assert found.before_bytes == real.before_bytes
+        assert in_core_peak_bytes(found) == in_core_peak_bytes(real)
+    bench.close()
+
+
+def in_core_peak_bytes(trace: Trace) -> int:
+    return plan(trace, PRETEND, Budget(1 << 40, 0, 1 << 40), planner="keep-all").predicted_peak_bytes
+
+
+@pytest.mark.usefixtures("_untimed")
+@pytest.mark.parametrize("name", NETS)
+def test_the_peak_is_known_before_the_step_runs(name: str, folder: str) -> None:
+    """In-core, and beyond, where the plan made for a batch that never ran is followed by its first step."""
+    bench = bench_of(name, "1GiB", folder)
+    family = small_family(bench)
+    in_core_bytes = bench.planned(family).in_core_bytes(BATCH)
+    bench.close()
+    resident = family.at(BATCH).before_bytes
+    for memory_bytes in (2 * in_core_bytes, resident + 8 * (in_core_bytes - resident) // 10):
+        tight = bench_of(name, memory_bytes, folder)
+        tight.warm_up(4)
+        predicted = tight.planned(family).at(BATCH)
+        assert predicted.plan is not None
+        assert predicted.point.in_core == (memory_bytes > in_core_bytes)
+        measured = tight.confirm(predicted)
+        assert measured.followed
+        assert measured.peak_bytes <= memory_bytes
+        assert abs(predicted.point.peak_bytes / measured.peak_bytes - 1) < PEAK
+        tight.close()
+
+
+@pytest.mark.usefixtures("_untimed")
+def test_a_step_that_is_not_as_expected_is_recorded_instead(folder: str) -> None:
+    """A trace of another network is expected; the steps leave its plan safely and are planned anew."""
+    other = bench_of("attention", "1GiB", folder)
+    wrong = other.planned(small_family(other)).at(16)
+    other.close()
+    bench = bench_of("convnet", 64 * MIB, folder)
+    measured = bench.confirm(wrong)
+    assert not measured.followed
+    assert measured.peak_bytes < 64 * MIB
+    bench.close()
+
+
+def test_seconds_of_larger_batches_follow_from_small_ones(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines that run tests are shared: CPU seconds, and twice the bar. benchmarks/tuning.py holds the bar itself."""
+    monkeypatch.setattr(Bench, "clock", staticmethod(time.process_time))
+    bench = bench_of("convnet", "1GiB", folder)
+    found = climb(bench, 512, lambda what, part: None)
+    assert found.family is not None
+    assert len(bench.ooc.kinds) < 8  # it stopped when there was nothing more to learn
+    errors = []
+    for batch in (48, 96, 160):
+        predicted = bench.planned(found.family).at(batch)
+        errors.append(predicted.point.step_s / bench.confirm(predicted).step_s - 1)
+    bench.close()
+    assert abs(statistics.median(errors)) < 2 * THROUGHPUT, errors

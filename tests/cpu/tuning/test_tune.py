@@ -1,0 +1,276 @@
+"""tune(), called as a user calls it: what it advises, what it leaves alone, and what it refuses in one sentence."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, IterableDataset
+
+import outcore
+from outcore.errors import OutcoreError, TuningError
+from outcore.tuning import probing
+from outcore.tuning.advice import Advice
+from outcore.tuning.choosing import Choosing, divisors, free_batches
+from outcore.tuning.samples import Samples
+from outcore.tuning.targets import Target, predict_target_s
+from outcore.units import MIB
+from tests.cpu.tuning.nets import CPU, bench_of, convnet, make_sgd, mlp, quiet, stripes
+from tests.cpu.tuning.test_predicted_steps import small_family
+
+DATA = stripes()
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Seconds need not be right here; what is done with them must be."""
+    monkeypatch.setattr(probing, "TIMED_S", 0.02)
+    monkeypatch.setattr(probing, "NUM_ROUNDS", 1)
+    with quiet():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("swap"))
+
+
+def everything_of(model: nn.Module) -> list[Any]:
+    tensors = [*model.parameters(), *model.buffers()]
+    grads = [parameter.grad for parameter in model.parameters()]
+    modes = [module.training for module in model.modules()]
+    hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
+    return [[t.detach().clone() for t in tensors], [None if g is None else g.clone() for g in grads], modes, hooks]
+
+
+def assert_same(before: list[Any], after: list[Any]) -> None:
+    for one, other in zip(before[0] + before[1], after[0] + after[1], strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+    assert before[2:] == after[2:]
+
+
+def generators() -> list[Any]:
+    return [random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()]
+
+
+def test_a_kept_batch_is_cut_into_micro_batches_and_nothing_else_changes(folder: str) -> None:
+    torch.manual_seed(1)
+    model = convnet()
+    next(module for module in model.modules() if isinstance(module, nn.BatchNorm2d)).eval()  # a mode of its own
+    F.cross_entropy(model(DATA.tensors[0][:8]), DATA.tensors[1][:8]).backward()
+    before, numbers = everything_of(model), generators()
+    advice = outcore.tune(model, F.cross_entropy, DATA, optimizer=make_sgd, memory=12 * MIB, batch=96, disk=folder)
+    assert_same(before, everything_of(model))
+    assert generators() == numbers
+    assert advice.effective_batch == 96
+    assert advice.learning_rate == 0.05
+    assert advice.beta2 is None
+    assert set(advice.curve.batches) <= set(divisors(96, 2))
+    measured = [point for point in advice.curve.points if point.measured_peak_bytes is not None]
+    assert measured
+    assert advice.micro_batch in advice.curve.batches
+    for point in advice.curve.fitting:
+        assert point.peak_bytes <= 12 * MIB
+    for point in measured:  # real steps ran in the memory they were promised to run in
+        assert point.measured_peak_bytes is not None
+        assert point.measured_peak_bytes <= 12 * MIB
+        assert abs(point.peak_bytes / point.measured_peak_bytes - 1) < 0.03
+    assert advice.peak_bytes <= 12 * MIB
+    assert Advice.from_json(advice.to_json()) == advice
+
+
+def test_a_free_batch_follows_noise_and_the_rate_follows_the_batch(folder: str) -> None:
+    numbers = generators()
+    advice = outcore.tune(
+        mlp,
+        F.cross_entropy,
+        DATA,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        memory="16MiB",
+        batch=64,
+        free=True,
+        target=("val_accuracy", 0.8),
+        trial_s=5.0,
+        disk=folder,
+    )
+    assert generators() == numbers
+    assert advice.noise is not None
+    assert advice.noise > 0
+    assert advice.rule == "adascale" or advice.effective_batch == 64
+    grown = advice.effective_batch > 64
+    assert (advice.learning_rate or 0) > 1e-3 if grown else (advice.learning_rate or 1) <= 1e-3
+    if advice.effective_batch != 64:
+        assert advice.beta2 == pytest.approx(0.999 ** (advice.effective_batch / 64))
+    assert advice.target_s is not None
+    assert 0 < advice.target_s < 60
+    text = str(advice)
+    for words in ("gradient noise scale", "time to val_accuracy >= 0.8", "effective batch", "real steps", "goodput"):
+        assert words in text
+
+
+def test_without_an_optimizer_only_the_batch_is_advised(folder: str) -> None:
+    """And data may be a function, and a batch a dictionary."""
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = mlp()
+
+        def forward(self, image: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(self.inside(image), label)
+
+    def make_batch(size: int) -> dict[str, torch.Tensor]:
+        return {"image": torch.randn(size, 1, 16, 16), "label": torch.zeros(size, dtype=torch.int64)}
+
+    advice = outcore.tune(Named, lambda loss, batch: loss, make_batch, memory="8MiB", largest=64, disk=folder)
+    assert advice.learning_rate is None
+    assert advice.noise is None
+    assert advice.accumulation == 1
+    assert max(advice.curve.batches) <= 64
+
+
+def test_a_search_begins_at_the_advice_and_goes_on_where_it_stopped(folder: str, tmp_path: Any) -> None:
+    pytest.importorskip("optuna", reason="the search is an Optuna study")
+    told: list[str] = []
+    for num_trials in (2, 3):
+        advice = outcore.tune(
+            mlp,
+            F.cross_entropy,
+            DATA,
+            optimizer=make_sgd,
+            memory="16MiB",
+            batch=32,
+            target=("val_loss", 1.0),
+            trial_s=0.4,
+            num_trials=num_trials,
+            study=tmp_path / "study.log",
+            disk=folder,
+            progress=lambda what, part: told.append(what),
+        )
+        assert "of a search" in " ".join(advice.why)
+    runs = [what for what in told if what.startswith("searching")]
+    assert runs == ["searching: run 1 of 2", "searching: run 2 of 2", "searching: run 3 of 3"]
+
+
+class Streaming(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield 1
+
+
+class Counting(nn.Module):
+    """Does other work at every batch size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(256, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inside(x.flatten(1))
+        for _ in range(len(x)):
+            out = out.sin()
+        return out
+
+
+def norms() -> nn.Module:
+    """One value per channel and sample: BatchNorm needs two samples."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(256, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "small data": ({"batch": 513}, "the data set has 512 samples, fewer than the batch of 513; lower the batch"),
+    "BatchNorm": ({"make_model": norms, "batch": 1}, "cannot train on a batch of 1: its BatchNorm needs more than one"),
+    "memory": ({"memory": "300KiB"}, "even one sample needs 5"),
+    "accuracy": ({"target": ("val_accuracy", 97)}, "an accuracy of 97 cannot be reached"),
+    "loss": ({"target": ("val_loss", -1)}, "a loss of -1 cannot be reached"),
+    "metric": ({"target": ("beauty", 1)}, "there is no metric 'beauty'; take one of val_accuracy"),
+    "target": ({"target": 0.97}, "0.97 is no target; write a metric and a value"),
+    "infinite": ({"target": ("val_loss", float("nan"))}, "give a finite number"),
+    "size": ({"memory": "lots"}, "'lots' is not a size"),
+    "batch": ({"batch": 0}, "a batch of 0 cannot be trained"),
+    "kept": ({"free": False}, "no batch was given to keep"),
+    "rule": ({"rule": "cubic"}, "there is no learning-rate rule 'cubic'"),
+    "rate": ({"learning_rate": "high"}, "'high' is no learning rate"),
+    "no optimizer": ({"optimizer": None, "learning_rate": 0.1}, "a learning rate belongs to an optimizer"),
+    "search": ({"num_trials": 3}, "a search needs target="),
+    "stream": ({"dataset": Streaming()}, "a Streaming cannot be asked for a batch of a given size"),
+    "empty": ({"dataset": []}, "the data set is empty"),
+    "no model": ({"make_model": dict}, "make_model() returned a dict"),
+    "nothing": ({"make_model": nn.Identity}, "this model has no parameters"),
+    "changing": ({"make_model": Counting}, "do different work, so neither tells about the other"),
+    "no backward": (
+        {"loss_fn": lambda out, y: torch.zeros(1, requires_grad=True).sum()},
+        "the backward pass never came to the model",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_tuned_is_refused_in_a_sentence(name: str, folder: str) -> None:
+    changed, says = WRONG[name]
+    numbers = generators()
+    asked: dict[str, Any] = {"make_model": mlp, "loss_fn": F.cross_entropy, "dataset": DATA, "optimizer": make_sgd}
+    with pytest.raises(OutcoreError) as caught:
+        outcore.tune(**asked | {"memory": "8MiB", "disk": folder} | changed)
+    assert says in str(caught.value)
+    assert generators() == numbers
+
+
+def test_a_target_out_of_reach_is_said_with_what_to_change() -> None:
+    target = Target.read(("val_accuracy", 0.9))
+    flat = [(100 * 2**at, 0.1 * 2**at, 0.5) for at in range(6)]
+    assert predict_target_s(target, flat)[0] is None
+    assert "out of reach at this setting; lower the target" in predict_target_s(target, flat)[1]
+    learning = [(100 * 2**at, 0.1 * 2**at, 1 - 0.8 / 2 ** (at / 2)) for at in range(5)]  # error ~ samples ** -0.5
+    seconds, why = predict_target_s(target, learning)
+    assert seconds == pytest.approx(0.1 * (0.8 / 0.1) ** 2)
+    assert "rough guess" in why
+    far = Target.read(("val_accuracy", 0.999))
+    assert "too far to predict" in predict_target_s(far, learning)[1]
+    assert predict_target_s(target, [*learning, (9999, 5.0, 0.95)])[0] == 5.0
+    assert "too few looks" in predict_target_s(target, learning[:1])[1]
+    mine = Target.read((lambda model: 0.5, 0.9))
+    assert "only known for val_accuracy" in predict_target_s(mine, flat)[1]
+
+
+def test_batches_to_time_are_read_once_and_spread_over_the_data() -> None:
+    class Counted(Dataset[Any]):
+        def __init__(self) -> None:
+            self.asked: list[int] = []
+
+        def __len__(self) -> int:
+            return 1000
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            self.asked.append(index)
+            return torch.tensor([float(index)])
+
+    data = Counted()
+    samples = Samples(data, CPU)
+    assert samples.any_batch(600).shape == (600, 1)
+    assert samples.any_batch(4).shape == (4, 1)
+    assert len(data.asked) == 32
+    assert max(data.asked) > 900
+    epoch = torch.cat([next(batches) for batches in [samples.shuffled(100)] for _ in range(10)])
+    assert sorted(epoch.flatten().tolist()) == list(range(1000))
+    with pytest.raises(TuningError, match="fewer than one batch of 2000"):
+        next(samples.shuffled(2000))
+
+
+def test_candidates_are_geometric_and_know_where_in_core_ends(folder: str) -> None:
+    assert divisors(96, 1) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96]
+    assert divisors(97, 2) == [97]
+    assert len(divisors(5040, 1)) == 14
+    bench = bench_of("convnet", 6 * MIB, folder)
+    choosing = Choosing.start(bench, small_family(bench))
+    batches = free_batches(choosing, 512, 2)
+    edge = choosing.curve.largest_in_core
+    bench.close()
+    assert {2, 4, 8, 16, edge} <= set(batches)
+    assert choosing.planned.in_core_bytes(edge) <= 6 * MIB < choosing.planned.in_core_bytes(edge + 1)
+    assert max(batches) <= 4 * edge

@@ -1,0 +1,104 @@
+"""`outcore tune` and its example, called as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from outcore.cli import main
+from outcore.tuning import probing
+from outcore.tuning.advice import Advice
+from tests.cpu.tuning.nets import quiet
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "tune_batch.py"
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(probing, "TIMED_S", 0.02)
+    monkeypatch.setattr(probing, "NUM_ROUNDS", 1)
+    with quiet():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("swap")
+
+
+def call(*args: str | Path) -> Result:
+    return CliRunner().invoke(main, ["tune", *(str(arg) for arg in args)])
+
+
+def test_json_for_programs_and_a_picture(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the picture is drawn with it")
+    picture, saved = tmp_path / "curve.svg", tmp_path / "advice.json"
+    arguments: list[str | Path] = [
+        "--memory",
+        "12MiB",
+        "--batch",
+        "64",
+        "--folder",
+        folder,
+        "--curve",
+        picture,
+        "-o",
+        saved,
+        "--json",
+    ]
+    result = call(EXAMPLE, *arguments)
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert facts["effective_batch"] == 64
+    advice = Advice.load(saved)
+    assert (advice.micro_batch, advice.learning_rate) == (facts["micro_batch"], facts["learning_rate"])
+    assert picture.read_text().count("<path") > 20
+    assert "recording a batch of 2" in result.stderr
+
+
+def test_tables_for_people(folder: Path) -> None:
+    result = call(EXAMPLE, "--memory", "12MiB", "--largest", "16", "--learning-rate", "0.002", "--folder", folder)
+    assert result.exit_code == 0, result.output
+    assert "samples per second over the micro-batch" in result.stdout
+    assert "gradient noise scale" in result.stdout
+    assert "\N{FULL BLOCK}" in result.stdout
+
+
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    advice = runpy.run_path(str(EXAMPLE), run_name="tune_batch")["main"]()
+    assert advice.effective_batch == 128
+    assert advice.peak_bytes <= advice.curve.memory_bytes
+    assert "outcore tune: advice for cpu" in capsys.readouterr().out
+
+
+def test_what_cannot_be_done_ends_in_one_sentence(tmp_path: Path) -> None:
+    bad, empty = tmp_path / "bad.py", tmp_path / "empty.py"
+    bad.write_text("def make_model(:\n")
+    empty.write_text("make_model = 3\n")
+    memory = ["--memory", "12MiB"]
+    wrong: list[tuple[list[str | Path], str]] = [
+        ([tmp_path / "none.py", *memory], "cannot read"),
+        ([bad, *memory], "is no Python"),
+        ([empty, *memory], "defines no 'loss_fn'; define it or name another with --loss"),
+        ([EXAMPLE, *memory, "--target", "0.97"], "'0.97' is no target"),
+        ([EXAMPLE, *memory, "--target", "val_accuracy=much"], "'much' is no number"),
+        ([EXAMPLE, *memory, "--learning-rate", "high"], "'high' is no number"),
+        ([EXAMPLE, *memory, "--free"], "--free frees the batch you train with"),
+        ([EXAMPLE, *memory, "--curve", tmp_path / "curve.doc"], "names no kind of picture"),
+        ([EXAMPLE, *memory, "--curve", tmp_path / "no" / "curve.svg"], "there is no folder"),
+        ([EXAMPLE, "--memory", "lots"], "'lots' is not a size"),
+        ([EXAMPLE, *memory, "--batch", "4096"], "fewer than the batch of 4096"),
+    ]
+    for args, says in wrong:
+        result = call(*args)
+        assert result.exit_code == 1, (args, result.output)
+        said = result.stderr.splitlines()[-1]
+        assert said.startswith("Error: "), said
+        assert says in said, said
+        assert result.stdout == ""
+    assert len(call("--help").stdout.split()) > 100

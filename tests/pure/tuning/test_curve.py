@@ -1,0 +1,130 @@
+"""The curve: planned beyond in-core, read through what was measured, and its knee."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from outcore.errors import TuningError
+from outcore.planning import lower, simulate, verify
+from outcore.tuning.curve import KNEE_SHARE, Curve, Planned, Point
+from outcore.tuning.reasons import why_batch_kept, why_last_batch, why_loading, why_micro_batch
+from outcore.units import MIB
+from outcore.values import Budget
+from tests.pure.test_reporting import MACHINE
+from tests.pure.tuning.test_scaling import family_of
+
+
+def planned(memory_bytes: int = 3 * MIB) -> Planned:
+    machine = replace(MACHINE, swap_out_bytes_per_s=20.0 * MIB, swap_in_bytes_per_s=20.0 * MIB)
+    return Planned(family_of(8, 16, 32), machine, Budget(memory_bytes, 64 * MIB), optimizer_s=0.004)
+
+
+def point(batch: int, rate: float, *, in_core: bool = True, fits: bool = True) -> Point:
+    evicted = 0 if in_core else batch * MIB
+    return Point(batch, batch * MIB, batch / rate, rate, batch, evicted, 0, in_core, fits)
+
+
+def curve_of(*points: Point, largest_in_core: int = 64) -> Curve:
+    return Curve(points, 100 * MIB, 0.0, largest_in_core)
+
+
+def test_every_point_is_what_its_plan_does() -> None:
+    plans = planned()
+    edge = plans.largest_in_core(4096)
+    assert plans.in_core_bytes(edge) <= 3 * MIB < plans.in_core_bytes(edge + 1)
+    for batch in (8, edge, edge + 1, 2 * edge):
+        found = plans.at(batch)
+        assert found.plan is not None
+        schedule = lower(found.trace, found.plan, plans.machine)
+        verify(found.trace, schedule)
+        timeline = simulate(found.trace, schedule, plans.machine)
+        made = found.point
+        assert (made.peak_bytes, made.swapped_bytes) == (timeline.peak_bytes, timeline.swapped_bytes)
+        assert made.step_s == pytest.approx(timeline.step_s + 0.004)
+        assert made.samples_per_s == pytest.approx(batch / made.step_s)
+        assert made.fits
+        assert made.peak_bytes <= 3 * MIB
+        assert made.in_core == (batch <= edge)
+
+
+def test_a_batch_that_no_plan_fits_says_how_much_it_needs() -> None:
+    plans = planned()
+    found = plans.at(4096)
+    assert found.plan is None
+    assert not found.point.fits
+    assert found.point.peak_bytes > 3 * MIB
+    enough = replace(plans, budget=Budget(found.point.peak_bytes, 64 * MIB))
+    assert enough.at(4096).plan is not None
+
+
+def test_gradients_that_stay_take_their_room() -> None:
+    plain = planned()
+    accumulating = replace(plain, resident_bytes=MIB)
+    assert accumulating.largest_in_core(4096) < plain.largest_in_core(4096)
+    assert accumulating.at(8).point.peak_bytes == plain.at(8).point.peak_bytes + MIB
+
+
+def test_the_knee_is_the_smallest_that_is_as_good_as_the_best() -> None:
+    rates = {8: 500.0, 16: 800.0, 32: 985.0, 64: 1000.0, 128: 900.0}
+    curve = curve_of(*(point(batch, rate) for batch, rate in rates.items()))
+    assert (curve.best.micro_batch, curve.knee.micro_batch) == (64, 32)
+    assert rates[32] >= KNEE_SHARE * rates[64] > rates[16]
+    outside = curve.with_points([point(256, 2000.0, fits=False)])
+    assert outside.best.micro_batch == 64
+    with pytest.raises(TuningError, match="no batch size fits"):
+        _ = curve_of(point(8, 1.0, fits=False)).best
+    with pytest.raises(TuningError, match="not on the curve"):
+        curve.point(9)
+
+
+def test_what_real_steps_show_is_read_into_the_batches_between() -> None:
+    curve = curve_of(*(point(batch, 1000.0) for batch in (8, 16, 32, 64)), point(128, 1000.0, in_core=False))
+    one = curve.measured(16, 16 / 500, 16 * MIB)
+    assert one.rate(16) == pytest.approx(500)
+    assert one.rate(64) == pytest.approx(500)  # all are twice as slow, as far as is known
+    two = one.measured(64, 64 / 1000, 64 * MIB)
+    assert two.rate(8) == pytest.approx(500)
+    assert 500 < two.rate(32) < 1000
+    assert two.rate(64) == pytest.approx(1000)
+    beyond = two.measured(128, 128 / 250, 128 * MIB)
+    assert beyond.rate(64) == pytest.approx(1000)  # swapping says nothing about what is in-core
+    assert beyond.rate(128) == pytest.approx(250)
+
+
+def test_what_evicting_costs_goes_to_those_that_evict() -> None:
+    curve = curve_of(point(64, 1000.0), point(128, 1000.0, in_core=False))
+    dearer = curve.dearer(0.128 / (128 * MIB))
+    assert dearer.rate(64) == pytest.approx(1000)
+    assert dearer.rate(128) == pytest.approx(500)
+
+
+def test_accumulation_pays_for_one_optimizer_step() -> None:
+    curve = replace(curve_of(point(10, 100.0)), optimizer_s=0.02)
+    assert curve.seconds(10) == pytest.approx(0.1)
+    assert curve.seconds(10, 5) == pytest.approx(0.42)
+    assert curve.rate(10, 5) == pytest.approx(50 / 0.42)
+
+
+def test_a_curve_comes_back_from_its_file() -> None:
+    curve = curve_of(point(8, 10.0), point(16, 12.0, in_core=False)).measured(8, 0.9, 7)
+    assert Curve.from_json(curve.to_json()) == curve
+
+
+def test_reasons_say_what_pays_and_what_does_not() -> None:
+    slower = curve_of(point(32, 990.0), point(64, 1000.0), point(128, 900.0, in_core=False))
+    said = " ".join(why_micro_batch(slower, 32, 4))
+    assert "99.0 % of the most samples per second, which 64 gives" in said
+    assert "does not pay for them: at best 10.0 % slower" in said
+    assert "4 micro-batches are accumulated" in said
+    faster = curve_of(point(64, 1000.0), point(128, 1200.0, in_core=False))
+    assert "pays for them: 128 is 20.0 % faster" in " ".join(why_micro_batch(faster, 128, 1))
+    assert "a batch of 96 could be cut into 32s" in " ".join(
+        why_batch_kept(curve_of(point(1, 90.0), point(32, 990.0)), 1, 97)
+    )
+    assert why_loading(slower, 64, 1e-5) == []
+    assert "5 workers" in why_loading(slower, 64, 4e-3)[0]
+    assert why_last_batch(65, 32, normalises=True)
+    assert not why_last_batch(65, 32, normalises=False)
+    assert not why_last_batch(64, 32, normalises=True)
