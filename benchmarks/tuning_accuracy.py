@@ -21,6 +21,7 @@ import io
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 import tarfile
@@ -28,7 +29,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -79,8 +80,7 @@ class Case:
     target: float
     num_epochs: float
     device: str = "cpu"
-    memory: str = "8GiB"
-    spent_s: dict[str, float] = field(default_factory=dict)
+    memory: str = "4GiB"
 
     @property
     def num_train(self) -> int:
@@ -150,6 +150,7 @@ def load_case(data: str, optimizer: str, device: str, num_train: int | None, num
         case.train_x, case.train_y = case.train_x[:num_train], case.train_y[:num_train]
     case.num_epochs = num_epochs or case.num_epochs
     case.device = device
+    case.memory = "16GiB" if device == "cuda" else "4GiB"
     for name in ("train_x", "train_y", "test_x", "test_y"):
         setattr(case, name, getattr(case, name).to(device))
     return case
@@ -234,6 +235,8 @@ def _adaptive(net: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting
 
 
 def run(case: Case, setting: Setting, seed: int) -> Row:
+    if case.device == "cuda":
+        next(train(case, setting, seed))  # kernels of this batch size are loaded and chosen
     curve = list(train(case, setting, seed))
     reached = next((second for second, found in curve if found >= case.target), None)
     last = [found for _, found in curve[-3:]]
@@ -326,7 +329,7 @@ def by_advice(case: Case) -> Setting:
     advice = tune(
         lambda: case.net(0),
         F.cross_entropy,
-        TensorDataset(case.train_x, case.train_y),
+        TensorDataset(case.train_x.cpu(), case.train_y.cpu()),
         memory=case.memory,
         optimizer=case.make_optimizer,
     )
@@ -415,7 +418,7 @@ def accuracy(settings: Any) -> list[Row]:
 
 
 def _accuracy_of_case(case: Case, settings: Any) -> list[Row]:
-    end_s = time.monotonic() + _asked(settings, "limit_s", 150.0)
+    limit_s = _asked(settings, "limit_s", 150.0)
     _warm_up_device(case)
     deciders: dict[str, Callable[[Case], Setting]] = {
         "default": by_default,
@@ -425,7 +428,7 @@ def _accuracy_of_case(case: Case, settings: Any) -> list[Row]:
     }
     rows: dict[str, Row] = {}
     for name, decide in deciders.items():
-        rows[name] = _decided(case, name, lambda decide=decide: decide(case))
+        rows[name] = _decided(case, name, lambda decide=decide: decide(case), limit_s / 4)
     advised = rows["outcore"].get("setting")
     if advised is not None:
         grown = min(16 * advised.batch, case.num_train // 4)
@@ -435,13 +438,13 @@ def _accuracy_of_case(case: Case, settings: Any) -> list[Row]:
     num_trials = _asked(settings, "num_trials", 16)
     if num_trials:
         start = [(advised.batch, advised.lr)] if advised is not None else []
-        limit_s = 0.4 * (end_s - time.monotonic())
         try:
-            fastest, best = by_search(case, num_trials, limit_s, start)
+            fastest, best = by_search(case, num_trials, limit_s / 4, start)
             rows["search, fastest"] = _decided(case, "search, fastest", lambda: fastest)
             rows["search, best"] = _decided(case, "search, best", lambda: best)
         except Exception as error:
             rows["search"] = _failed(case, "search", error)
+    end_s = time.monotonic() + limit_s / 2
     for seed in range(_asked(settings, "num_seeds", 3)):  # seeds outside: a cut leaves every method as many runs
         for row in rows.values():
             if "setting" in row and time.monotonic() < end_s:
@@ -455,16 +458,33 @@ def _warm_up_device(case: Case) -> None:
         pass
 
 
-def _decided(case: Case, name: str, decide: Callable[[], Setting]) -> Row:
+def _decided(case: Case, name: str, decide: Callable[[], Setting], limit_s: float = 60.0) -> Row:
     row: Row = {"data": case.name, "optimizer": case.optimizer, "method": name, "target": case.target, "runs": []}
     try:
-        return {**row, "setting": decide()}
+        with _at_most(limit_s):
+            return {**row, "setting": decide()}
     except Exception as error:
         return _failed(case, name, error)
 
 
+@contextlib.contextmanager
+def _at_most(limit_s: float) -> Iterator[None]:
+    """A finder that takes too long is stopped where it is."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"stopped after {limit_s:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def _failed(case: Case, name: str, error: Exception) -> Row:
-    if not isinstance(error, ImportError):
+    if not isinstance(error, ImportError | TimeoutError):
         traceback.print_exc()
     return {
         "data": case.name,
@@ -526,7 +546,12 @@ def noise(settings: Any) -> list[Row]:
             rows.append(row)
             told = f"exact {var / sqr:6.1f}, worst of 3 {100 * max(map(abs, errors)):5.1f} %"
             print(f"    after {num_steps:3d} steps, {num_micro:4d} x 32: {told}", flush=True)
-    return [*rows, *_watching_costs(settings)]
+    try:
+        rows += _watching_costs(settings)
+    except Exception as error:
+        traceback.print_exc()
+        rows.append({"error": f"{type(error).__name__}: {error}"})
+    return rows
 
 
 def _watching_costs(settings: Any) -> list[Row]:
@@ -683,7 +708,11 @@ def main() -> None:
     parser.add_argument("--num-epochs", type=float)
     parser.add_argument("--num-seeds", type=int, help="[3]")
     parser.add_argument("--num-trials", type=int, help="runs of the Optuna search, 0: none [16]")
-    parser.add_argument("--limit-s", type=float, help="per data set and optimizer, in `accuracy` [150]")
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        help="per data set and optimizer, in `accuracy`: half of it for runs, at most a quarter for each finder [150]",
+    )
     parser.add_argument("--out", type=Path, help="results file")
     parser.add_argument("--pack-cifar", nargs=2, metavar=("ARCHIVE", "OUT"))
     settings = parser.parse_args()
