@@ -9,7 +9,7 @@
 Two lines change. `batches` regroups what the loader yields into micro-batches, `step` counts them: when a batch is
 complete it averages the gradients, lets the optimizer step and returns True. Gradient noise is measured on the way
 (noise.py), seconds are taken from the clock or from `step_s`, and every `interval_steps` steps the batch may double or
-halve to where goodput is highest (goodput.py). The learning rate is multiplied by the rule's factor for the step alone:
+halve towards the highest goodput (goodput.py). The learning rate is multiplied by the rule's factor for the step alone:
 a scheduler goes on seeing, and changing, the rate of the first batch. What to add where it is needed:
 
 - clipping: `optimizer.register_step_pre_hook(lambda *_: clip_grad_norm_(model.parameters(), 1.0))`
@@ -46,6 +46,7 @@ log = logging.getLogger("outcore")
 
 WORTH = 1.05  # another batch must promise this much more goodput than the present one
 NUM_FIRST = 5  # measurements before the noise is believed
+NUM_TRIED = 8  # steps of a batch that was never timed before it is decided whether to stay
 SPLIT_EVERY = 4  # steps of one micro-batch: every so many is done in two halves, to see the noise
 
 
@@ -157,7 +158,7 @@ class Adaptive:
         self._since_change += 1
         self._times.tick()
         self._advance(gain(self.batch, self.first_batch, self._noise_scale()))
-        if len(self.candidates) > 1 and self._since_change >= self.interval_steps:
+        if len(self.candidates) > 1 and self._since_change >= self._patience():
             self._decide()
         self._num_micro = 0
         self._lay_out()
@@ -262,6 +263,11 @@ class Adaptive:
         if self.changes and self._since_change < self.warm_up_steps:
             return factor * warm_up(self._since_change, self.warm_up_steps, self._factor_before / factor)
         return factor
+
+    def _patience(self) -> int:
+        """Steps between two decisions; fewer while a batch is only tried."""
+        on_trial = bool(self.changes) and not self._times.known(self.batch)
+        return min(NUM_TRIED, self.interval_steps) if on_trial else self.interval_steps
 
     def _decide(self) -> None:
         if self.running.num_measured < NUM_FIRST:
