@@ -181,6 +181,17 @@ def test_by_the_clock_it_grows_only_where_a_larger_batch_is_cheap(per_sample: bo
     assert final == (16 if per_sample else 64)
 
 
+def test_deciding_more_often_than_steps_can_be_timed_waits_for_a_timed_one() -> None:
+    net = small_net()
+    adaptive = Adaptive(net, SGD(net.parameters()), batch=16, micro_batch=64, largest_batch=64, interval_steps=1)
+    for x, y in adaptive.batches(loader(16)):
+        F.cross_entropy(net(x), y).backward()
+        time.sleep(1e-3)
+        adaptive.step()
+    assert adaptive.changes
+    assert all(two.num_steps - one.num_steps > 5 for one, two in zip(adaptive.changes, adaptive.changes[1:]))
+
+
 def test_a_schedule_in_steps_of_the_first_batch_advances_by_what_steps_are_worth() -> None:
     _, adaptive, _ = train_adaptive(SGD, 64, 64, 6, largest_batch=256, step_s=cheap_batches, interval_steps=10)
     assert adaptive.batch > 64
