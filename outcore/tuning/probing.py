@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from outcore.errors import BudgetTooSmall, TuningError
-from outcore.limit import FIRST_MARGIN, NUM_MEASURED, Kind, Limited, limit
+from outcore.limit import NUM_MEASURED, Kind, Limited, limit
+from outcore.running.room import FIRST_SHARE
 from outcore.tuning.batches import LossFn, loss_of
 from outcore.tuning.curve import Planned, Predicted
 from outcore.tuning.samples import Samples
@@ -86,7 +87,7 @@ class Bench:
     def room(self) -> Budget:
         """What plans may use: on CUDA less than the budget, as in `limit`, for the allocator's holes."""
         on_cuda = self.device.type == "cuda"
-        room_bytes = int(self.budget.device_bytes * (1 - FIRST_MARGIN)) if on_cuda else self.budget.device_bytes
+        room_bytes = int(self.budget.device_bytes * FIRST_SHARE) if on_cuda else self.budget.device_bytes
         return replace(self.budget, device_bytes=room_bytes)
 
     def planned(self, family: Family, *, accumulating: bool = False) -> Planned:
