@@ -229,7 +229,7 @@ def test_with_room_for_everything_a_step_costs_at_most_two_percent() -> None:
     x = torch.randn(12, 32, 48, 48)
     ooc = limit(model, "100%")
     _median_step_s(model, x, ooc, 6)  # recorded, planned, measured
-    ratios = []
+    ratios: list[float] = []
     while len(ratios) < 12 and min(ratios, default=2.0) > 1.02:
         plain, ours = [], []
         for _ in range(8):
