@@ -81,7 +81,7 @@ def test_a_member_that_leaves_is_named_at_once_and_a_silent_one_after_the_limit(
     town = Town(2)
 
     def act(rank: int) -> tuple[str, float]:
-        group = make_group(town, rank, limit_s=0.5)
+        group = make_group(town, rank, limit_s=20)
         if rank == 1:
             time.sleep(0.1)
             group.close()
@@ -94,7 +94,7 @@ def test_a_member_that_leaves_is_named_at_once_and_a_silent_one_after_the_limit(
 
     told, took_s = town.together(act)[0]
     assert "rank 1 closed its connection" in told
-    assert took_s < 0.45
+    assert took_s < 15
 
     silent = Town(2, "silent")
 

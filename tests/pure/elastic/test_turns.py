@@ -27,17 +27,17 @@ def test_ranks_are_served_in_order_however_they_arrive() -> None:
 
 
 def test_a_silent_rank_loses_its_turn_once_and_may_return() -> None:
-    turns = Turns(3, limit_s=0.1, staleness=None)
+    turns = Turns(3, limit_s=0.6, staleness=None)
     began_s = time.monotonic()
     turns.take(1)  # waits for rank 0, which never comes
     turns.pass_on(1)
-    assert 0.1 <= time.monotonic() - began_s < 1
+    assert 0.6 <= time.monotonic() - began_s < 30
     began_s = time.monotonic()
     turns.take(2)
     turns.pass_on(2)
     turns.take(1)
     turns.pass_on(1)
-    assert time.monotonic() - began_s < 0.1  # nobody waits for rank 0 twice
+    assert time.monotonic() - began_s < 0.6  # nobody waits for rank 0 twice
     turns.take(0)
     turns.pass_on(0)
     turns.take(1)
@@ -72,9 +72,9 @@ def test_staleness_gives_a_silent_worker_up_after_the_limit() -> None:
     turns.attach(1, "1.1")
     began_s = time.monotonic()
     turns.keep_pace("0.1", 1)
-    assert 0.1 <= time.monotonic() - began_s < 1
+    assert 0.1 <= time.monotonic() - began_s < 30
     turns.keep_pace("0.1", 2)
-    assert time.monotonic() - began_s < 1
+    assert time.monotonic() - began_s < 30
 
 
 def test_a_newcomer_starts_at_the_clock_of_the_others() -> None:
@@ -92,7 +92,7 @@ def test_a_wait_can_be_cut_into_slices() -> None:
     while not turns.take(1, within_s=0.05):
         num_slices += 1
     assert num_slices > 2
-    assert 0.3 <= time.monotonic() - began_s < 1
+    assert 0.3 <= time.monotonic() - began_s < 30
     turns.attach(0, "0.1")
     turns.attach(1, "1.1")
     assert not turns.keep_pace("0.1", 1, within_s=0.05)
