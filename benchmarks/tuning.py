@@ -12,8 +12,7 @@
 On the CPU one thread computes, seconds are CPU seconds of this process with all its threads (a neighbour's load does
 not count; a copy to the swap file does, though it could be hidden on an idle core), and the C library keeps the memory
 it was given: left alone it gives large blocks back in the middle of a run and pays for their first touch again, in some
-runs and not in others. In `curve` errors are less the drift of the machine since the probes (`raw_` with it): a recorded
-batch is timed again beside every row. Every section is guarded: what fails is recorded, the next one runs.
+runs and not in others. Every section is guarded: what fails is recorded, the next one runs.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from outcore.limit import limit  # noqa: E402
 from outcore.tuning.batches import loss_of  # noqa: E402
 from outcore.tuning.choosing import Choosing, free_batches, refined  # noqa: E402
 from outcore.tuning.curve import Curve, Point  # noqa: E402
-from outcore.tuning.probing import Bench, Measured, climb  # noqa: E402
+from outcore.tuning.probing import Bench, climb  # noqa: E402
 from outcore.tuning.samples import Samples  # noqa: E402
 from outcore.units import format_bytes  # noqa: E402
 
@@ -168,16 +167,13 @@ def _curve_of(name: str, memory: str, settings: argparse.Namespace) -> Iterator[
             if time.perf_counter() - began_s > settings.limit_s:
                 yield {**row, "batch": batch, "error": "not reached in time"}
                 continue
-            yield row | _compared(choosing, batch, found.measured[-2])
+            yield row | _compared(choosing, batch)
     finally:
         bench.close()
 
 
-def _compared(choosing: Choosing, batch: int, reference: Measured | None = None) -> Row:
-    """Predicted before the batch ran; the first one that evicts shows what evicting costs and is no prediction.
-
-    `reference` is a batch that was recorded: how much slower it has become since is how much slower the machine has.
-    """
+def _compared(choosing: Choosing, batch: int) -> Row:
+    """Predicted before the batch ran; the first one that evicts shows what evicting costs and is no prediction."""
     began_s = time.perf_counter()
     before = choosing.add(batch)
     planned_s = time.perf_counter() - began_s
@@ -193,7 +189,6 @@ def _compared(choosing: Choosing, batch: int, reference: Measured | None = None)
     if not before.fits:
         return row
     calibrates = not before.in_core and not choosing.planned.evict_s_per_byte
-    drift = 1.0 if reference is None else choosing.bench.seconds_now(reference.batch) / reference.step_s
     after = choosing.confirm(batch)
     assert after.measured_step_s is not None
     assert after.measured_peak_bytes is not None
@@ -201,9 +196,7 @@ def _compared(choosing: Choosing, batch: int, reference: Measured | None = None)
         "measured_peak_bytes": after.measured_peak_bytes,
         "measured_samples_per_s": batch / after.measured_step_s,
         "peak_error": before.peak_bytes / after.measured_peak_bytes - 1,
-        "raw_throughput_error": rate * after.measured_step_s / batch - 1,
-        "drift": drift,
-        "throughput_error": rate * after.measured_step_s / drift / batch - 1,
+        "throughput_error": rate * after.measured_step_s / batch - 1,
         "calibrates": calibrates,
         "swapped_bytes": before.swapped_bytes,
         "recomputed_bytes": before.recomputed_bytes,

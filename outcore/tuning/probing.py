@@ -133,12 +133,9 @@ class Bench:
         best_s = [found.step_s for found in measured]
         for _ in range(NUM_ROUNDS):
             for at, found in enumerate(measured):
-                best_s[at] = min(best_s[at], self.seconds_now(found.batch))
+                data = self.samples.any_batch(found.batch)
+                best_s[at] = min(best_s[at], self._time(self.ooc, data, for_s=0.0))
         return [found.retimed(step_s, self.optimizer_s) for found, step_s in zip(measured, best_s)]
-
-    def seconds_now(self, batch: int) -> float:
-        """Of a recorded batch."""
-        return self._time(self.ooc, self.samples.any_batch(batch), for_s=0.0)
 
     def _watched(self, ooc: Limited, batch: int, data: Any) -> Measured:
         """Steps under a plan: one is watched closely, for the peak, and the others are timed."""
