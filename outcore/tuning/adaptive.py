@@ -9,7 +9,7 @@
 Two lines change. `batches` regroups what the loader yields into micro-batches, `step` counts them: when a batch is
 complete it averages the gradients, lets the optimizer step and returns True. Gradient noise is measured on the way
 (noise.py), seconds are taken from the clock or from `step_s`, and every `interval_steps` steps the batch may double or
-halve to where goodput is highest (goodput.py). The learning rate is multiplied by the rule's factor for the step alone:
+halve towards the highest goodput (goodput.py). The learning rate is multiplied by the rule's factor for the step alone:
 a scheduler goes on seeing, and changing, the rate of the first batch. What to add where it is needed:
 
 - clipping: `optimizer.register_step_pre_hook(lambda *_: clip_grad_norm_(model.parameters(), 1.0))`
@@ -46,6 +46,8 @@ log = logging.getLogger("outcore")
 
 WORTH = 1.05  # another batch must promise this much more goodput than the present one
 NUM_FIRST = 5  # measurements before the noise is believed
+NUM_SETTLING = 5  # steps of another batch that are not timed: they are recorded, planned, watched or compiled
+NUM_TRIED = 8  # timed steps of a new batch before it is decided whether to stay
 SPLIT_EVERY = 4  # steps of one micro-batch: every so many is done in two halves, to see the noise
 
 
@@ -157,7 +159,7 @@ class Adaptive:
         self._since_change += 1
         self._times.tick()
         self._advance(gain(self.batch, self.first_batch, self._noise_scale()))
-        if len(self.candidates) > 1 and self._since_change >= self.interval_steps:
+        if len(self.candidates) > 1 and self._since_change >= self._patience():
             self._decide()
         self._num_micro = 0
         self._lay_out()
@@ -263,6 +265,11 @@ class Adaptive:
             return factor * warm_up(self._since_change, self.warm_up_steps, self._factor_before / factor)
         return factor
 
+    def _patience(self) -> int:
+        """Steps between two decisions; fewer while a batch is only tried."""
+        on_trial = bool(self.changes) and not self._times.known(self.batch)
+        return min(NUM_SETTLING + NUM_TRIED, self.interval_steps) if on_trial else self.interval_steps
+
     def _decide(self) -> None:
         if self.running.num_measured < NUM_FIRST:
             return
@@ -275,6 +282,8 @@ class Adaptive:
             for batch in near
             if (second := seconds(batch)) is not None
         }
+        if self.batch not in worth:  # no step of it was timed yet
+            return
         best = max(worth, key=lambda batch: worth[batch] * (WORTH if batch == self.batch else 1.0))
         self._since_change = 0
         if best != self.batch:
@@ -289,7 +298,7 @@ class Adaptive:
         )
         self._factor_before = self.lr_factor
         before, self.batch = self.batch, batch
-        self._times.forget_last()
+        self._times.settle()
         self.changes.append(Change(self.num_steps, self.num_samples, before, batch, noise, self.lr_factor, why))
         log.info("%s; learning rate x %.3g", why, self.lr_factor)
 
@@ -330,16 +339,19 @@ class _Times:
         self._known_s: dict[int, float] = {}
         self._steps_s: list[float] = []
         self._last_s: float | None = None
+        self._num_settling = NUM_SETTLING
 
     def tick(self) -> None:
         now_s = time.perf_counter()
-        if self._last_s is not None:
+        if self._num_settling > 0:
+            self._num_settling -= 1
+        elif self._last_s is not None:
             self._steps_s.append(now_s - self._last_s)
         self._last_s = now_s
 
-    def forget_last(self) -> None:
-        """The first step of another size is not timed: it may have to be recorded, planned or compiled."""
-        self._steps_s, self._last_s = [], None
+    def settle(self) -> None:
+        """The steps to come are of another size."""
+        self._steps_s, self._num_settling = [], NUM_SETTLING
 
     def known(self, batch: int) -> bool:
         return self._given is not None or batch in self._known_s

@@ -71,11 +71,19 @@ class Shares:
             shares.rebalance()                    # now and then: the same new shares on every rank
 
     Under DistributedDataParallel, leave `average` out and multiply the loss by `shares.weight`: its mean over the
-    ranks is then the weighted one. `most` is what this rank's memory allows. Losses are means over samples.
+    ranks is then the weighted one. `most` is what this rank's memory allows; `clock` may be `time.process_time` where
+    workers on the CPU share cores with others. Losses are means over samples.
     """
 
-    def __init__(self, batch: int, *, most: int | None = None, group: Any = None) -> None:
-        self.batch, self.group = batch, group
+    def __init__(
+        self,
+        batch: int,
+        *,
+        most: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        group: Any = None,
+    ) -> None:
+        self.batch, self.group, self._clock = batch, group, clock
         self.rank, self.num_workers = dist.get_rank(group), dist.get_world_size(group)
         told = gather([float(batch), float(batch if most is None else most)], group)
         if len({row[0] for row in told}) > 1:
@@ -107,10 +115,10 @@ class Shares:
     def timed(self) -> Iterator[None]:
         """Around this rank's forward and backward. Waits for the device: use it on some steps, not on all."""
         _wait_for_device()
-        began_s = time.perf_counter()
+        began_s = self._clock()
         yield
         _wait_for_device()
-        self._seconds.append(time.perf_counter() - began_s)
+        self._seconds.append(self._clock() - began_s)
 
     def rebalance(self) -> bool:
         """New shares from what was timed since the last call; True where they changed. Every rank must call it.

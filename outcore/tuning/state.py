@@ -3,8 +3,8 @@
 Trying out a batch size or a learning rate trains for a few steps. `untouched` puts everything back in place: tensors
 keep their identity and their storage, so that whatever refers to them (an optimizer, a wrapper, a captured graph) goes
 on referring to them. The copies lie in host memory: on the device a second copy of a model that hardly fits would be
-the very thing that does not fit. Peers write a checkpoint file and load it again, which makes new tensors of optimizer
-state and forgets gradients and generators.
+the very thing that does not fit. Lightning's finders write a checkpoint file and load it again: gradients and random
+generators are not in it.
 """
 
 from __future__ import annotations

@@ -170,15 +170,26 @@ def test_by_the_clock_it_grows_only_where_a_larger_batch_is_cheap(per_sample: bo
         net, SGD(net.parameters()), batch=16, micro_batch=512, largest_batch=64, interval_steps=10, rule="sqrt"
     )
     tried = set()
-    for _ in range(2 if per_sample else 4):
+    for _ in range(1 if per_sample else 4):
         for x, y in adaptive.batches(loader(16)):
             F.cross_entropy(net(x), y).backward()
-            time.sleep(3e-4 * len(x) if per_sample else 2e-3)
+            time.sleep(1e-3 * len(x) if per_sample else 2e-3)
             adaptive.step()
             tried.add(adaptive.batch)
     assert {16, 32} <= tried
     final = [change.batch for change in adaptive.changes][-1]
     assert final == (16 if per_sample else 64)
+
+
+def test_deciding_more_often_than_steps_can_be_timed_waits_for_a_timed_one() -> None:
+    net = small_net()
+    adaptive = Adaptive(net, SGD(net.parameters()), batch=16, micro_batch=64, largest_batch=64, interval_steps=1)
+    for x, y in adaptive.batches(loader(16)):
+        F.cross_entropy(net(x), y).backward()
+        time.sleep(1e-3)
+        adaptive.step()
+    assert adaptive.changes
+    assert all(two.num_steps - one.num_steps > 5 for one, two in zip(adaptive.changes, adaptive.changes[1:]))
 
 
 def test_a_schedule_in_steps_of_the_first_batch_advances_by_what_steps_are_worth() -> None:

