@@ -217,6 +217,7 @@ def accuracy(settings: Any) -> list[Row]:
             device = _asked(settings, "device", "cuda" if torch.cuda.is_available() else "cpu")
             args = (_asked(settings, "num_train", None), _asked(settings, "num_epochs", None))
             case = load_case(data, optimizer, device, *args)
+            case.target = _asked(settings, "target", case.target)
             rows += _accuracy_of_case(case, settings)
     return rows
 
@@ -505,6 +506,7 @@ def main() -> None:
     parser.add_argument("--device", help="cpu or cuda [cuda where there is one]")
     parser.add_argument("--num-train", type=int, help="train on the first so many samples")
     parser.add_argument("--num-epochs", type=float)
+    parser.add_argument("--target", type=float, help="accuracy to reach [digits 0.97, MNIST 0.98, CIFAR-10 0.70]")
     parser.add_argument("--num-seeds", type=int, help="[3]")
     parser.add_argument("--num-trials", type=int, help="runs of the Optuna search, 0: none [16]")
     parser.add_argument(

@@ -79,6 +79,7 @@ __all__ = [
     "plan",
     "simulate",
     "tune",
+    "tuning",
     "verify",
 ]
 
