@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,28 +27,35 @@ Row = dict[str, Any]
 @click.option("--results", type=click.Path(path_type=Path), default=ROOT / "benchmarks" / "results")
 @click.option("--readme", type=click.Path(path_type=Path), default=ROOT / "README.md")
 @click.option("--plot", type=click.Path(path_type=Path), default=ROOT / "docs" / "results.svg")
+@click.option("--figures", type=click.Path(path_type=Path), default=ROOT / "docs" / "figures.md")
 @click.option("--check", is_flag=True, help="Write nothing; exit code 1 if the README is not up to date.")
-def main(results: Path, readme: Path, plot: Path, check: bool) -> None:
-    """Fill the marked sections of the README from the results, and draw the plot."""
-    found = newest(results)
-    before = readme.read_text()
-    after = fill(fill(before, "headline", headline(found)), "results", tables(found, plot, readme))
+def main(results: Path, readme: Path, plot: Path, figures: Path, check: bool) -> None:
+    """Fill the marked sections of the README and of docs/figures.md from the results, and draw the plot."""
+    found, more = newest(results, TABLES), newest(results, FIGURES)
+    before = {path: path.read_text() for path in (readme, figures)}
+    after = dict(before)
+    after[readme] = fill(fill(before[readme], "headline", headline(found)), "results", tables(found, plot, readme))
+    for name, (question, table) in SECTIONS.items():
+        parts = [f"{table(result)}\n\n{conditions(result)}" for result in more if result["question"] == question]
+        after[figures] = fill(after[figures], name, "\n\n".join(parts) or NONE_YET)
     if check:
-        sys.exit(0 if before == after else f"{readme} is not what the results say; run `make tables`")
-    readme.write_text(after)
+        stale = [path.name for path in before if before[path] != after[path]]
+        sys.exit(f"{' and '.join(stale)} is not what the results say; run `make tables`" if stale else 0)
+    for path, text in after.items():
+        path.write_text(text)
     drawn = draw(found, plot)
     print(f"{readme.name}: {len(found)} results" + (f"; {plot.name} drawn" if drawn else ""))
 
 
-def newest(folder: Path) -> list[Result]:
-    """The newest result of each question and hardware, with its file's name, in the order of TABLES."""
+def newest(folder: Path, questions: Collection[str]) -> list[Result]:
+    """The newest result of each of these questions and hardware, with its file's name, in the order of questions."""
     found: dict[tuple[str, str], Result] = {}
     for path in sorted(folder.glob("*.json"), key=lambda path: path.stem.rpartition("_")[2]):
         result = json.loads(path.read_text())
         question = result.setdefault("question", path.stem.partition("_")[0])
-        if question in TABLES:
+        if question in questions:
             found[question, "_".join(path.stem.split("_")[1:-1])] = {**result, "file": path.name}
-    return sorted(found.values(), key=lambda result: list(TABLES).index(result["question"]))
+    return sorted(found.values(), key=lambda result: list(questions).index(result["question"]))
 
 
 def fill(text: str, name: str, content: str) -> str:
@@ -57,7 +64,7 @@ def fill(text: str, name: str, content: str) -> str:
     before, found, rest = text.partition(opening)
     _, closed, after = rest.partition(closing)
     if not found or not closed:
-        raise click.ClickException(f"the README has no {opening} ... {closing}; put them where the text belongs")
+        raise click.ClickException(f"the page has no {opening} ... {closing}; put them where the text belongs")
     return f"{before}{opening}\n{content}\n{closing}{after}"
 
 
@@ -157,6 +164,99 @@ def _demo(result: Result) -> str:
 
 
 TABLES: dict[str, Callable[[Result], str]] = {"slowdown": _slowdown, "matmul": _matmul, "demo": _demo}
+
+
+def _over(row: Row) -> str:
+    return f"{100 * row['over_in_core']:+.1f} %" if row.get("over_in_core") is not None else "does not fit"
+
+
+def _mix(row: Row) -> tuple[str, str, str]:
+    kept, swapped, recomputed = (row.get(f"{name}_gib") for name in ("kept", "swapped", "recomputed"))
+    return tuple("" if size is None else f"{size:.1f}" for size in (kept, swapped, recomputed))  # type: ignore[return-value]
+
+
+def _machines(result: Result) -> str:
+    rows = (
+        (f"{row['network']} {row['batch']}", row["machine"], row["method"], _over(row), *_mix(row))
+        for row in result["rows"]
+        if row["section"] == "machines"
+    )
+    headings = ("step", "machine", "planner", "over in-core", "kept GiB", "swapped GiB", "recomputed GiB")
+    return markdown(headings, rows)
+
+
+def _gap(result: Result) -> str:
+    def rows() -> Iterator[tuple[str, ...]]:
+        for row in result["rows"]:
+            if row["section"] == "gap" and "ideal" in row:
+                step = f"{row['network']} {row['batch']}"
+                bound = f"{100 * row['bound_over_in_core']:+.1f} %" if "bound_over_in_core" in row else ""
+                ideal = f"{100 * row['ideal']:+.1f} %" if row["ideal"] is not None else ""
+                solve = format_seconds(row["solve_s"]) if row.get("over_in_core") is not None else ""
+                yield step, f"{row['memory_gib']:g}", row["method"], _over(row), bound, ideal, solve
+
+    return markdown(("step", "budget GiB", "planner", "over in-core", "bound", "ideal", "planning took"), rows())
+
+
+def _growth(result: Result) -> str:
+    rows = (
+        (f"{row['num_ops']}", format_seconds(row["solve_s"]), _over(row), f"{100 * row['bound_over_in_core']:+.1f} %")
+        for row in result["rows"]
+        if row["section"] == "growth"
+    )
+    return markdown(("ops", "planning took", "over in-core", "bound"), rows)
+
+
+def _overhead(result: Result) -> str:
+    rows = (
+        (row["network"], *(format_seconds(row[name]) for name in ("in_core_step_s", "step_s")), _slower(row))
+        for row in measured(result)
+    )
+    return markdown(("network", "plain", "with outcore", "over"), rows)
+
+
+def _slower(row: Row) -> str:
+    return f"{100 * row['slowdown']:+.1f} %" if "slowdown" in row else ""
+
+
+def _prediction(result: Result) -> str:
+    rows = (
+        (
+            f"{row['network']}, {row['memory_gib']:g} GiB",
+            row["method"],
+            *(format_seconds(row[name]) for name in ("predicted_step_s", "step_s")),
+            *(f"{100 * row[name]:+.1f} %" for name in ("step_error", "peak_error")),
+        )
+        for row in measured(result)
+        if "step_error" in row
+    )
+    return markdown(("network", "planner", "predicted step", "measured", "step off by", "peak off by"), rows)
+
+
+def _fit(result: Result) -> str:
+    rows = (
+        (
+            row["question"],
+            f"{row['memory_gib']:g}",
+            row["method"],
+            f"{row['largest']}",
+            f"{row['samples_per_s'] or 0:.0f}",
+        )
+        for row in result["rows"]
+    )
+    return markdown(("largest", "budget GiB", "method", "found", "samples/s there"), rows)
+
+
+# What stands on docs/figures.md: section -> the question whose results fill it, and how.
+SECTIONS: dict[str, tuple[str, Callable[[Result], str]]] = {
+    "machines": ("planners", _machines),
+    "gap": ("planners", _gap),
+    "growth": ("planners", _growth),
+    "overhead": ("overhead", _overhead),
+    "prediction": ("prediction", _prediction),
+    "fit": ("fit", _fit),
+}
+FIGURES = tuple(dict.fromkeys(question for question, _ in SECTIONS.values()))
 
 
 def draw(found: list[Result], plot: Path) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.tables import main, newest
+from benchmarks.tables import SECTIONS, TABLES, main, newest
 
 BARE = "# x\n<!-- headline -->\n<!-- /headline -->\ntext\n<!-- results -->\nold\n<!-- /results -->\nend\n"
 SLOWDOWN = {
@@ -29,7 +29,10 @@ SLOWDOWN = {
 
 def run(folder: Path, *args: str) -> tuple[int, str]:
     readme, plot = folder / "README.md", folder / "docs" / "results.svg"
-    options = ["--results", str(folder), "--readme", str(readme), "--plot", str(plot), *args]
+    figures = folder / "figures.md"
+    if not figures.exists():
+        figures.write_text("".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in SECTIONS))
+    options = ["--results", str(folder), "--readme", str(readme), "--plot", str(plot), "--figures", str(figures), *args]
     return CliRunner().invoke(main, options).exit_code, readme.read_text()
 
 
@@ -60,7 +63,7 @@ def test_rows_become_tables_and_a_plot(tmp_path: Path) -> None:
 def test_the_newest_of_a_question_and_hardware_counts(tmp_path: Path) -> None:
     for name in ("slowdown_h200_20261101", "slowdown_h200_20261115", "slowdown_a_b_20261101", "other_x_20261101"):
         (tmp_path / f"{name}.json").write_text(json.dumps({"rows": []}))
-    found = {result["file"] for result in newest(tmp_path)}
+    found = {result["file"] for result in newest(tmp_path, TABLES)}
     assert found == {"slowdown_h200_20261115.json", "slowdown_a_b_20261101.json"}
 
 
