@@ -37,7 +37,7 @@ from outcore.tuning.choosing import (
 )
 from outcore.tuning.curve import Curve
 from outcore.tuning.goodput import RULES, best_batch, beta2_for, lr_factor, num_warm_up_steps
-from outcore.tuning.noise import Noise, measure_noise
+from outcore.tuning.noise import Noise, noise_here
 from outcore.tuning.probing import Bench, Tell, cannot_run_one, climb
 from outcore.tuning.ranges import range_test
 from outcore.tuning.ranks import Ranks, Workers, check_alike
@@ -324,7 +324,7 @@ class _Tuner:
         if self.asked.starts_anew:
             self._train_a_little(min(first_batch, curve.largest_in_core))
         num_micro = max(2, min(NUM_MICRO, num // micro))
-        return measure_noise(self.model, self.asked.loss_fn, self.samples.shuffled(micro), num_micro=num_micro)
+        return noise_here(self.model, self.asked.loss_fn, self.samples.shuffled(micro), num_micro=num_micro)
 
     def _train_a_little(self, batch: int) -> None:
         assert self.optimizer is not None
