@@ -128,6 +128,7 @@ def _group() -> Iterator[bool]:
     dist.init_process_group("nccl" if on_devices else "gloo")
     try:
         yield dist.get_rank() == 0
+        dist.barrier()  # rank 0 hosts what the others still talk to
     finally:
         dist.destroy_process_group()
 

@@ -1,8 +1,9 @@
 """Curves of several workers + the seconds they communicate -> a global batch, and each worker's part of it.
 
 In every step all workers run the same number of micro-batches, each with micro-batches of its own size: as many samples
-as it finishes in the same time as the others. Then gradients are summed. A step takes the slowest worker's compute and
-the communication; nothing is assumed to overlap, so predictions err on the slow side.
+as it finishes in the time of the others, or equal ones where that is nearly as fast. Then gradients are summed. A step
+takes the slowest worker's compute and the communication; nothing is assumed to overlap, so predictions err on the slow
+side.
 
 `shares` balances a loop that runs, by the clock. Here the seconds of a size nobody ran come from the worker's plan: on
 a line between the micro-batches its curve knows. Numbers only, so that ranks with the same curves choose alike.
@@ -102,7 +103,7 @@ class Team:
         return self.rate(way) / sum(alone[worker] for worker in self.workers)
 
     def share_out(self, total: int, accumulation: int = 1) -> Way | None:
-        """Micro-batches of `total` samples together that end as early as they can; None where they cannot be run."""
+        """Micro-batches of `total` samples that end as early as they can, within 2 %; None where they cannot be run."""
         most = [worker.most(accumulation) for worker in self.workers]
         if not sum(worker.least for worker in self.workers) <= total <= sum(most):
             return None
@@ -117,7 +118,15 @@ class Team:
         for _ in range(total - sum(sizes)):
             room = [at for at, limit in enumerate(most) if sizes[at] < limit]
             sizes[min(room, key=lambda at: self.workers[at].seconds(sizes[at] + 1, accumulation))] += 1
-        return Way(tuple(sizes), accumulation)
+        return self._rather_equal(Way(tuple(sizes), accumulation), most)
+
+    def _rather_equal(self, way: Way, most: list[int]) -> Way:
+        """Equal parts where they are nearly as fast: what clocks see between two alike devices is not worth weights."""
+        size, rest = divmod(sum(way.sizes), len(self.workers))
+        if rest or size > min(most) or size < max(worker.least for worker in self.workers):
+            return way
+        equal = replace(way, sizes=(size,) * len(self.workers))
+        return equal if KNEE_SHARE * self.step_s(equal) <= self.step_s(way) else way
 
     def _sizes_in(self, seconds: float, accumulation: int) -> list[int]:
         found = {worker: worker.size_in(seconds, accumulation) for worker in set(self.workers)}
@@ -160,7 +169,8 @@ class Team:
     def _alone(self, largest: int) -> list[Way]:
         """Without accumulating: all finish when one worker finishes a micro-batch of its curve."""
         times_s = {worker.seconds(size) for worker in set(self.workers) for size in worker.sizes}
-        totals = sorted({sum(self._sizes_in(second, 1)) for second in times_s})
+        found, num = {sum(self._sizes_in(second, 1)) for second in times_s}, len(self.workers)
+        totals = sorted(found | {total // num * num for total in found})
         ways = [way for total in totals if total <= largest and (way := self.share_out(total)) is not None]
         if not ways:
             raise TuningError(

@@ -112,7 +112,7 @@ def tune(
         learning_rate=learning_rate,
         rule=rule,
         optimizer=optimizer is not None,
-        target=None if target is None else target[1],
+        target=target is not None,
         largest=largest,
         num_trials=num_trials,
         workers=workers,
