@@ -136,9 +136,9 @@ def tune(
                 model = stack.enter_context(asked.model())
                 samples = Samples(dataset, _device_of(model), collate)
                 made = optimizer(model.parameters()) if optimizer is not None else None
-                tuner = _Tuner(asked, samples, model, made, tell)
-            if ranks is not None:
-                tuner = _TeamTuner(asked, samples, model, made, tell, ranks)
+                tuner = (_Tuner if ranks is None else _TeamTuner)(asked, samples, model, made, tell)
+            if isinstance(tuner, _TeamTuner) and ranks is not None:
+                tuner.join(ranks)
             with nullcontext() if ranks is None else ranks.all_or_none():
                 tuner.bench = Bench(model, loss_fn, samples, made, **limits)
                 stack.callback(tuner.bench.close)
@@ -413,20 +413,13 @@ class _Tuner:
 class _TeamTuner(_Tuner):
     """The same for several workers: each finds its own curve, then all choose a global batch."""
 
-    def __init__(
-        self,
-        asked: _Asked,
-        samples: Samples,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        tell: Tell,
-        ranks: Ranks,
-    ) -> None:
-        super().__init__(asked, samples, model, optimizer, tell)
-        self.ranks = ranks
-        self.communication_s = ranks.communicating_s(model)
-        self.curve: Curve
-        self.choosing: Choosing | None
+    ranks: Ranks
+    communication_s: float
+    curve: Curve
+    choosing: Choosing | None
+
+    def join(self, ranks: Ranks) -> None:
+        self.ranks, self.communication_s = ranks, ranks.communicating_s(self.model)
 
     def advise(self, largest: int | None) -> Advice:
         with self.ranks.all_or_none():
