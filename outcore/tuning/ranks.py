@@ -115,7 +115,7 @@ class Ranks:
         return Team(workers, communication_s)
 
 
-def check_alike(**arguments: Any) -> None:
+def check_alike(arguments: dict[str, Any]) -> None:
     """Ranks that were asked for different things would never agree. Before anything is looked at by itself."""
     if not _in_group():
         return

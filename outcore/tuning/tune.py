@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,18 +107,15 @@ def tune(
     workers that are not here; the advice's micro-batch is then the first one's.
     """
     began_s, back = time.perf_counter(), keep_generators()
-    check_alike(
-        batch=batch,
-        free=free,
-        learning_rate=learning_rate,
-        rule=rule,
-        optimizer=optimizer is not None,
-        target=target is not None,
-        largest=largest,
-        num_trials=num_trials,
-        workers=workers,
-        communication_s=communication_s,
-    )
+    told: dict[str, Any] = {
+        "batch": batch,
+        "free": free,
+        "learning_rate": learning_rate,
+        "rule": rule,
+        "largest": largest,
+    }
+    told |= {"workers": workers, "communication_s": communication_s, "num_trials": num_trials}
+    check_alike(told | {"optimizer": optimizer is not None, "target": target is not None})
     ranks = Ranks.read(workers, communication_s)
     asked = _Asked(
         make_model, loss_fn, optimizer, memory, batch, batch is None if free is None else free, learning_rate, rule
@@ -131,18 +129,8 @@ def tune(
     limits: dict[str, Any] = {"memory": memory, "host": host, "disk": disk}
     tell = progress or (lambda what, part: None)
     try:
-        with ExitStack() as stack:
-            with nullcontext() if ranks is None else ranks.all_or_none():
-                model = stack.enter_context(asked.model())
-                samples = Samples(dataset, _device_of(model), collate)
-                made = optimizer(model.parameters()) if optimizer is not None else None
-                tuner = (_Tuner if ranks is None else _TeamTuner)(asked, samples, model, made, tell)
-            if isinstance(tuner, _TeamTuner) and ranks is not None:
-                tuner.join(ranks)
-            with nullcontext() if ranks is None else ranks.all_or_none():
-                tuner.bench = Bench(model, loss_fn, samples, made, **limits)
-                stack.callback(tuner.bench.close)
-            advice = tuner.advise(largest)
+        with _tuner(asked, partial(Samples, dataset, collate=collate), limits, ranks, tell) as tuner:
+            advice, samples = tuner.advise(largest), tuner.samples
         if aim is not None:
             if optimizer is None:
                 raise TuningError(
@@ -408,6 +396,29 @@ class _Tuner:
             num_warm_up_steps=num_warm_up_steps(rule, num_steps, batch, first_batch) if factor > 1.2 else 0,
             beta2=beta2_for(group["betas"][1], batch, first_batch) if normalised and batch != first_batch else None,
         )
+
+
+@contextmanager
+def _tuner(
+    asked: _Asked,
+    samples_on: Callable[[torch.device], Samples],
+    limits: dict[str, Any],
+    ranks: Ranks | None,
+    tell: Tell,
+) -> Iterator[_Tuner]:
+    """One that is ready to advise, for this device or for all ranks."""
+    with ExitStack() as stack:
+        with nullcontext() if ranks is None else ranks.all_or_none():
+            model = stack.enter_context(asked.model())
+            samples, make_optimizer = samples_on(_device_of(model)), asked.make_optimizer
+            made = make_optimizer(model.parameters()) if make_optimizer is not None else None
+            tuner = (_Tuner if ranks is None else _TeamTuner)(asked, samples, model, made, tell)
+        if isinstance(tuner, _TeamTuner) and ranks is not None:
+            tuner.join(ranks)
+        with nullcontext() if ranks is None else ranks.all_or_none():
+            tuner.bench = Bench(model, asked.loss_fn, samples, made, **limits)
+            stack.callback(tuner.bench.close)
+        yield tuner
 
 
 class _TeamTuner(_Tuner):
