@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from rich.table import Table
@@ -12,6 +13,8 @@ from outcore.tuning.curve import Curve
 from outcore.tuning.goodput import goodput
 from outcore.units import format_bytes, format_seconds
 from outcore.values.codec import Saved
+
+MAX_SHARES = 4  # different ones that a table lists
 
 
 @dataclass(frozen=True)
@@ -36,13 +39,38 @@ class Advice(Saved):
     target: str = ""
     target_s: float | None = None  # predicted seconds of training to the target
     spent_s: float = 0.0  # tuning took
+    workers: int = 1
+    shares: tuple[int, ...] = ()  # samples of each worker in a step, where there are several
+    communication_s: float = 0.0  # of a step
+    scaling: float = 1.0  # samples per second against the sum of what the workers would do alone
 
     @property
     def effective_batch(self) -> int:
-        return self.micro_batch * self.accumulation
+        """Of all workers together."""
+        return sum(self.shares) or self.micro_batch * self.accumulation
+
+    def to_json(self) -> str:
+        """Of one worker nothing is said about workers: programs that know nothing of them read what they always did."""
+        text = super().to_json()
+        return text if self.workers > 1 else text[: text.rindex(',"workers":')] + "}"
 
     def __str__(self) -> str:
         return render(advice_table(self)) + "\n\n" + render(curve_table(self))
+
+
+def alone(advice: Advice) -> Advice:
+    """One worker training the batch of all of them, as closely as its micro-batches allow."""
+    accumulation = max(1, round(advice.effective_batch / advice.micro_batch))
+    return replace(
+        advice,
+        accumulation=accumulation,
+        samples_per_s=advice.curve.rate(advice.micro_batch, accumulation),
+        step_s=advice.curve.seconds(advice.micro_batch, accumulation),
+        workers=1,
+        shares=(),
+        communication_s=0.0,
+        scaling=1.0,
+    )
 
 
 def advice_table(advice: Advice) -> Table:
@@ -56,6 +84,7 @@ def advice_table(advice: Advice) -> Table:
             f"{advice.accumulation} micro-batches per optimizer step" if advice.accumulation > 1 else "none",
         ),
         ("effective batch", str(advice.effective_batch)),
+        *_worker_rows(advice),
     ]
     if advice.learning_rate is not None:
         rows.append(("learning rate", f"{advice.learning_rate:.3g}" + _warm_up(advice)))
@@ -74,6 +103,21 @@ def advice_table(advice: Advice) -> Table:
     return rows_table(f"outcore tune: advice for {curve.device}, found in {format_seconds(advice.spent_s)}", rows)
 
 
+def _worker_rows(advice: Advice) -> list[tuple[str, str]]:
+    if advice.workers == 1:
+        return []
+    counts = Counter(advice.shares)
+    shares = [f"{share} samples" + (f" on {num} of them" if len(counts) > 1 else "") for share, num in counts.items()]
+    many = len(counts) > MAX_SHARES
+    each = f"{min(counts)} to {max(counts)} samples" if many else ", ".join(shares)
+    part = advice.communication_s / advice.step_s
+    return [
+        ("workers", f"{advice.workers}, in each step {each}" + (" each" if len(counts) == 1 else "")),
+        ("communication", f"{format_seconds(advice.communication_s)}, {100 * part:.0f} % of a step"),
+        ("scaling", f"{100 * advice.scaling:.0f} % of what {advice.workers} workers would do each by itself"),
+    ]
+
+
 def _warm_up(advice: Advice) -> str:
     return f", reached over {advice.num_warm_up_steps} steps of warm-up" if advice.num_warm_up_steps else ""
 
@@ -82,9 +126,10 @@ def curve_table(advice: Advice) -> Table:
     """The curve as text: a bar per batch."""
     curve = advice.curve
     top = max(curve.rate(point.micro_batch) for point in curve.points)
+    with_goodput = advice.noise is not None and advice.workers == 1  # it belongs to global batches
     headings = ["batch", "peak", "samples/s", "", "swapped", "recomputed", "real steps", "goodput"]
     table = Table(title="samples per second over the micro-batch", title_justify="left")
-    for heading in headings if advice.noise is not None else headings[:-1]:
+    for heading in headings if with_goodput else headings[:-1]:
         table.add_column(heading, justify="left" if heading == "" else "right", no_wrap=True)
     for point in curve.points:
         rate = curve.rate(point.micro_batch)
@@ -93,7 +138,7 @@ def curve_table(advice: Advice) -> Table:
         cells = [f"{point.micro_batch}", format_bytes(point.peak_bytes), f"{rate:.4g}", bar + mark]
         cells += [format_bytes(n) if n else "" for n in (point.swapped_bytes, point.recomputed_bytes)]
         cells.append("" if point.error is None else f"{100 * (1 / point.error - 1):+.1f} %")
-        if advice.noise is not None:
+        if with_goodput and advice.noise is not None:
             cells.append(f"{goodput(rate, point.micro_batch, advice.first_batch, advice.noise):.4g}")
         table.add_row(*cells)
     return table

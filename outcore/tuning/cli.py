@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,10 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--search", "num_trials", default=0, help="Runs of a search around the advice.  [default: none]")
 @click.option("--study", type=FILE, help="File of the search: it goes on from there when it was interrupted.")
 @click.option("--largest", type=click.IntRange(min=1), help="Look at no larger micro-batch.")
+@click.option("--workers", help="Plan for several devices like this one: 8, or speeds relative to it: 1,1,0.5.")
+@click.option(
+    "--communication-s", type=click.FloatRange(min=0), help="Seconds in which they sum their gradients, per step."
+)
 @click.option("--folder", type=click.Path(path_type=Path, file_okay=False), help="Folder for the swap file.")
 @click.option("--model", "model_name", default="make_model", show_default=True, help="Its name in the file.")
 @click.option("--loss", "loss_name", default="loss_fn", show_default=True, help="Its name in the file.")
@@ -50,6 +57,11 @@ def tune_command(script: Path, curve: Path | None, out: Path | None, as_json: bo
     \b
         outcore tune train.py --memory 16GiB --batch 256
         outcore tune train.py --memory 16GiB --target val_accuracy=0.97 --curve curve.svg
+        outcore tune train.py --memory 16GiB --workers 8 --communication-s 0.02
+        torchrun --nproc-per-node 8 -m outcore tune train.py --memory 16GiB
+
+    Under torchrun or `outcore launch` every rank measures its own device, all together measure how long they
+    communicate, and rank 0 prints what they agreed on; --curve, --out and the curve printed are rank 0's.
 
     What FILE.py keeps behind `if __name__ == "__main__":` does not run.
     """
@@ -61,10 +73,12 @@ def tune_command(script: Path, curve: Path | None, out: Path | None, as_json: bo
     if curve is not None:
         check_picture(curve)
     wanted = _read(options)
-    with progress() as tell:
+    with _group() as first, progress() if first else nullcontext(_say_nothing) as tell:
         tell(f"loading {script}", 0.0)
         found = _names(names_in(script), script, options)
         advice = tune(**found, **wanted, progress=tell)
+    if not first:
+        return
     if curve is not None:
         draw(advice, curve)
     if out is not None:
@@ -92,8 +106,41 @@ def _read(options: dict[str, Any]) -> dict[str, Any]:
         "num_trials": options["num_trials"],
         "study": options["study"],
         "largest": options["largest"],
+        "workers": _workers(options["workers"]) if options["workers"] is not None else None,
+        "communication_s": options["communication_s"],
         "disk": options["folder"],
     }
+
+
+@contextmanager
+def _group() -> Iterator[bool]:
+    """The process group, where a launcher started several of us; True on the one that prints."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        yield True
+        return
+    import torch
+    import torch.distributed as dist
+
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    on_devices = local_rank < torch.cuda.device_count()
+    if on_devices:
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group("nccl" if on_devices else "gloo")
+    try:
+        yield dist.get_rank() == 0
+        dist.barrier()  # rank 0 hosts what the others still talk to
+    finally:
+        dist.destroy_process_group()
+
+
+def _say_nothing(what: str, part: float) -> None:
+    """What is being done is told by rank 0."""
+
+
+def _workers(text: str) -> int | list[float]:
+    if text.isdigit():
+        return int(text)
+    return [_number(speed, "--workers") for speed in text.split(",")]
 
 
 def _target(text: str) -> tuple[str, float]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -96,6 +96,23 @@ def measure_noise(
     `loss_fn(model(x), y)` must be a mean over samples. The model is the same afterwards. With ranks, each measures on
     its own micro-batches, and all return the mean. Micro-batches of another size than the first are left out.
     """
+    found = _measure(model, loss_fn, batches, num_micro)
+    sqr, var = mean_over_ranks([found.sqr, found.var], group)
+    return _finite(replace(found, sqr=sqr, var=var))
+
+
+def noise_here(model: torch.nn.Module, loss_fn: LossFn, batches: Iterable[Any], *, num_micro: int = 16) -> Noise:
+    """The same as this rank alone sees it: the others need not measure too."""
+    return _finite(_measure(model, loss_fn, batches, num_micro))
+
+
+def _finite(noise: Noise) -> Noise:
+    if not (math.isfinite(noise.sqr) and math.isfinite(noise.var)):
+        raise TuningError("the gradients are not finite; lower the learning rate or look for the layer that overflows")
+    return noise
+
+
+def _measure(model: torch.nn.Module, loss_fn: LossFn, batches: Iterable[Any], num_micro: int) -> Noise:
     if num_micro < 2:
         raise TuningError(f"noise shows between micro-batches, and {num_micro} was asked for; take at least 2")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -109,10 +126,7 @@ def measure_noise(
             norms.close()
         large_sqr = float(squared_length(parameters)) / len(small) ** 2
     small_sqr = float(torch.stack(small).mean())
-    found = moments(small_sqr, micro_batch, large_sqr, micro_batch * len(small))
-    sqr, var = mean_over_ranks(list(found), group)
-    if not (math.isfinite(sqr) and math.isfinite(var)):
-        raise TuningError("the gradients are not finite; lower the learning rate or look for the layer that overflows")
+    sqr, var = moments(small_sqr, micro_batch, large_sqr, micro_batch * len(small))
     return Noise(sqr, var, micro_batch, len(small))
 
 

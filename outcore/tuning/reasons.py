@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 
 from outcore.tuning.curve import Curve
+from outcore.tuning.team import Team, Way
 from outcore.units import format_bytes
+
+MUCH = 0.2  # of a step, spent on communication
 
 
 def why_micro_batch(curve: Curve, micro_batch: int, accumulation: int) -> list[str]:
@@ -71,8 +74,37 @@ def why_batch_kept(curve: Curve, micro_batch: int, effective: int) -> list[str]:
     accumulation = effective // micro_batch
     knee = curve.knee.micro_batch
     lost = curve.rate(knee, max(1, round(effective / knee))) / curve.rate(micro_batch, accumulation) - 1
-    said = [f"the effective batch stays {effective}, as you train today, so the learning rate stays too"]
+    said = [_stays(effective)]
     if lost > 0.03:
         near = max(1, round(effective / knee)) * knee
         said.append(f"a batch of {near} could be cut into {knee}s and would be {100 * lost:.0f} % faster")
+    return said
+
+
+def _stays(effective: int) -> str:
+    return f"the effective batch stays {effective}, as you train today, so the learning rate stays too"
+
+
+def why_team(team: Team, way: Way, silent: Way, *, kept: bool, noise: float | None) -> list[str]:
+    """`silent` is the way that would be taken if communication took no time."""
+    said = [_stays(way.batch)] if kept else []
+    if noise is not None:
+        said.append(
+            f"the noise scale is {noise:.3g} samples: of all global batches, {way.batch} gets furthest per second"
+        )
+    if max(way.sizes) > min(way.sizes) + 1:
+        said.append(
+            f"workers are not equally fast: with {min(way.shares)} to {max(way.shares)} of {way.batch} samples all "
+            "finish at the same time; weight gradients by samples, as outcore.tuning.Shares does"
+        )
+    share = team.communication_s / team.step_s(way)
+    if not kept and silent.batch != way.batch:
+        said.append(
+            f"communication decides: without it a batch of {silent.batch} would do, with {way.batch} it is "
+            f"{100 * share:.0f} % of a step"
+        )
+    elif share > MUCH:
+        said.append(
+            f"communication is {100 * share:.0f} % of a step: a larger batch, or fewer workers, would waste less"
+        )
     return said

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from outcore.errors import TuningError
-from outcore.tuning.advice import Advice
+from outcore.tuning.advice import Advice, alone
 from outcore.tuning.aiming import Aiming, MakeOptimizer
 from outcore.tuning.batches import LossFn, loss_of
 from outcore.tuning.choosing import (
@@ -37,17 +38,22 @@ from outcore.tuning.choosing import (
 )
 from outcore.tuning.curve import Curve
 from outcore.tuning.goodput import RULES, best_batch, beta2_for, lr_factor, num_warm_up_steps
-from outcore.tuning.noise import Noise, measure_noise
+from outcore.tuning.noise import Noise, noise_here
 from outcore.tuning.probing import Bench, Tell, cannot_run_one, climb
 from outcore.tuning.ranges import range_test
-from outcore.tuning.reasons import why_batch_kept, why_last_batch, why_loading, why_micro_batch
+from outcore.tuning.ranks import Ranks, Workers, check_alike
+from outcore.tuning.reasons import why_batch_kept, why_last_batch, why_loading, why_micro_batch, why_team
 from outcore.tuning.samples import Collate, Samples
 from outcore.tuning.state import keep_generators, untouched
 from outcore.tuning.targets import Target
+from outcore.tuning.team import Team, Way
+from outcore.units import format_seconds
 
 FIRST_BATCH = 32  # where no batch is given: noise and learning rate are looked at here
 NUM_FIRST_STEPS = 20  # of training before noise is measured: the very first gradients are not typical
 NUM_MICRO = 16
+NUM_AGREED = 3  # times that workers choose together and try their parts
+NEAR = 0.05  # a real step so close to a micro-batch tells enough about it
 LARGEST = 1 << 16
 MakeModel = Callable[[], torch.nn.Module] | torch.nn.Module
 
@@ -72,6 +78,8 @@ def tune(
     trial_s: float = 20.0,
     num_trials: int = 0,
     study: str | Path | None = None,
+    workers: Workers | None = None,
+    communication_s: float | None = None,
     progress: Tell | None = None,
 ) -> Advice:
     """Advises micro-batch, accumulation and learning rate for training in `memory` bytes of the model's device.
@@ -90,8 +98,25 @@ def tune(
     training for at most `trial_s` seconds, on `validation` or else on a tenth that is held out of `dataset`. With
     `num_trials` an Optuna study of so many runs, each of `trial_s` seconds, begins at the advice and looks for a better
     batch and rate; `study` names a file from which it goes on when it was interrupted.
+
+    Where several workers train together, batches are global ones, and the advice says how many samples each worker
+    takes. In a process group of torch.distributed all ranks call this alike, with the model itself (not wrapped in
+    DistributedDataParallel): each measures its own device, communication is measured unless `communication_s` gives the
+    seconds to sum the gradients, and all return the same advice, each with its own micro-batch and curve. Outside,
+    `workers=8`, or speeds relative to this device such as `workers=[1, 1, 0.5]`, with `communication_s` plans for
+    workers that are not here; the advice's micro-batch is then the first one's.
     """
     began_s, back = time.perf_counter(), keep_generators()
+    told: dict[str, Any] = {
+        "batch": batch,
+        "free": free,
+        "learning_rate": learning_rate,
+        "rule": rule,
+        "largest": largest,
+    }
+    told |= {"workers": workers, "communication_s": communication_s, "num_trials": num_trials}
+    check_alike(told | {"optimizer": optimizer is not None, "target": target is not None})
+    ranks = Ranks.read(workers, communication_s)
     asked = _Asked(
         make_model, loss_fn, optimizer, memory, batch, batch is None if free is None else free, learning_rate, rule
     )
@@ -99,26 +124,22 @@ def tune(
     aim = Target.read(target) if target is not None else None
     if num_trials and (aim is None or optimizer is None):
         raise TuningError("a search needs target=... and optimizer=... to compare runs by; give both")
+    if num_trials and ranks is not None:
+        raise TuningError("a search trains on one device; search without workers, then keep the batch it found")
+    limits: dict[str, Any] = {"memory": memory, "host": host, "disk": disk}
+    tell = progress or (lambda what, part: None)
     try:
-        with asked.model() as model:
-            samples = Samples(dataset, _device_of(model), collate)
-            made = optimizer(model.parameters()) if optimizer is not None else None
-            tuner = _Tuner(asked, samples, model, made, progress or (lambda what, part: None))
-            tuner.bench = Bench(model, loss_fn, samples, made, memory, host=host, disk=disk)
-            try:
-                advice = tuner.advise(largest)
-            finally:
-                tuner.bench.close()
+        with _tuner(asked, partial(Samples, dataset, collate=collate), limits, ranks, tell) as tuner:
+            advice, samples = tuner.advise(largest), tuner.samples
         if aim is not None:
             if optimizer is None:
                 raise TuningError(
                     "time to a target is found by training; give optimizer=..., such as torch.optim.AdamW"
                 )
             held_out = Samples(validation, samples.device, collate) if validation is not None else None
-            limits = {"memory": memory, "host": host, "disk": disk}
-            aiming = Aiming(asked.model, loss_fn, optimizer, samples, held_out, aim, trial_s, limits, tuner.tell)
+            aiming = Aiming(asked.model, loss_fn, optimizer, samples, held_out, aim, trial_s, limits, tell)
             advice = aiming.search(advice, num_trials, study) if num_trials else advice
-            advice = aiming.predict(advice)
+            advice = aiming.predict(advice) if ranks is None else _aim_together(aiming, advice, ranks)
         return replace(advice, spent_s=time.perf_counter() - began_s)
     finally:
         back()
@@ -190,8 +211,10 @@ class _Tuner:
             )
 
     def advise(self, largest: int | None) -> Advice:
-        curve, choosing, micro_batch = self._find_micro_batch(self._largest(largest))
         kept = self.asked.batch is not None and not self.asked.free
+        curve, choosing, micro_batch = self._find_micro_batch(
+            self._largest(largest), self.asked.batch if kept else None
+        )
         first_batch = self.asked.batch or self._first_batch(curve)
         self._find_rate(curve, first_batch)
         effective, noise = (first_batch if kept else micro_batch), None
@@ -230,7 +253,8 @@ class _Tuner:
 
     # -- the micro-batch ----------------------------------------------------------------------------------------------
 
-    def _find_micro_batch(self, largest: int) -> tuple[Curve, Choosing | None, int]:
+    def _find_micro_batch(self, largest: int, effective: int | None) -> tuple[Curve, Choosing | None, int]:
+        """At the knee, or the best of those that divide an effective batch."""
         found = climb(self.bench, largest, self.tell)
         if found.family is None:
             if len(found.measured) > 1:
@@ -244,10 +268,10 @@ class _Tuner:
         choosing = Choosing.start(self.bench, found.family, found.measured)
         smallest = min(2 if self.normalises else 1, largest)
         batches = free_batches(choosing, largest, smallest)
-        if self.asked.batch is not None and not self.asked.free:
-            batches = divisors(self.asked.batch, smallest)
+        if effective is not None:
+            batches = divisors(effective, smallest)
             choosing.lay_out(batches, self.tell)
-            return self._settled(choosing, micro_batch_for(self.asked.batch))
+            return self._settled(choosing, micro_batch_for(effective))
         choosing.lay_out(batches, self.tell)
         if not choosing.curve.fitting and self.normalises:
             raise cannot_run_one(self.bench.budget.device_bytes)
@@ -288,7 +312,7 @@ class _Tuner:
         if self.asked.starts_anew:
             self._train_a_little(min(first_batch, curve.largest_in_core))
         num_micro = max(2, min(NUM_MICRO, num // micro))
-        return measure_noise(self.model, self.asked.loss_fn, self.samples.shuffled(micro), num_micro=num_micro)
+        return noise_here(self.model, self.asked.loss_fn, self.samples.shuffled(micro), num_micro=num_micro)
 
     def _train_a_little(self, batch: int) -> None:
         assert self.optimizer is not None
@@ -372,6 +396,162 @@ class _Tuner:
             num_warm_up_steps=num_warm_up_steps(rule, num_steps, batch, first_batch) if factor > 1.2 else 0,
             beta2=beta2_for(group["betas"][1], batch, first_batch) if normalised and batch != first_batch else None,
         )
+
+
+@contextmanager
+def _tuner(
+    asked: _Asked,
+    samples_on: Callable[[torch.device], Samples],
+    limits: dict[str, Any],
+    ranks: Ranks | None,
+    tell: Tell,
+) -> Iterator[_Tuner]:
+    """One that is ready to advise, for this device or for all ranks."""
+    with ExitStack() as stack:
+        with nullcontext() if ranks is None else ranks.all_or_none():
+            model = stack.enter_context(asked.model())
+            samples, make_optimizer = samples_on(_device_of(model)), asked.make_optimizer
+            made = make_optimizer(model.parameters()) if make_optimizer is not None else None
+            tuner = (_Tuner if ranks is None else _TeamTuner)(asked, samples, model, made, tell)
+        if isinstance(tuner, _TeamTuner) and ranks is not None:
+            tuner.join(ranks)
+        with nullcontext() if ranks is None else ranks.all_or_none():
+            tuner.bench = Bench(model, asked.loss_fn, samples, made, **limits)
+            stack.callback(tuner.bench.close)
+        yield tuner
+
+
+class _TeamTuner(_Tuner):
+    """The same for several workers: each finds its own curve, then all choose a global batch."""
+
+    ranks: Ranks
+    communication_s: float
+    curve: Curve
+    choosing: Choosing | None
+
+    def join(self, ranks: Ranks) -> None:
+        self.ranks, self.communication_s = ranks, ranks.communicating_s(self.model)
+
+    def advise(self, largest: int | None) -> Advice:
+        with self.ranks.all_or_none():
+            self.curve, self.choosing, _ = self._find_micro_batch(self._largest(largest), None)
+        first_batch = min(self.ranks.all(self.asked.batch or self._first_batch(self.curve)))
+        noise = self._look_at_gradients(first_batch)
+        team, way = self._agree(min(self.ranks.all(self._most())), first_batch, noise)
+        micro_batch = way.sizes[self.ranks.rank]
+        with self.ranks.all_or_none():
+            peak_bytes = self._peak_of(micro_batch, way.accumulation)
+        self.why = [
+            *why_micro_batch(self.curve, micro_batch, way.accumulation),
+            *self.why,
+            *why_loading(self.curve, micro_batch, self.samples.load_s),
+        ]
+        advice = Advice(
+            micro_batch=micro_batch,
+            accumulation=way.accumulation,
+            learning_rate=None,
+            samples_per_s=team.rate(way),
+            step_s=team.step_s(way),
+            peak_bytes=peak_bytes,
+            curve=self.curve,
+            why=(),
+            noise=noise,
+            first_batch=first_batch,
+            workers=self.ranks.num,
+            shares=way.shares,
+            communication_s=self.communication_s,
+            scaling=team.scaling(way),
+        )
+        return replace(self._with_rate(advice), why=tuple(self.why))
+
+    def _most(self) -> int:
+        """No global batch beyond this; micro-batches have their own limit."""
+        return self.samples.num or LARGEST * self.ranks.num
+
+    def _look_at_gradients(self, first_batch: int) -> float | None:
+        """Learning rate and noise, found by rank 0 for all; its reasons are everybody's."""
+        noise: Noise | None = None
+        with self.ranks.all_or_none():
+            if self.ranks.rank == 0:
+                self._find_rate(self.curve, first_batch)
+                if self.asked.free and self.choosing is not None and self.optimizer is not None:
+                    noise = self._measure_noise(self.curve, first_batch)
+        rate = self.optimizer.param_groups[0]["lr"] if self.optimizer is not None else 0.0
+        scale = noise.scale if noise is not None else None
+        scale, rate, self.rate_batch, self.why = self.ranks.first((scale, float(rate), self.rate_batch, self.why))
+        if self.optimizer is not None:
+            self._set_rate(rate)
+        return scale
+
+    def _agree(self, most: int, first_batch: int, noise: float | None) -> tuple[Team, Way]:
+        """Choose, try one's own part with real steps, tell; again where that changes the choice."""
+        team = self._team()
+        for at in range(NUM_AGREED):
+            self.tell("choosing a batch for all workers", at / NUM_AGREED)
+            way = self._choose(team, most, first_batch, noise)
+            with self.ranks.all_or_none():
+                tried = self._try(way.sizes[self.ranks.rank])
+            team = self._team()
+            if not any(self.ranks.all(tried)):
+                break
+        kept, silent = not self.asked.free, self._choose(team.silent(), most, first_batch, noise)
+        self.why += why_team(team, way, silent, kept=kept, noise=noise)
+        return team, way
+
+    def _choose(self, team: Team, most: int, first_batch: int, noise: float | None) -> Way:
+        if not self.asked.free:
+            return team.keep(first_batch)
+        return team.fastest(most) if noise is None else team.furthest(most, first_batch, noise)
+
+    def _team(self) -> Team:
+        with self.ranks.all_or_none():
+            most_accumulating = self._most_accumulating()
+        return self.ranks.team(self.curve, most_accumulating, self.communication_s)
+
+    def _most_accumulating(self) -> int:
+        """The largest micro-batch of the curve that fits besides the gradients of those before it."""
+        sizes = [point.micro_batch for point in self.curve.fitting]
+        if self.choosing is None:
+            return sizes[-1]
+        accumulating = self.bench.planned(self.choosing.planned.family, accumulating=True)
+        return next((size for size in reversed(sizes) if accumulating.at(size).plan is not None), 0)
+
+    def _try(self, micro_batch: int) -> bool:
+        """Real steps of this worker's part, unless some of nearly that size ran."""
+        if self.choosing is None:
+            return False
+        if micro_batch not in self.curve.batches:
+            self.choosing.add(micro_batch)
+        ran = [point.micro_batch for point in self.choosing.curve.points if point.measured_step_s is not None]
+        near = any(abs(size / micro_batch - 1) <= NEAR for size in ran)
+        if not near and self.choosing.curve.point(micro_batch).fits:
+            self.tell(f"real steps with a batch of {micro_batch}", 0.9)
+            self.choosing.confirm(micro_batch)
+        self.curve = self.choosing.curve
+        return not near
+
+    def _peak_of(self, micro_batch: int, accumulation: int) -> int:
+        point = self.curve.point(micro_batch)
+        if self.choosing is None or accumulation == 1:
+            return point.measured_peak_bytes or point.peak_bytes
+        found = self.bench.planned(self.choosing.planned.family, accumulating=True).at(micro_batch)
+        if found.plan is None:
+            raise TuningError(f"gradients of {micro_batch} samples cannot be accumulated in this memory; raise it")
+        return found.point.peak_bytes
+
+
+def _aim_together(aiming: Aiming, advice: Advice, ranks: Ranks) -> Advice:
+    """Rank 0 trains the global batch alone; the team takes the same steps, each in the time predicted for it."""
+    found = advice
+    with ranks.all_or_none():
+        if ranks.rank == 0:
+            found = aiming.predict(alone(advice))
+    found = ranks.first(found)
+    target_s = None if found.target_s is None else found.target_s * advice.step_s / found.step_s
+    said = found.why[-1] + f"; that was one device, and {advice.workers} workers take the same steps"
+    if target_s is not None:
+        said += f" in {format_seconds(target_s)}"
+    return replace(advice, target=found.target, target_s=target_s, why=(*advice.why, said))
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:

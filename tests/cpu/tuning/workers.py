@@ -25,12 +25,16 @@ BATCH = 120
 
 def run_ranks(work: Callable[[int, dict[str, Any]], Any], settings: dict[str, Any], num_ranks: int = 2) -> list[Any]:
     """What `work(rank, settings)` returned on every rank, each a process of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     folder = Path(settings["folder"])
     start_processes(_rank, (port, num_ranks, work, settings), nprocs=num_ranks, start_method="spawn")
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def _rank(rank: int, port: int, num_ranks: int, work: Callable[..., Any], settings: dict[str, Any]) -> None:
