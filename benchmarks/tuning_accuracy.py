@@ -148,7 +148,7 @@ def by_hand(case: Case, test_batch: int = 256, num_micro: int = 64) -> Setting:
     net = case.net(0)
     optimizer = case.make_optimizer(net.parameters())
     test_batch = min(test_batch, case.num_train // 4)
-    tested = range_test(net, F.cross_entropy, case.batches(test_batch, 1), optimizer)
+    tested = range_test(net, F.cross_entropy, case.batches(test_batch, 1), optimizer, num_seeds=3)
     sizes = [size for size in (8, 16, 32, 64, 128, 256, 512, 1024, 2048) if size <= case.num_train // 4]
     seconds = {size: _step_s(case, net, optimizer, size) for size in sizes}
     for group in optimizer.param_groups:

@@ -85,13 +85,14 @@ def range_test(
                 steps = _rising(model, loss_fn, stream, optimizer, list(map(float, lrs)))
                 runs.append(_until_diverged(steps, lambda part: tell((len(runs) + part) / num_seeds), num_steps))
         stream.close()
-    num_kept = min(len(run) for run in runs)
+    num_kept = int(np.median([len(run) for run in runs]))  # one unlucky seed does not shorten the others
     if num_kept < 10:
         raise TuningError(
             f"the loss left all bounds after {num_kept} steps, at a learning rate of {lrs[num_kept]:.2g}; start lower, "
             "or look at the data"
         )
-    losses = np.mean([run[:num_kept] for run in runs], axis=0)
+    padded = [run[:num_kept] + [math.nan] * (num_kept - len(run)) for run in runs]
+    losses = np.nanmean(padded, axis=0)
     return _suggest(lrs[:num_kept], losses, num_seeds, diverged=num_kept < num_steps)
 
 
