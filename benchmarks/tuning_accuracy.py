@@ -148,20 +148,30 @@ def by_hand(case: Case, test_batch: int = 256, num_micro: int = 64) -> Setting:
     net = case.net(0)
     optimizer = case.make_optimizer(net.parameters())
     test_batch = min(test_batch, case.num_train // 4)
-    tested = range_test(net, F.cross_entropy, case.batches(test_batch, 1), optimizer)
+    tested = range_test(net, F.cross_entropy, case.batches(test_batch, 1), optimizer, num_seeds=3)
     sizes = [size for size in (8, 16, 32, 64, 128, 256, 512, 1024, 2048) if size <= case.num_train // 4]
     seconds = {size: _step_s(case, net, optimizer, size) for size in sizes}
     for group in optimizer.param_groups:
         group["lr"] = tested.suggested_lr
-    for _, (x, y) in zip(range(20), case.batches(test_batch, 2)):
-        optimizer.zero_grad()
-        F.cross_entropy(net(x), y).backward()
-        optimizer.step()
+    _train_past_the_plunge(case, net, optimizer, test_batch)
     noise = measure_noise(net, F.cross_entropy, case.batches(32, 3), num_micro=num_micro).scale
     batch, _ = best_batch(sizes, seconds.__getitem__, DEFAULT_BATCH, noise)
     factor = lr_factor("adascale", batch, test_batch, noise, normalised=case.optimizer == "adam")
     told = f"range test at {test_batch}: {tested.suggested_lr:.3g}; noise scale {noise:.0f}; by hand, tune is not there"
     return Setting(batch, tested.suggested_lr * factor, 0, spent_s=case.now_s() - began_s, told=told)
+
+
+def _train_past_the_plunge(case: Case, net: nn.Module, optimizer: torch.optim.Optimizer, batch: int) -> None:
+    """While the loss falls from its plateau all gradients agree: noise is far lower there than ever after."""
+    first = None
+    for _, (x, y) in zip(range(60), case.batches(batch, 2)):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        first = first or loss.item()
+        if loss.item() < 0.3 * first:
+            return
 
 
 def _step_s(case: Case, net: nn.Module, optimizer: torch.optim.Optimizer, batch: int, num_steps: int = 6) -> float:

@@ -120,6 +120,8 @@ def load_case(data: str, optimizer: str, device: str, num_train: int | None, num
         case = Case(digits.name, *parts, net, optimizer, 0.97 if small else 0.98, 15.0 if small else 3.0)
     if num_train is not None:
         case.train_x, case.train_y = case.train_x[:num_train], case.train_y[:num_train]
+        num_test = max(1000, num_train // 6)  # looks are not timed, but waited for
+        case.test_x, case.test_y = case.test_x[:num_test], case.test_y[:num_test]
     case.num_epochs = num_epochs or case.num_epochs
     case.device = device
     case.memory = "16GiB" if device == "cuda" else "4GiB"

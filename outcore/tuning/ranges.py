@@ -31,6 +31,7 @@ DIVERGED = 1.25  # times the loss at the start: what comes after says nothing ab
 WIDTH_DECADES = 0.25  # of the rates around one that its line is fitted to, as a standard deviation
 ROOM = 3.0  # below the rate at which the loss went up and away
 SURE = 2.0  # standard errors a slope must lie below zero
+NUM_AWAY = 3  # losses in a row that high: it does not come back
 NUM_START = 5  # steps, at rates too low to matter, whose loss is the one to compare with
 Vector = np.ndarray[tuple[int], np.dtype[np.float64]]
 
@@ -84,13 +85,14 @@ def range_test(
                 steps = _rising(model, loss_fn, stream, optimizer, list(map(float, lrs)))
                 runs.append(_until_diverged(steps, lambda part: tell((len(runs) + part) / num_seeds), num_steps))
         stream.close()
-    num_kept = min(len(run) for run in runs)
+    num_kept = int(np.median([len(run) for run in runs]))  # one unlucky seed does not shorten the others
     if num_kept < 10:
         raise TuningError(
             f"the loss left all bounds after {num_kept} steps, at a learning rate of {lrs[num_kept]:.2g}; start lower, "
             "or look at the data"
         )
-    losses = np.mean([run[:num_kept] for run in runs], axis=0)
+    padded = [run[:num_kept] + [math.nan] * (num_kept - len(run)) for run in runs]
+    losses = np.nanmean(padded, axis=0)
     return _suggest(lrs[:num_kept], losses, num_seeds, diverged=num_kept < num_steps)
 
 
@@ -116,19 +118,26 @@ def _rising(
 
 
 def _until_diverged(steps: Iterator[float], tell: Callable[[float], None], num_steps: int) -> list[float]:
+    """Losses up to where they stay too high: one alone may be a step that overshot and came back."""
     losses: list[float] = []
+    limit = math.inf
     for loss in steps:
-        started = len(losses) >= NUM_START
-        if not math.isfinite(loss) or (started and loss > DIVERGED * max(losses[:NUM_START])):
+        if not math.isfinite(loss):
             break
         losses.append(loss)
+        limit = DIVERGED * max(losses[:NUM_START])
+        if len(losses) > NUM_START and min(losses[-NUM_AWAY:]) > limit:
+            break
         tell(len(losses) / num_steps)
+    while losses and losses[-1] > limit:
+        losses.pop()
     return losses
 
 
 def _suggest(lrs: Vector, losses: Vector, num_seeds: int, *, diverged: bool) -> RangeTest:
     at = np.log10(lrs)
-    smoothed, slopes, errors = _fit_lines(at, losses)
+    calm = np.minimum(losses, np.max(losses[:NUM_START]))  # how far a step overshot says nothing about the slope
+    smoothed, slopes, errors = _fit_lines(at, calm)
     bottom = int(np.argmin(smoothed))
     falling = slopes[: bottom + 1] < -SURE * errors[: bottom + 1]
     if not falling.any():
