@@ -25,6 +25,7 @@ PRECISION = 16  # the answer is right to one part in this many
 FIRST = {"batch": 64, "depth": 152}
 MOST = {"batch": 8192, "depth": 6002}
 DEPTH_BATCH = 32
+OUT_OF_TIME = "no time left"  # says nothing about the size
 
 
 def largest(works: Callable[[int], bool], first: int, most: int) -> int:
@@ -60,16 +61,16 @@ def main(
         return
     from benchmarks.slowdown import about, hardware
 
-    rows = [
-        search(question, method, memory_gib, limit_s)
-        for question in questions.split(",")
-        for method in methods.split(",")
-    ]
     out = out or Path(f"benchmarks/results/fit_{hardware()}_{date.today():%Y%m%d}.json")
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"question": "fit", **about(), "rows": rows}, indent=1))
+    rows: list[dict[str, Any]] = []
+    for question in questions.split(","):
+        for method in methods.split(","):
+            rows.append(search(question, method, memory_gib, limit_s))
+            out.write_text(json.dumps({"question": "fit", **about(), "rows": rows}, indent=1))
     for row in rows:
-        print(f"{row['question']:6} {row['method']:12} {row['largest']:6d}  {row['samples_per_s'] or 0:8.1f} samples/s")
+        found = f"{'' if row['complete'] else '>='}{row['largest']}"
+        print(f"{row['question']:6} {row['method']:12} {found:>8}  {row['samples_per_s'] or 0:8.1f} samples/s")
 
 
 def search(question: str, method: str, memory_gib: float, limit_s: float) -> dict[str, Any]:
@@ -78,7 +79,7 @@ def search(question: str, method: str, memory_gib: float, limit_s: float) -> dic
 
     def works(size: int) -> bool:
         if time.monotonic() > deadline:
-            trials.append({"size": size, "error": "no time left"})
+            trials.append({"size": size, "error": OUT_OF_TIME})
             return False
         trials.append(_try(question, method, size, memory_gib, deadline - time.monotonic()))
         print("TRIAL", question, method, json.dumps(trials[-1]), flush=True)
@@ -93,6 +94,7 @@ def search(question: str, method: str, memory_gib: float, limit_s: float) -> dic
         "memory_gib": memory_gib,
         "method": method,
         "largest": found,
+        "complete": not any(trial.get("error") == OUT_OF_TIME for trial in trials),
         "step_s": best.get("step_s"),
         "in_core_step_s": None,
         "peak_gib": best.get("peak_gib"),
@@ -109,7 +111,7 @@ def _try(question: str, method: str, size: int, memory_gib: float, limit_s: floa
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=max(5.0, limit_s), check=False)
     except subprocess.TimeoutExpired:
-        return {"size": size, "error": "took too long"}
+        return {"size": size, "error": OUT_OF_TIME}
     for line in done.stdout.splitlines():
         if line.startswith("TRIAL "):
             return {"size": size, **json.loads(line[6:])}

@@ -25,7 +25,7 @@ from benchmarks.recorded import h200
 from outcore.planning import lower, plan
 from outcore.planning.simulate import held_until
 from outcore.planning.terrain import Terrain, terrain_of
-from outcore.running.gradients import MOST_SHARE, SMALLEST_BYTES
+from outcore.running.gradients import MOST_BYTES, MOST_SHARE, SMALLEST_BYTES
 from outcore.units import GIB, MIB
 from outcore.values import Action, Budget, Schedule, Trace
 
@@ -195,9 +195,9 @@ class Program:
 
 
 def gradients_aside(trace: Trace, memory_bytes: int) -> set[int]:
-    """The storages that `move_gradients_aside` would move: small, made by the backward, there until its end."""
+    """The storages that `GradientsAside` would move: small, made by the backward, there until its end."""
     first = min(op.slot for op in trace.ops if op.phase == "backward")
-    left_bytes = int(MOST_SHARE * memory_bytes)
+    left_bytes = min(int(MOST_SHARE * memory_bytes), MOST_BYTES)
     found = set()
     for number, storage in sorted(enumerate(trace.storages), key=lambda item: item[1].bytes):
         if storage.born < first or storage.external or storage.dies < trace.num_slots - 5:

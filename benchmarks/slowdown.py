@@ -7,6 +7,7 @@ steps, the optimizer included. `python -m benchmarks.slowdown --help`.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import statistics
@@ -150,16 +151,37 @@ def _time_steps(
         around: Any = ooc.step
     elif method.startswith("compile"):
         if method == "compile-budget":  # the share of activations that may be saved, as its own setting wants it
+            if in_core_gib == float("inf"):
+                raise RuntimeError("compile-budget needs in-core before it in --methods: its budget is a share of that")
             torch._functorch.config.activation_memory_budget = min(1.0, memory_gib / in_core_gib)
         model.compile()
         around = PEERS["in-core"](network)
     else:
         around = PEERS[method](network)
+    try:
+        row = _measure(network, around, optimizer, ooc, steps)
+        if ooc is not None:
+            label = f"{name}_{memory_gib:g}_{method}"
+            row |= describe(ooc, traces, label)
+            if traces is not None:
+                once = functools.partial(training_step, network, around, optimizer, ours=True)
+                _save_history(traces / f"{label}.memory.json.gz", once)
+    finally:
+        if ooc is not None:
+            ooc.close()
+    return row
+
+
+def _measure(network: Any, around: Any, optimizer: Any, ooc: Any, steps: int) -> dict[str, Any]:
+    """Steps until the plan is final (recorded, timed again, planned, fitted to the allocator), then timed ones."""
+    import torch
+
+    from benchmarks.peers import training_step
+
     times: list[float] = []
     marks: list[float] = []
     num_restarts = 0
     while len(times) < steps and (ooc is not None or len(times) < 3 or sum(times) < SLOW_S):
-        # ours: recorded, timed again, planned, fitted to the allocator, until the plan is final
         warm = len(marks) >= 3 if ooc is None else len(marks) >= MOST_WARM or (ooc.settled and len(marks) >= 5)
         if warm and not times:
             torch.cuda.synchronize()
@@ -168,7 +190,7 @@ def _time_steps(
         began = time.perf_counter()
         loss = training_step(network, around, optimizer, ours=ooc is not None)
         (times if warm or times else marks).append(time.perf_counter() - began)
-    row: dict[str, Any] = {
+    return {
         "batch": network.batch,
         "step_s": statistics.median(times),
         "num_steps": len(times),
@@ -179,15 +201,6 @@ def _time_steps(
         "num_alloc_retries": torch.cuda.memory_stats()["num_alloc_retries"] - num_restarts,
         "loss": float(loss),
     }
-    if ooc is not None:
-        label = f"{name}_{memory_gib:g}_{method}"
-        row |= describe(ooc, traces, label)
-        if traces is not None:
-            _save_history(
-                traces / f"{label}.memory.json.gz", lambda: training_step(network, around, optimizer, ours=True)
-            )
-        ooc.close()
-    return row
 
 
 def _save_history(path: Path, step: Callable[[], Any]) -> None:

@@ -239,7 +239,7 @@ def _fit(result: Result) -> str:
             row["question"],
             f"{row['memory_gib']:g}",
             row["method"],
-            f"{row['largest']}",
+            f"{'' if row.get('complete', True) else 'at least '}{row['largest']}",
             f"{row['samples_per_s'] or 0:.0f}",
         )
         for row in result["rows"]

@@ -57,7 +57,10 @@ def trainer(kind: type[Trainer] = LimitedTrainer, **more: Any) -> Trainer:
     return kind(model=model, args=arguments, train_dataset=Tokens(), **more)
 
 
-def main(memory: str = "10MiB") -> outcore.Limited:
+MEMORY = "300MiB" if torch.cuda.is_available() else "10MiB"  # cuBLAS alone takes some 64 MiB
+
+
+def main(memory: str = MEMORY) -> outcore.Limited:
     made = trainer(memory=memory)
     made.train()
     print(made.ooc)

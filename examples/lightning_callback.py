@@ -27,6 +27,7 @@ class Limit(lightning.Callback):
         self._step = ExitStack()
 
     def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        self._step.close()  # a batch whose training_step returned None had no backward
         self.ooc = self.ooc or outcore.limit(module, memory=self.memory)
         self._step.enter_context(self.ooc.step())
 
@@ -62,7 +63,10 @@ def train(*callbacks: lightning.Callback) -> Classifier:
     return module
 
 
-def main(memory: str = "12MiB") -> outcore.Limited:
+MEMORY = "300MiB" if torch.cuda.is_available() else "12MiB"  # cuBLAS alone takes some 64 MiB
+
+
+def main(memory: str = MEMORY) -> outcore.Limited:
     limit = Limit(memory)
     train(limit)
     assert limit.ooc is not None

@@ -32,7 +32,7 @@ from outcore.recording.record import Recorder
 from outcore.reporting.text import report
 from outcore.running.clock import Clock
 from outcore.running.execute import Execution, Program
-from outcore.running.gradients import move_gradients_aside
+from outcore.running.gradients import GradientsAside
 from outcore.running.meter import LiveBytes, resident_bytes
 from outcore.running.room import NUM_STEPS, Room
 from outcore.running.store import Store
@@ -140,8 +140,7 @@ class Limited:
             model.register_forward_pre_hook(self._on_forward, with_kwargs=True),
             register_optimizer_step_post_hook(_optimizer_watch(weakref.ref(self))),
         ]
-        if on_cuda:
-            self._hooks += move_gradients_aside(model.parameters(), memory_bytes, self.device, lambda: self._active)
+        self._aside = GradientsAside(model.parameters(), memory_bytes, self.device) if on_cuda else None
 
     def expect(self, trace: Trace) -> None:
         """The next step of a new kind will do what `trace` says: it is planned at once, without recording it first.
@@ -162,6 +161,8 @@ class Limited:
         self._settle()
         _ACTIVE.append(self)
         self._active = True
+        if self._aside is not None:
+            self._aside.begin()
         self._interception.start()
         failed = True
         try:
@@ -173,6 +174,8 @@ class Limited:
         finally:
             self._interception.stop()
             self._active = False
+            if self._aside is not None:
+                self._aside.end()
             _ACTIVE.remove(self)
             self._end(failed=failed)
 
@@ -279,7 +282,7 @@ class Limited:
     def _on_left(self, kind: Kind, run: Execution) -> None:
         kind.num_left += 1
         log.info("a step left its plan: %s", run.left_plan_because)
-        kind.trace = kind.plan = kind.program = None
+        kind.trace = kind.plan = kind.program = kind.room = None
         kind.stale = True
         if kind.num_left >= NUM_TRIES:
             kind.unplanned = True
@@ -293,13 +296,23 @@ class Limited:
 
     def _make_plan(self, kind: Kind, before_bytes: int) -> None:
         assert kind.trace is not None
+        if kind.plan is not None:  # what lies around between steps may come and go: plan for the most
+            before_bytes = max(before_bytes, kind.plan.before_bytes)
         if self._tries_rooms:
             torch.cuda.empty_cache()  # what the allocator reserves from here on is the plan's own doing
             if kind.room is None or before_bytes > kind.trace.before_bytes + MIB:
                 kind.room = Room(self.budget.device_bytes)
             kind.room.begin()
         trace = kind.trace = dataclasses.replace(kind.trace, before_bytes=before_bytes)
-        kind.plan = self._plan_for(trace, kind.room)
+        try:
+            kind.plan = self._plan_for(trace, kind.room)
+        except BudgetTooSmall:
+            if kind.room is None or not kind.room.attempts:
+                raise
+            kind.room.settle()  # larger rooms were tried and did fit
+            kind.stale = False
+            self._go_back(kind)
+            return
         kind.schedule = lower(trace, kind.plan, self.machine)
         verify(trace, kind.schedule)
         kind.predicted = simulate(trace, kind.schedule, self.machine)
@@ -326,12 +339,19 @@ class Limited:
                 f"{trace.fingerprint}); plan this one anew: leave out plan=..."
             )
         margin, memory_bytes = (LEAST_MARGIN if room is not None else 0.0), self.budget.device_bytes
-        for room_bytes in (room.room_bytes if room is not None else memory_bytes, int(memory_bytes * (1 - margin))):
+        rooms = [int(memory_bytes * (1 - margin))]
+        if room is not None:
+            rooms = [room.room_bytes] if room.attempts else [room.room_bytes, *rooms]
+        for room_bytes in rooms:
             budget = dataclasses.replace(self.budget, device_bytes=room_bytes)
             try:
-                return make_plan(trace, self.machine, budget, planner=self.planner)
+                made = make_plan(trace, self.machine, budget, planner=self.planner)
             except BudgetTooSmall as error:
                 too_small = error
+                continue
+            if room is not None:
+                room.room_bytes = room_bytes
+            return made
         needed = int(too_small.needed_bytes / (1 - margin)) + 1
         raise BudgetTooSmall(needed, memory_bytes, too_small.at_op, where=str(self.device)) from None
 
@@ -397,10 +417,11 @@ class Limited:
 
     def _ran_out(self, kind: Kind | None) -> None:
         """A step ran out of memory: no plan of this size again."""
-        if kind is not None and kind.room is not None and not kind.stale:
-            kind.stale = kind.room.shrink()
-            kind.room.attempts.clear()
-            kind.room.settled = False
+        if kind is None or kind.room is None or kind.stale:
+            return
+        kind.stale = kind.room.ran_out()
+        if not kind.stale:
+            self._go_back(kind)
 
     # -- measuring ----------------------------------------------------------------------------------------------------
 
@@ -524,6 +545,8 @@ class Limited:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        if self._aside is not None:
+            self._aside.remove()
         self.store.close()
 
 

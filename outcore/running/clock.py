@@ -23,20 +23,23 @@ class Clock:
         self.device = device
         self.spin = spin
         self._pairs: list[tuple[Any, Any]] = []
+        self._stream = (
+            torch.cuda.current_stream(device) if device.type == "cuda" else None
+        )  # also where an op leaves it
 
     def start(self) -> Any:
-        if self.device.type != "cuda":
+        if self._stream is None:
             return time.perf_counter()
         if self.spin and len(self._pairs) % _BATCH == 0:
-            torch.cuda._sleep(_SPIN_CYCLES)
-        return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(enable_timing=True))
+            with torch.cuda.stream(self._stream):
+                torch.cuda._sleep(_SPIN_CYCLES)
+        return self._stream.record_event(torch.cuda.Event(enable_timing=True))
 
     def stop(self, started: Any) -> None:
-        if self.device.type != "cuda":
+        if self._stream is None:
             self._pairs.append((started, time.perf_counter()))
-            return
-        ended = torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(enable_timing=True))
-        self._pairs.append((started, ended))
+        else:
+            self._pairs.append((started, self._stream.record_event(torch.cuda.Event(enable_timing=True))))
 
     def seconds(self) -> list[float]:
         if self.device.type != "cuda":

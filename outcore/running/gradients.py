@@ -10,54 +10,74 @@ the gradient has the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Iterable
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from outcore.units import MIB
 
 SMALLEST_BYTES = MIB  # PyTorch itself keeps smaller blocks apart
 MOST_SHARE = 0.02  # of the budget: pages of one stream lie idle while nothing on it needs them
+MOST_BYTES = 512 * MIB
 
 
-def move_gradients_aside(
-    parameters: Iterable[torch.nn.Parameter], budget_bytes: int, device: torch.device, when: Callable[[], bool]
-) -> list[RemovableHandle]:
-    """Hooks that move the gradients of the smallest of these parameters, together a fiftieth of the budget, while
-    `when()` holds."""
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+class GradientsAside:
+    """Moves the gradients of the smallest of these parameters, together a fiftieth of the budget, during steps.
 
-    def move(parameter: torch.Tensor) -> None:
-        grad = parameter.grad
-        if not when() or grad is None or not _is_fresh(grad):
+    Only what a step's own backward made is moved: a parameter that had a gradient when the step began keeps that block,
+    whoever holds it. The hooks live in the parameters and so must not keep anything alive: they know them weakly.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], budget_bytes: int, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._parameters: list[weakref.ref[torch.nn.Parameter]] = []
+        self._waiting: set[int] = set()  # parameters without a gradient yet, by id
+        self._hooks = []
+        left_bytes = min(int(MOST_SHARE * budget_bytes), MOST_BYTES)
+        known = (parameter for parameter in parameters if not torch.nn.parameter.is_lazy(parameter))
+        for parameter in sorted(known, key=lambda parameter: parameter.nbytes):
+            if not parameter.requires_grad or parameter.nbytes < SMALLEST_BYTES or parameter.device != device:
+                continue
+            left_bytes -= parameter.nbytes
+            if left_bytes < 0:
+                break
+            self._parameters.append(weakref.ref(parameter))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._move))
+
+    def begin(self) -> None:
+        """A step begins."""
+        there = (reference() for reference in self._parameters)
+        self._waiting = {id(parameter) for parameter in there if parameter is not None and parameter.grad is None}
+
+    def end(self) -> None:
+        self._waiting.clear()
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _move(self, parameter: torch.Tensor) -> None:
+        if id(parameter) not in self._waiting:
             return
-        with torch.cuda.stream(stream):  # without a stream: no change
+        self._waiting.discard(id(parameter))
+        grad = parameter.grad
+        if grad is None or not _is_plain(grad):
+            return
+        with torch.cuda.stream(self._stream):  # without a stream: no change
             aside = torch.empty_like(grad)
         aside.copy_(grad)
-        aside._outcore_aside = True  # type: ignore[attr-defined]
+        if self._stream is not None:  # it is used on this stream, and must not be given away before that is over
+            aside.record_stream(torch.cuda.current_stream(grad.device))
         parameter.grad = aside
 
-    left_bytes = int(MOST_SHARE * budget_bytes)
-    hooks: list[RemovableHandle] = []
-    known = (parameter for parameter in parameters if not torch.nn.parameter.is_lazy(parameter))
-    for parameter in sorted(known, key=lambda parameter: parameter.nbytes):
-        if not parameter.requires_grad or parameter.nbytes < SMALLEST_BYTES or parameter.device != device:
-            continue
-        left_bytes -= parameter.nbytes
-        if left_bytes < 0:
-            break
-        hooks.append(parameter.register_post_accumulate_grad_hook(move))
-    return hooks
 
-
-def _is_fresh(grad: torch.Tensor) -> bool:
-    """A block that this backward allocated for this gradient alone: no bucket's view, no subclass, no graph."""
+def _is_plain(grad: torch.Tensor) -> bool:
+    """A block of this gradient alone: no bucket's view, no subclass, no graph."""
     return (
         type(grad) is torch.Tensor
         and grad.layout is torch.strided
         and not grad.requires_grad
         and not grad._is_view()
-        and not hasattr(grad, "_outcore_aside")
         and grad.untyped_storage().nbytes() == grad.nbytes
     )

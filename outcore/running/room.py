@@ -4,7 +4,8 @@ A plan counts what is allocated, a budget also what the allocator has mapped and
 be nobody can tell beforehand. When no hole is long enough and the budget allows no further page, the allocator gives
 every free page back and starts over, which drains the device for 25 ms and more; a smaller plan often costs less than
 that. So the room is found by trying: a plan is followed for a few steps, and where the allocator started over a smaller
-one is tried, as long as it could be faster than the best so far. The fastest, measured, stays.
+one is tried, as long as it could be faster than the best so far. The fastest, measured, stays. A room never grows:
+what could be gained is a percent, what could be lost is a step that runs out of memory.
 """
 
 from __future__ import annotations
@@ -15,9 +16,7 @@ from typing import Any
 
 FIRST_SHARE = 0.92  # of the budget, for the first plan
 LEAST_SHARE = 0.70
-MOST_SHARE = 0.95  # more than this ran out of memory on the H200: pages that are used in part count whole
 SHRINK_SHARE = 0.04
-GROW_SHARE = 0.5  # of what the allocator left alone
 NUM_ATTEMPTS = 6
 NUM_STEPS = 3  # a plan is followed this long before it is judged; the first step maps memory and does not count
 
@@ -72,7 +71,7 @@ class Room:
         reserved_bytes = max(reserved for _, _, reserved in self._steps)
         step_s = statistics.median(step_s for step_s, _, _ in counted)
         self.attempts.append(Attempt(self.room_bytes, step_s, num_restarts, reserved_bytes, made))
-        if len(self.attempts) < NUM_ATTEMPTS and (again or self._moved(num_restarts, reserved_bytes)):
+        if len(self.attempts) < NUM_ATTEMPTS and (again or (num_restarts > 0 and self._shrink())):
             return True
         self.settle()
         return False
@@ -82,22 +81,20 @@ class Room:
         if self.attempts:
             self.room_bytes = self.best.room_bytes
 
-    def shrink(self) -> bool:
+    def ran_out(self) -> bool:
+        """A step of the plan at hand ran out of memory. Whether a smaller one should be planned; if not, either an
+        earlier one that did not run out is `best`, or there is nothing smaller."""
+        self.attempts = [attempt for attempt in self.attempts if attempt.room_bytes < self.room_bytes]
+        if not self.attempts and self._shrink():
+            self.settled = False
+            return True
+        self.settle()
+        return False
+
+    def _shrink(self) -> bool:
         """A smaller room, unless it is the smallest already."""
         smaller = self.room_bytes - int(SHRINK_SHARE * self.memory_bytes)
         if smaller < LEAST_SHARE * self.memory_bytes:
             return False
         self.room_bytes = smaller
-        return True
-
-    def _moved(self, num_restarts: int, reserved_bytes: int) -> bool:
-        if num_restarts:
-            return self.room_bytes <= min(attempt.room_bytes for attempt in self.attempts) and self.shrink()
-        if any(attempt.num_restarts for attempt in self.attempts):
-            return False
-        larger = self.room_bytes + int(GROW_SHARE * (self.memory_bytes - reserved_bytes))
-        larger = min(larger, int(MOST_SHARE * self.memory_bytes))
-        if larger < self.room_bytes + 0.01 * self.memory_bytes:
-            return False
-        self.room_bytes = larger
         return True

@@ -1,65 +1,118 @@
-"""Small gradients moved to a place of their own: the same bits, and hands off what is not a fresh block."""
+"""Small gradients moved to a place of their own: the same bits, and hands off what this backward did not make."""
 
 from __future__ import annotations
+
+import gc
+import weakref
 
 import torch
 from torch import nn
 
-from outcore.running.gradients import move_gradients_aside
+from outcore.running.gradients import GradientsAside
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
 
 
-def trained(aside: bool, num_backwards: int = 1, budget_bytes: int = GIB) -> nn.Module:
+class Watched(GradientsAside):
+    """Notes whose gradient was moved."""
+
+    def __init__(self, model: nn.Module, budget_bytes: int = GIB) -> None:
+        super().__init__(model.parameters(), budget_bytes, CPU)
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.moved: list[str] = []
+
+    def _move(self, parameter: torch.Tensor) -> None:
+        before = parameter.grad
+        super()._move(parameter)
+        if parameter.grad is not before:
+            self.moved.append(self.names[id(parameter)])
+
+
+def deep() -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 700), nn.ReLU(), nn.Linear(700, 8))
-    if aside:
-        move_gradients_aside(model.parameters(), budget_bytes, CPU, lambda: True)
+    return nn.Sequential(nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 700), nn.ReLU(), nn.Linear(700, 8))
+
+
+def gradients(model: nn.Module, aside: GradientsAside | None, num_backwards: int) -> list[torch.Tensor]:
+    if aside is not None:
+        aside.begin()
     for _ in range(num_backwards):
         model(torch.randn(16, 600)).square().sum().backward()
-    return model
-
-
-def moved(model: nn.Module) -> list[bool]:
-    return [hasattr(parameter.grad, "_outcore_aside") for parameter in model.parameters()]
+    if aside is not None:
+        aside.end()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
 def test_same_bits_whether_moved_or_not() -> None:
     for num_backwards in (1, 3):
-        plain, aside = trained(False, num_backwards), trained(True, num_backwards)
-        assert moved(aside) == [True, False, True, False, False, False]
-        for one, other in zip(plain.parameters(), aside.parameters()):
-            assert one.grad is not None
-            assert other.grad is not None
-            assert torch.equal(one.grad, other.grad)
-            assert one.grad.stride() == other.grad.stride()
+        plain = gradients(deep(), None, num_backwards)
+        model = deep()
+        aside = Watched(model)
+        found = gradients(model, aside, num_backwards)
+        assert sorted(aside.moved) == ["0.weight", "2.weight"]  # once each, and nothing below a MiB
+        for one, other in zip(plain, found, strict=True):
+            assert torch.equal(one, other)
+            assert one.stride() == other.stride()
 
 
 def test_only_a_fiftieth_of_the_budget_is_moved() -> None:
-    assert moved(trained(True, budget_bytes=100 * (1 << 20))) == [True] + [False] * 5
+    model = deep()
+    aside = Watched(model, 100 * (1 << 20))
+    gradients(model, aside, 1)
+    assert aside.moved == ["0.weight"]
 
 
-def test_a_gradient_somebody_placed_is_left_alone() -> None:
+def test_a_gradient_that_was_there_before_stays_where_it_is() -> None:
+    """The user may hold it: `zero_grad(set_to_none=False)` and a list of gradients of one's own."""
+    model = deep()
+    held = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    for parameter, grad in zip(model.parameters(), held):
+        parameter.grad = grad
+    aside = Watched(model)
+    gradients(model, aside, 2)
+    assert not aside.moved
+    assert all(parameter.grad is grad for parameter, grad in zip(model.parameters(), held))
+
+
+def test_a_gradient_inside_a_bucket_is_left_alone() -> None:
     model = nn.Linear(600, 600, bias=False)
-    move_gradients_aside(model.parameters(), GIB, CPU, lambda: True)
+    aside = Watched(model)
     bucket = torch.zeros(2 * 600 * 600)
-    model.weight.grad = bucket[: 600 * 600].view(600, 600)
+
+    def place(parameter: torch.Tensor) -> None:
+        parameter.grad = bucket[: 600 * 600].view(600, 600)
+
+    model.weight.register_hook(lambda grad: place(model.weight))
+    aside.begin()
     model(torch.randn(4, 600)).sum().backward()
-    assert model.weight.grad.untyped_storage().data_ptr() == bucket.untyped_storage().data_ptr()
-    assert bool(bucket[: 600 * 600].any())
+    assert not aside.moved
+    assert bool(bucket.any())
 
 
 def test_gradients_of_gradients_are_left_alone() -> None:
     model = nn.Linear(600, 600, bias=False)
-    move_gradients_aside(model.parameters(), GIB, CPU, lambda: True)
-    model(torch.randn(4, 600)).square().sum().backward(create_graph=True)
-    assert model.weight.grad is not None
-    assert model.weight.grad.grad_fn is not None
+    aside = Watched(model)
+    aside.begin()
+    (grad,) = torch.autograd.grad(model(torch.randn(4, 600)).square().sum(), model.weight, create_graph=True)
+    grad.square().sum().backward(create_graph=True)
+    assert not aside.moved
+    model.weight.grad = None
 
 
 def test_nothing_happens_outside_a_step() -> None:
-    model = nn.Linear(600, 600, bias=False)
-    move_gradients_aside(model.parameters(), GIB, CPU, lambda: False)
-    model(torch.randn(4, 600)).sum().backward()
-    assert moved(model) == [False]
+    model = deep()
+    aside = Watched(model)
+    aside.begin()
+    aside.end()
+    gradients(model, None, 1)
+    assert not aside.moved
+
+
+def test_hooks_keep_nothing_alive() -> None:
+    model = deep()
+    aside = GradientsAside(model.parameters(), GIB, CPU)
+    gone = weakref.ref(model)
+    del model, aside
+    gc.collect()
+    assert gone() is None

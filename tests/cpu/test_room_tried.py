@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
+from outcore.errors import BudgetTooSmall
 from outcore.limit import Limited, limit
+from outcore.units import MIB
 from tests.cpu.training import build, train
 
 
@@ -21,6 +24,83 @@ def roomy_bytes() -> int:
     assert ooc.predicted is not None
     ooc.close()
     return ooc.predicted.peak_bytes
+
+
+def always_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_restarts = [0]
+
+    def count_restarts(self: Limited) -> int:
+        num_restarts[0] += 1
+        return num_restarts[0]
+
+    monkeypatch.setattr(Limited, "_count_restarts", count_restarts)
+
+
+def test_a_room_too_small_to_plan_in_ends_the_trying(monkeypatch: pytest.MonkeyPatch) -> None:
+    always_restarts(monkeypatch)
+    model, loss_of = build("resnet")
+    with pytest.raises(BudgetTooSmall) as caught:
+        train(model, loss_of, limit(model, 1), 2)
+    ooc = limit(model, int(1.15 * caught.value.needed_bytes))
+    ooc._tries_rooms = True
+    train(model, loss_of, ooc, 20)
+    assert ooc.settled
+    room = next(iter(ooc.kinds.values())).room
+    assert room is not None
+    assert ooc.plan is not None
+    assert ooc.plan.budget.device_bytes == room.room_bytes
+    assert all(attempt.made[0].budget.device_bytes == attempt.room_bytes for attempt in room.attempts)
+    ooc.close()
+
+
+def test_memory_that_comes_and_goes_between_steps_is_planned_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    always_restarts(monkeypatch)
+    memory_bytes = int(0.9 * roomy_bytes()) + 2 * MIB
+    model, loss_of = build("resnet")
+    ooc = limit(model, memory_bytes)
+    ooc._tries_rooms = True
+    really, calls = ooc._before_bytes, [0]
+
+    def before_bytes(inputs: tuple[torch.Tensor, ...]) -> int:
+        calls[0] += 1
+        return really(inputs) + (2 * MIB if calls[0] % 2 else 0)
+
+    monkeypatch.setattr(ooc, "_before_bytes", before_bytes)
+    train(model, loss_of, ooc, 32)
+    assert ooc.settled
+    ooc.close()
+
+
+def test_a_kind_that_changed_tries_its_rooms_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    always_restarts(monkeypatch)
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8))
+    num_used = [4]
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers[: num_used[0]]:
+                x = layer(x)
+            return x
+
+    model, x = Deep(), torch.randn(512, 256)
+    ooc = limit(model, 9 * MIB)
+    ooc._tries_rooms = True
+    for step in range(48):
+        if step == 22:
+            num_used[0] = 8
+        with ooc.step():
+            model(x).sum().backward()
+        model.zero_grad()
+    (kind,) = ooc.kinds.values()
+    assert not kind.unplanned
+    assert kind.num_left == 1
+    assert ooc.settled
+    ooc.close()
 
 
 def test_the_numbers_stay_while_rooms_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:

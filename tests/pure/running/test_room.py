@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from outcore.running.room import FIRST_SHARE, LEAST_SHARE, MOST_SHARE, NUM_ATTEMPTS, Room
+from outcore.running.room import FIRST_SHARE, LEAST_SHARE, NUM_ATTEMPTS, Room
 
 GIB = 1 << 30
 MEMORY_BYTES = 16 * GIB
@@ -56,14 +56,37 @@ def test_restarts_everywhere_end_at_the_fastest() -> None:
     assert abs(room.room_bytes / MEMORY_BYTES - 0.84) < 0.001
 
 
-def test_memory_the_allocator_left_alone_is_used_but_never_all_of_it() -> None:
+def test_a_room_never_grows() -> None:
     room = settle(lambda share: (2.0 - share, 0, share + 0.005))
-    assert FIRST_SHARE < room.room_bytes / MEMORY_BYTES <= MOST_SHARE
-
-
-def test_a_room_that_grew_too_far_goes_back() -> None:
-    room = settle(lambda share: (1.3, 1, 1.0) if share > FIRST_SHARE + 0.001 else (1.1, 0, 0.93))
     assert abs(room.room_bytes / MEMORY_BYTES - FIRST_SHARE) < 1e-6
+
+
+def follow(room: Room, step_s: float, num_restarts: int) -> None:
+    room.begin()
+    while not room.note(step_s, num_restarts, MEMORY_BYTES):
+        pass
+
+
+def test_a_plan_that_ran_out_is_followed_by_smaller_ones_to_the_end() -> None:
+    room, rooms = Room(MEMORY_BYTES), []
+    while room.ran_out():
+        rooms.append(room.room_bytes)
+    assert rooms == sorted(rooms, reverse=True)
+    assert room.settled
+    assert room.room_bytes >= LEAST_SHARE * MEMORY_BYTES
+
+
+def test_a_smaller_plan_that_runs_out_settles_on_the_next_one_that_did_not() -> None:
+    room = Room(MEMORY_BYTES)
+    follow(room, 1.2, 1)
+    assert room.judge("large")
+    follow(room, 1.1, 0)
+    assert not room.judge("small")
+    assert room.best.made == "small"
+    room.room_bytes = room.attempts[0].room_bytes  # the large one is followed after all, and runs out
+    assert not room.ran_out()
+    assert room.settled
+    assert room.best.made == "small"
 
 
 def test_the_first_step_of_a_plan_maps_memory_and_does_not_count() -> None:
