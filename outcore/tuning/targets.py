@@ -123,7 +123,7 @@ class Trial:
         began_s, look_at = time.perf_counter(), 1.0
         while time.perf_counter() - began_s < limit_s:
             step_began_s = _now_s(self.samples.device)
-            self._step(around)
+            self.step(around)
             self.training.train_s += _now_s(self.samples.device) - step_began_s
             if self.training.num_samples >= look_at * self.setting.micro_batch * self.setting.accumulation:
                 found = self.look()
@@ -131,7 +131,7 @@ class Trial:
                 yield self.training.train_s, found
                 look_at = max(look_at * 1.3, look_at + 4)
 
-    def _step(self, around: Callable[[], Any]) -> None:
+    def step(self, around: Callable[[], Any]) -> None:
         effective = self.setting.micro_batch * self.setting.accumulation
         factor = warm_up(self.training.num_samples // effective, self.setting.num_warm_up_steps)
         for group, lr in zip(self.optimizer.param_groups, self._rates):
