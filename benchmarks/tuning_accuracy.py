@@ -183,6 +183,9 @@ def accuracy(settings: Any) -> list[Row]:
             case.first_seed = _asked(settings, "first_seed", 0)
             case.target = _asked(settings, "target", case.target)
             rows += _accuracy_of_case(case, settings)
+    for row in rows:
+        if row["method"].startswith("outcore"):
+            row["changed_after_seeing"] = _asked(settings, "changed_after_seeing", "")
     return rows
 
 
@@ -475,7 +478,9 @@ def main() -> None:
     parser.add_argument("--target", type=float, help="accuracy to reach [digits 0.97, MNIST 0.98, CIFAR-10 0.70]")
     parser.add_argument("--num-seeds", type=int, help="[3]")
     parser.add_argument("--first-seed", type=int, help="tune with this one, train with it and those after it [0]")
-    parser.add_argument("--changed", default="", help="what was changed after seeing which data, kept in the results")
+    parser.add_argument(
+        "--changed-after-seeing", default="", help="what of the advice, and which data; kept in the rows"
+    )
     parser.add_argument("--num-trials", type=int, help="runs of the Optuna search, 0: none [16]")
     parser.add_argument(
         "--limit-s",

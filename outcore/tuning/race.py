@@ -3,8 +3,9 @@
 Noise scales and range tests are theory and a glance; before they change what a user trains with, the settings run
 against each other: from the same parameters, through the data in the same order, for the same seconds of compute, and
 judged by the loss on samples that none of them trains on. First today's setting, then the advice, then the advice with
-a third of its rate; then the leader with three times its rate, and again where that led. Whoever challenges the leader
-must be clearly better: of two that train alike the one known longer, or the lower rate, is safer.
+a third of its rate; then the leader with three times its rate, again where that led, and 1.7 times where it did not.
+Whoever challenges the leader must be clearly better: of two that train alike the one known longer, or the lower rate,
+is safer.
 
 The seconds are those of the curve (a step of this batch takes so long), not of a clock: a machine that is busy during
 one run and idle during the next decides nothing, and a batch that would swap can run in smaller micro-batches.
@@ -28,12 +29,12 @@ from outcore.tuning.targets import Setting, Target, Trial
 from outcore.units import format_seconds
 
 NUM_RUNNERS = 5
-NUM_LOOKS = 8  # at the held-out loss, evenly over a run; the later half is its result
+NUM_LOOKS = 8  # at the held-out loss, evenly over a run; their mean is its result
 LEAST_STEPS = 16  # of the slowest runner: with fewer nothing shows
 NUM_EPOCHS = 6  # at today's setting: a race need not be longer
-CLEARLY = 0.95  # of the leader's loss
-HOPELESS = 1.5  # times the leader's loss, halfway
-TIMES = 3.0  # the rate
+CLEARLY = 0.03  # of the leader's loss that a challenger's must be lower
+HOPELESS = 0.5  # of the leader's loss that another's is higher, halfway: it need not go on
+TIMES, LEAST_TIMES = 3.0, 1.5  # the rate; where so much was too much, its square root, and no less than this
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,15 @@ class Runner:
     step_s: float
     num_warm_up_steps: int = 0
     beta2: float | None = None
+    factor: float = 1.0  # of the rate that it has under its name
 
     def times(self, factor: float) -> Runner:
-        how = "a third of" if factor < 1 else f"{factor:.0f} times"
-        return replace(self, name=f"{how} the rate of {self.name}", lr=self.lr * factor)
+        return replace(self, lr=self.lr * factor, factor=self.factor * factor)
 
     @property
     def told(self) -> str:
-        return f"batch {self.batch}, rate {self.lr:.3g}"
+        how = "" if self.factor == 1 else f" at {self.factor:.2g} times the rate"
+        return f"{self.name}{how} (batch {self.batch}, rate {self.lr:.3g})"
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,8 @@ class Finish:
 
     @property
     def loss(self) -> float:
-        """The geometric mean of the later half: one look alone is as noisy as few held-out samples are."""
-        return math.inf if self.gave_up else statistics.geometric_mean(self.losses[-(NUM_LOOKS // 2) :])
+        """The mean over the run: who is sooner at a low loss wins, also where all get there in the end."""
+        return math.inf if self.gave_up else statistics.fmean(self.losses)
 
 
 @dataclass
@@ -91,10 +93,10 @@ class Race:
         leader = self._run(today, None)
         for challenger in (advice, advice.times(1 / TIMES)):
             leader = self._challenge(leader, challenger)
-        while len(self.ran) < NUM_RUNNERS and not self._tried(leader.runner.times(TIMES)):
-            before, leader = leader, self._challenge(leader, leader.runner.times(TIMES))
-            if leader is before:
-                break
+        factor = TIMES
+        while len(self.ran) < NUM_RUNNERS and factor > LEAST_TIMES:
+            before, leader = leader, self._challenge(leader, leader.runner.times(factor))
+            factor = factor if leader is not before else math.sqrt(factor)
         return leader
 
     def _share_out(self, today: Runner, advice: Runner, limit_s: float) -> bool:
@@ -113,20 +115,20 @@ class Race:
         if self._tried(runner):
             return leader
         found = self._run(runner, leader)
-        return found if found.loss < CLEARLY * leader.loss or not math.isfinite(leader.loss) else leader
+        if leader.gave_up:
+            return leader if found.gave_up else found
+        return found if found.loss < leader.loss - CLEARLY * abs(leader.loss) else leader
 
     def _run(self, runner: Runner, leader: Finish | None) -> Finish:
-        self.tell(f"a race: {runner.told}", len(self.ran) / NUM_RUNNERS)
+        self.tell(f"racing {runner.told}", len(self.ran) / NUM_RUNNERS)
         losses: list[float] = []
         gave_up = False
         with untouched(self.model, self.optimizer):
             torch.manual_seed(0)
             for loss in self._losses(runner):
                 losses.append(loss)
-                halfway = len(losses) == NUM_LOOKS // 2 and leader is not None and not leader.gave_up
-                beaten = halfway and leader is not None and loss > HOPELESS * leader.losses[len(losses) - 1]
-                if not math.isfinite(loss) or beaten:
-                    gave_up = True
+                gave_up = not math.isfinite(loss) or _is_hopeless(losses, leader)
+                if gave_up:
                     break
         self.ran.append(Finish(runner, tuple(losses), gave_up))
         return self.ran[-1]
@@ -158,11 +160,19 @@ class Race:
 
     def told(self, winner: Finish) -> str:
         """What was compared and how it ended."""
-        ran = ", ".join(f"{found.runner.name} ({found.runner.told}) {_loss_of(found)}" for found in self.ran)
+        ran = ", ".join(f"{found.runner.told} {_loss_of(found)}" for found in self.ran)
         return (
             f"raced from the same start, each with {format_seconds(self.run_s)} of compute, by the loss on held-out "
-            f"samples: {ran}; {winner.runner.name} is taken"
+            f"samples: {ran}; the winner is {winner.runner.told}"
         )
+
+
+def _is_hopeless(losses: list[float], leader: Finish | None) -> bool:
+    """Halfway, and far behind where the leader was then."""
+    if leader is None or leader.gave_up or len(losses) != NUM_LOOKS // 2:
+        return False
+    then = leader.losses[len(losses) - 1]
+    return losses[-1] > then + HOPELESS * abs(then)
 
 
 def _loss_of(found: Finish) -> str:

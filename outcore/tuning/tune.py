@@ -85,7 +85,8 @@ def tune(
     the advice (`race=False` leaves that out). All that training takes about 0.8 `trial_s` seconds at most.
 
     `target`, such as `("val_accuracy", 0.97)` or `(function of the model, value)`, asks for the time to it, found by
-    training for at most `trial_s` seconds, on `validation` or else on a tenth that is held out of `dataset`. With
+    training for at most `trial_s` seconds, on `validation` or else on a tenth of `dataset` that is held out (of a small
+    one up to a quarter). With
     `num_trials` an Optuna study of so many runs, each of `trial_s` seconds, begins at the advice and looks for a better
     batch and rate; `study` names a file from which it goes on when it was interrupted.
 

@@ -354,7 +354,7 @@ class Tuner:
             self.why.append("not compared with today's setting: its steps take too long for a race; raise trial_s")
             return advice
         self.why.append(race.told(winner))
-        taken = today if winner.runner.name.endswith(TODAY) else advice
+        taken = today if winner.runner.name == TODAY else advice
         return replace(taken, learning_rate=winner.runner.lr)
 
     def _todays(self, advice: Advice, choosing: Choosing) -> Advice:
