@@ -26,9 +26,7 @@ from outcore.errors import TuningError
 from outcore.tuning.advice import Advice, alone
 from outcore.tuning.aiming import Aiming, MakeOptimizer
 from outcore.tuning.batches import LossFn
-from outcore.tuning.choosing import (
-    Choosing,
-)
+from outcore.tuning.choosing import Choosing
 from outcore.tuning.curve import Curve
 from outcore.tuning.noise import Noise
 from outcore.tuning.probing import Bench, Tell
@@ -223,7 +221,8 @@ class _TeamTuner(Tuner):
         with self.ranks.all_or_none():
             if self.ranks.rank == 0:
                 self._find_rate(self.curve, first_batch)
-                if self.asked.free and self.choosing is not None and self.optimizer is not None:
+                needed = self.asked.free or self.rate_batch != first_batch
+                if needed and self.choosing is not None and self.optimizer is not None:
                     noise = self._measure_noise(self.curve)
         rate = self.optimizer.param_groups[0]["lr"] if self.optimizer is not None else 0.0
         scale = noise.scale if noise is not None else None
@@ -244,7 +243,7 @@ class _TeamTuner(Tuner):
             if not any(self.ranks.all(tried)):
                 break
         kept, silent = not self.asked.free, self._choose(team.silent(), most, first_batch, noise)
-        self.why += why_team(team, way, silent, kept=kept, noise=noise)
+        self.why += why_team(team, way, silent, kept=kept, noise=None if kept else noise)
         return team, way
 
     def _choose(self, team: Team, most: int, first_batch: int, noise: float | None) -> Way:

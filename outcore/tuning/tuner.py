@@ -136,13 +136,6 @@ class Tuner:
                 curve = choosing.curve
         micro_batch, peak_bytes = self._peak(choosing, curve, micro_batch, effective)
         accumulation = effective // micro_batch
-        self.why = [
-            *why_micro_batch(curve, micro_batch, accumulation),
-            *(why_batch_kept(curve, micro_batch, effective) if kept else ()),
-            *self.why,
-            *why_loading(curve, micro_batch, self.samples.load_s),
-            *why_last_batch(self.samples.num, micro_batch, self.normalises),
-        ]
         advice = Advice(
             micro_batch=micro_batch,
             accumulation=accumulation,
@@ -158,7 +151,15 @@ class Tuner:
         advice = self._with_rate(advice)
         if self.asked.race and choosing is not None and advice.learning_rate is not None:
             advice = self._raced(advice, choosing)
-        return replace(advice, why=tuple(self.why))
+        curve, micro_batch = advice.curve, advice.micro_batch
+        why = [
+            *why_micro_batch(curve, micro_batch, advice.accumulation),
+            *(why_batch_kept(curve, micro_batch, effective) if kept else ()),
+            *self.why,
+            *why_loading(curve, micro_batch, self.samples.load_s),
+            *why_last_batch(self.samples.num, micro_batch, self.normalises),
+        ]
+        return replace(advice, why=tuple(why))
 
     def _largest(self, largest: int | None) -> int:
         """No batch beyond this is looked at."""
