@@ -28,6 +28,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -43,12 +45,11 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.tuning_cases import DEFAULT_BATCH, OPTIMIZERS, Case, Row, Setting, load_case, pack_cifar, run, train  # noqa: E402
 from outcore.elastic.digits import lenet  # noqa: E402
 from outcore.tuning.adaptive import Adaptive  # noqa: E402
-from outcore.tuning.goodput import best_batch, lr_factor  # noqa: E402
 from outcore.tuning.noise import measure_noise  # noqa: E402
-from outcore.tuning.ranges import range_test  # noqa: E402
+from outcore.tuning.probing import Bench  # noqa: E402
 from outcore.tuning.search import search  # noqa: E402
 from outcore.tuning.shares import Shares, gather, of_ideal  # noqa: E402
-from outcore.tuning.state import untouched  # noqa: E402
+from outcore.tuning.tune import tune  # noqa: E402
 
 SEARCH_SEED = 1000  # the search must not be judged on the seed it chose by
 
@@ -68,9 +69,9 @@ def by_accelerate(case: Case) -> Setting:
 
     @find_executable_batch_size(starting_batch_size=128)  # type: ignore[untyped-decorator,unused-ignore]
     def inner(batch_size: int) -> int:
-        net = case.net(0)
+        net = case.net(case.first_seed)
         optimizer = case.make_optimizer(net.parameters())
-        for _, (x, y) in zip(range(3), case.batches(batch_size, 0)):
+        for _, (x, y) in zip(range(3), case.batches(batch_size, case.first_seed)):
             F.cross_entropy(net(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -87,7 +88,6 @@ def by_lightning(case: Case) -> Setting:
 
     import lightning
     from lightning.pytorch.tuner import Tuner
-    from torch.utils.data import DataLoader, TensorDataset
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
@@ -95,7 +95,7 @@ def by_lightning(case: Case) -> Setting:
     class Module(lightning.LightningModule):  # type: ignore[misc,unused-ignore]
         def __init__(self) -> None:
             super().__init__()
-            self.net, self.batch_size, self.lr = case.net(0), 2, OPTIMIZERS[case.optimizer][1]
+            self.net, self.batch_size, self.lr = case.net(case.first_seed), 2, OPTIMIZERS[case.optimizer][1]
 
         def training_step(self, batch: Any, number: int) -> Tensor:
             return F.cross_entropy(self.net(batch[0]), batch[1])
@@ -122,68 +122,21 @@ def by_lightning(case: Case) -> Setting:
 
 
 def by_advice(case: Case) -> Setting:
-    """`outcore.tune` where it is there; without it the same steps by hand, in-core."""
-    try:
-        from outcore.tuning.tune import tune
-    except ImportError:
-        return by_hand(case)
-    from torch.utils.data import TensorDataset
-
+    """`outcore.tune` as it stands, told nothing but model, data and optimizer."""
+    if case.device == "cpu":
+        Bench.clock = staticmethod(time.process_time)
     began_s = case.now_s()
     advice = tune(
-        lambda: case.net(0),
+        lambda: case.net(case.first_seed),
         F.cross_entropy,
         TensorDataset(case.train_x.cpu(), case.train_y.cpu()),
         memory=case.memory,
         optimizer=case.make_optimizer,
     )
     lr = advice.learning_rate or OPTIMIZERS[case.optimizer][1]
-    spent_s = case.now_s() - began_s
-    return Setting(advice.effective_batch, lr, advice.num_warm_up_steps, spent_s=spent_s, told=" ".join(advice.why))
-
-
-def by_hand(case: Case, test_batch: int = 256, num_micro: int = 64) -> Setting:
-    """Steps timed, noise measured after a little training, rate tested at a large batch and carried by the gain."""
-    began_s = case.now_s()
-    net = case.net(0)
-    optimizer = case.make_optimizer(net.parameters())
-    test_batch = min(test_batch, case.num_train // 4)
-    tested = range_test(net, F.cross_entropy, case.batches(test_batch, 1), optimizer, num_seeds=3)
-    sizes = [size for size in (8, 16, 32, 64, 128, 256, 512, 1024, 2048) if size <= case.num_train // 4]
-    seconds = {size: _step_s(case, net, optimizer, size) for size in sizes}
-    for group in optimizer.param_groups:
-        group["lr"] = tested.suggested_lr
-    _train_past_the_plunge(case, net, optimizer, test_batch)
-    noise = measure_noise(net, F.cross_entropy, case.batches(32, 3), num_micro=num_micro).scale
-    batch, _ = best_batch(sizes, seconds.__getitem__, DEFAULT_BATCH, noise)
-    factor = lr_factor("adascale", batch, test_batch, noise, normalised=case.optimizer == "adam")
-    told = f"range test at {test_batch}: {tested.suggested_lr:.3g}; noise scale {noise:.0f}; by hand, tune is not there"
-    return Setting(batch, tested.suggested_lr * factor, 0, spent_s=case.now_s() - began_s, told=told)
-
-
-def _train_past_the_plunge(case: Case, net: nn.Module, optimizer: torch.optim.Optimizer, batch: int) -> None:
-    """While the loss falls from its plateau all gradients agree: noise is far lower there than ever after."""
-    first = None
-    for _, (x, y) in zip(range(60), case.batches(batch, 2)):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(net(x), y)
-        loss.backward()
-        optimizer.step()
-        first = first or loss.item()
-        if loss.item() < 0.3 * first:
-            return
-
-
-def _step_s(case: Case, net: nn.Module, optimizer: torch.optim.Optimizer, batch: int, num_steps: int = 6) -> float:
-    times_s = []
-    with untouched(net, optimizer):
-        for _, (x, y) in zip(range(num_steps), case.batches(batch, 0)):
-            began_s = case.now_s()
-            optimizer.zero_grad()
-            F.cross_entropy(net(x), y).backward()
-            optimizer.step()
-            times_s.append(case.now_s() - began_s)
-    return statistics.median(times_s[1:])
+    spent_s, told = case.now_s() - began_s, "; ".join(advice.why)
+    num_steps = advice.num_warm_up_steps
+    return Setting(advice.effective_batch, lr, num_steps, spent_s=spent_s, told=told, beta2=advice.beta2)
 
 
 def by_search(case: Case, num_trials: int, limit_s: float, start: list[tuple[int, float]]) -> tuple[Setting, Setting]:
@@ -227,8 +180,12 @@ def accuracy(settings: Any) -> list[Row]:
             device = _asked(settings, "device", "cuda" if torch.cuda.is_available() else "cpu")
             args = (_asked(settings, "num_train", None), _asked(settings, "num_epochs", None))
             case = load_case(data, optimizer, device, *args)
+            case.first_seed = _asked(settings, "first_seed", 0)
             case.target = _asked(settings, "target", case.target)
             rows += _accuracy_of_case(case, settings)
+    for row in rows:
+        if row["method"].startswith("outcore"):
+            row["changed_after_seeing"] = _asked(settings, "changed_after_seeing", "")
     return rows
 
 
@@ -248,7 +205,7 @@ def _accuracy_of_case(case: Case, settings: Any) -> list[Row]:
     if advised is not None:
         grown = min(16 * advised.batch, case.num_train // 4)
         if grown >= 2 * advised.batch and advised.batch % 2 == 0:
-            larger = Setting(advised.batch, advised.lr, advised.num_warm_up_steps, grown, advised.spent_s)
+            larger = replace(advised, largest_batch=grown, told="")
             rows["outcore adaptive"] = _decided(case, "outcore adaptive", lambda: larger)
     num_trials = _asked(settings, "num_trials", 16)
     if num_trials:
@@ -260,7 +217,8 @@ def _accuracy_of_case(case: Case, settings: Any) -> list[Row]:
         except Exception as error:
             rows["search"] = _failed(case, "search", error)
     end_s = time.monotonic() + limit_s / 2
-    for seed in range(_asked(settings, "num_seeds", 3)):  # seeds outside: a cut leaves every method as many runs
+    seeds = range(case.first_seed, case.first_seed + _asked(settings, "num_seeds", 3))
+    for seed in seeds:  # seeds outside: a cut leaves every method as many runs
         for row in rows.values():
             if "setting" in row and time.monotonic() < end_s:
                 row["runs"].append(run(case, row["setting"], seed))
@@ -314,7 +272,8 @@ def _summed(row: Row) -> Row:
     setting: Setting | None = row.pop("setting", None)
     if setting is not None:
         row |= {"batch": setting.batch, "lr": setting.lr, "largest_batch": setting.largest_batch}
-        row |= {"num_warm_up_steps": setting.num_warm_up_steps, "tuning_s": setting.spent_s, "told": setting.told}
+        row |= {"num_warm_up_steps": setting.num_warm_up_steps, "beta2": setting.beta2, "tuning_s": setting.spent_s}
+        row["told"] = setting.told
     runs = row["runs"]
     reached = [found["to_target_s"] for found in runs]
     row["num_reached"] = sum(second is not None for second in reached)
@@ -518,6 +477,10 @@ def main() -> None:
     parser.add_argument("--num-epochs", type=float)
     parser.add_argument("--target", type=float, help="accuracy to reach [digits 0.97, MNIST 0.98, CIFAR-10 0.70]")
     parser.add_argument("--num-seeds", type=int, help="[3]")
+    parser.add_argument("--first-seed", type=int, help="tune with this one, train with it and those after it [0]")
+    parser.add_argument(
+        "--changed-after-seeing", default="", help="what of the advice, and which data; kept in the rows"
+    )
     parser.add_argument("--num-trials", type=int, help="runs of the Optuna search, 0: none [16]")
     parser.add_argument(
         "--limit-s",

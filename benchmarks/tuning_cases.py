@@ -53,6 +53,7 @@ class Case:
     num_epochs: float
     device: str = "cpu"
     memory: str = "4GiB"
+    first_seed: int = 0  # finders start from this one
 
     @property
     def num_train(self) -> int:
@@ -170,12 +171,16 @@ class Setting:
     largest_batch: int = 0  # above zero: Adaptive, up to this
     spent_s: float = 0.0
     told: str = ""
+    beta2: float | None = None
 
 
 def train(case: Case, setting: Setting, seed: int) -> Iterator[tuple[float, float]]:
     """`(seconds of training, test accuracy)` several times an epoch, until the case's number of samples."""
     net = case.net(seed)
     optimizer = case.make_optimizer(net.parameters(), setting.lr)
+    if setting.beta2 is not None:
+        for group in optimizer.param_groups:
+            group["betas"] = (group["betas"][0], setting.beta2)
     num_samples = round(case.num_epochs * case.num_train)
     adaptive = _adaptive(net, optimizer, setting) if setting.largest_batch else None
     source = case.batches(setting.batch, seed)

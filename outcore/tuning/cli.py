@@ -28,6 +28,7 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--rule", default="adascale", show_default=True, help="How the rate follows a freed batch.")
 @click.option("--target", help="Also predict the time to it: val_accuracy=0.97 or val_loss=0.2.")
 @click.option("--trial", "trial_s", default=20.0, show_default=True, help="Seconds to train towards --target, at most.")
+@click.option("--race/--no-race", default=True, show_default=True, help="Train a little as today and as advised first.")
 @click.option("--search", "num_trials", default=0, help="Runs of a search around the advice.  [default: none]")
 @click.option("--study", type=FILE, help="File of the search: it goes on from there when it was interrupted.")
 @click.option("--largest", type=click.IntRange(min=1), help="Look at no larger micro-batch.")
@@ -103,6 +104,7 @@ def _read(options: dict[str, Any]) -> dict[str, Any]:
         "rule": options["rule"],
         "target": _target(target) if target is not None else None,
         "trial_s": options["trial_s"],
+        "race": options["race"],
         "num_trials": options["num_trials"],
         "study": options["study"],
         "largest": options["largest"],

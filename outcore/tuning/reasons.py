@@ -82,7 +82,7 @@ def why_batch_kept(curve: Curve, micro_batch: int, effective: int) -> list[str]:
 
 
 def _stays(effective: int) -> str:
-    return f"the effective batch stays {effective}, as you train today, so the learning rate stays too"
+    return f"the effective batch stays {effective}, as you train today, so the learning rate need not change"
 
 
 def why_team(team: Team, way: Way, silent: Way, *, kept: bool, noise: float | None) -> list[str]:

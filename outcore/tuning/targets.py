@@ -27,7 +27,7 @@ from outcore.units import format_seconds
 METRICS = ("val_accuracy", "val_loss")
 FAR = 30  # times the samples seen so far: a target beyond that is not predicted
 LEAST_SLOPE = 0.03  # log error per log samples: below that, nothing is learnt any more
-MAX_HELD_OUT = 2000
+LEAST_HELD_OUT, MAX_HELD_OUT = 500, 2000  # a tenth of a small data set would tell little: up to a quarter of it
 Metric = str | Callable[[torch.nn.Module], float]
 
 
@@ -123,7 +123,7 @@ class Trial:
         began_s, look_at = time.perf_counter(), 1.0
         while time.perf_counter() - began_s < limit_s:
             step_began_s = _now_s(self.samples.device)
-            self._step(around)
+            self.step(around)
             self.training.train_s += _now_s(self.samples.device) - step_began_s
             if self.training.num_samples >= look_at * self.setting.micro_batch * self.setting.accumulation:
                 found = self.look()
@@ -131,7 +131,7 @@ class Trial:
                 yield self.training.train_s, found
                 look_at = max(look_at * 1.3, look_at + 4)
 
-    def _step(self, around: Callable[[], Any]) -> None:
+    def step(self, around: Callable[[], Any]) -> None:
         effective = self.setting.micro_batch * self.setting.accumulation
         factor = warm_up(self.training.num_samples // effective, self.setting.num_warm_up_steps)
         for group, lr in zip(self.optimizer.param_groups, self._rates):
@@ -207,14 +207,14 @@ def predict_target_s(target: Target, seen: list[tuple[int, float, float]]) -> tu
 
 
 def _split(samples: Samples, validation: Samples | None) -> tuple[list[int] | None, list[int]]:
-    """Indices to train on (None: all) and held out: every tenth, where no validation set was given."""
+    """Indices to train on (None: all) and held out: a tenth or so, where no validation set was given."""
     if validation is not None:
         num = min(validation.num or 0, MAX_HELD_OUT)
         return None, [at * (validation.num or 0) // max(num, 1) for at in range(num)]
     if samples.num is None:
         return None, []
     order = torch.randperm(samples.num, generator=torch.Generator().manual_seed(0)).tolist()
-    num = min(max(1, samples.num // 10), MAX_HELD_OUT)
+    num = min(max(1, samples.num // 10, min(LEAST_HELD_OUT, samples.num // 4)), MAX_HELD_OUT)
     return order[num:], order[:num]
 
 

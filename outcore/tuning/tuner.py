@@ -1,0 +1,385 @@
+"""What the user wants + a bench -> Advice for one device.
+
+The micro-batch comes from the curve; then, where they are free, the learning rate from a range test, the effective
+batch from the noise of the gradients, and a race between that and what is trained with today. All of it starts from
+the same parameters: whatever trains here puts them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from outcore.errors import TuningError
+from outcore.tuning.advice import Advice
+from outcore.tuning.aiming import MakeOptimizer
+from outcore.tuning.batches import LossFn, loss_of
+from outcore.tuning.choosing import (
+    Choosing,
+    divisors,
+    free_batches,
+    micro_batch_for,
+    refined,
+    single_curve,
+    ways_to,
+)
+from outcore.tuning.curve import Curve
+from outcore.tuning.goodput import RULES, best_batch, beta2_for, lr_factor, num_warm_up_steps
+from outcore.tuning.noise import Noise, noise_here
+from outcore.tuning.probing import Bench, Tell, cannot_run_one, climb
+from outcore.tuning.race import Race, Runner
+from outcore.tuning.ranges import range_test
+from outcore.tuning.reasons import why_batch_kept, why_last_batch, why_loading, why_micro_batch
+from outcore.tuning.samples import Samples
+from outcore.tuning.state import untouched
+
+FIRST_BATCH = 32  # where no batch is given: noise and learning rate are looked at here
+RANGE_BATCH = 256  # for the range test: a large batch shows the rate, not the noise
+NUM_RANGE_STEPS = 80
+NUM_RANGE_SEEDS = 3
+RANGE_SHARE = 0.3  # of `trial_s`
+RACE_SHARE = 0.5
+NOISE_BATCH, NUM_MICRO = 32, 64  # fewer, or smaller, and the noise scale is off by a factor
+NUM_PLUNGE_STEPS = 60  # at most, before noise is measured
+PLUNGED = 0.3  # of the loss at the start
+LARGEST = 1 << 16
+TODAY = "today's setting"
+MakeModel = Callable[[], torch.nn.Module] | torch.nn.Module
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user wants."""
+
+    make_model: MakeModel
+    loss_fn: LossFn
+    make_optimizer: MakeOptimizer | None
+    memory: int | str
+    batch: int | None
+    free: bool
+    learning_rate: float | str | None
+    rule: str
+    trial_s: float
+    race: bool
+
+    def check(self) -> None:
+        if self.rule not in RULES:
+            raise TuningError(f"there is no learning-rate rule {self.rule!r}; choose one of {', '.join(RULES)}")
+        if self.batch is not None and (isinstance(self.batch, bool) or self.batch < 1):
+            raise TuningError(f"a batch of {self.batch!r} cannot be trained; give a whole number above zero")
+        if self.batch is None and not self.free:
+            raise TuningError("no batch was given to keep; give batch=..., or leave it free")
+        if isinstance(self.learning_rate, str) and self.learning_rate != "find":
+            raise TuningError(f"{self.learning_rate!r} is no learning rate; give a number, or 'find'")
+        if self.learning_rate is not None and self.make_optimizer is None:
+            raise TuningError("a learning rate belongs to an optimizer; give optimizer=..., such as torch.optim.AdamW")
+
+    @contextmanager
+    def model(self) -> Iterator[torch.nn.Module]:
+        """The model to try things on: a new one, or the user's own, put back afterwards."""
+        if isinstance(self.make_model, torch.nn.Module):
+            with untouched(self.make_model):
+                yield self.make_model.train()
+            return
+        made = self.make_model()
+        if not isinstance(made, torch.nn.Module):
+            raise TuningError(f"make_model() returned a {type(made).__name__}; it must return a torch.nn.Module")
+        yield made.train()
+
+    @property
+    def starts_anew(self) -> bool:
+        return not isinstance(self.make_model, torch.nn.Module)
+
+
+class Tuner:
+    """One call of `tune`, from the recording to the advice."""
+
+    bench: Bench
+    validation: Samples | None = None
+
+    def __init__(
+        self,
+        asked: Asked,
+        samples: Samples,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        tell: Tell,
+    ) -> None:
+        self.asked, self.samples, self.model, self.optimizer, self.tell = asked, samples, model, optimizer, tell
+        self.normalises = any(isinstance(module, _BatchNorm) for module in model.modules())
+        self.why: list[str] = []
+        self.rate_batch = 0  # the batch that the optimizer's learning rate belongs to
+        self.first_rate = 0.0  # what is trained with today
+        if asked.batch is not None and samples.num is not None and samples.num < asked.batch:
+            raise TuningError(
+                f"the data set has {samples.num} samples, fewer than the batch of {asked.batch}; lower the batch or "
+                "give more data"
+            )
+
+    def advise(self, largest: int | None) -> Advice:
+        kept = self.asked.batch is not None and not self.asked.free
+        curve, choosing, micro_batch = self._find_micro_batch(
+            self._largest(largest), self.asked.batch if kept else None
+        )
+        first_batch = self.asked.batch or self._first_batch(curve)
+        self._find_rate(curve, first_batch)
+        effective, noise = (first_batch if kept else micro_batch), None
+        if choosing is not None and self.optimizer is not None and (not kept or self.rate_batch != first_batch):
+            noise = self._measure_noise(curve)
+            if noise is not None and not kept:
+                effective, micro_batch = self._by_goodput(choosing, noise.scale, first_batch)
+                curve = choosing.curve
+        micro_batch, peak_bytes = self._peak(choosing, curve, micro_batch, effective)
+        accumulation = effective // micro_batch
+        advice = Advice(
+            micro_batch=micro_batch,
+            accumulation=accumulation,
+            learning_rate=None,
+            samples_per_s=curve.rate(micro_batch, accumulation),
+            step_s=curve.seconds(micro_batch, accumulation),
+            peak_bytes=peak_bytes,
+            curve=curve,
+            why=(),
+            noise=noise.scale if noise is not None else None,
+            first_batch=first_batch,
+        )
+        advice = self._with_rate(advice)
+        if self.asked.race and choosing is not None and advice.learning_rate is not None:
+            advice = self._raced(advice, choosing)
+        curve, micro_batch = advice.curve, advice.micro_batch
+        why = [
+            *why_micro_batch(curve, micro_batch, advice.accumulation),
+            *(why_batch_kept(curve, micro_batch, effective) if kept else ()),
+            *self.why,
+            *why_loading(curve, micro_batch, self.samples.load_s),
+            *why_last_batch(self.samples.num, micro_batch, self.normalises),
+        ]
+        return replace(advice, why=tuple(why))
+
+    def _largest(self, largest: int | None) -> int:
+        """No batch beyond this is looked at."""
+        kept = self.asked.batch if not self.asked.free else None
+        return max(1, min(limit for limit in (self.samples.num, largest, kept, LARGEST) if limit is not None))
+
+    # -- the micro-batch ----------------------------------------------------------------------------------------------
+
+    def _find_micro_batch(self, largest: int, effective: int | None) -> tuple[Curve, Choosing | None, int]:
+        """At the knee, or the best of those that divide an effective batch."""
+        found = climb(self.bench, largest, self.tell)
+        if found.family is None:
+            if len(found.measured) > 1:
+                raise TuningError(
+                    f"steps of {found.measured[-2].batch} and {found.measured[-1].batch} samples do different work, so "
+                    "neither tells about the other; make every sample the same shape"
+                )
+            curve = single_curve(self.bench, found)
+            self.why.append("there was room or data for this one batch size only, so there is no curve")
+            return curve, None, curve.points[0].micro_batch
+        choosing = Choosing.start(self.bench, found.family, found.measured)
+        smallest = min(2 if self.normalises else 1, largest)
+        batches = free_batches(choosing, largest, smallest)
+        if effective is not None:
+            batches = divisors(effective, smallest)
+            choosing.lay_out(batches, self.tell)
+            return self._settled(choosing, micro_batch_for(effective))
+        choosing.lay_out(batches, self.tell)
+        if not choosing.curve.fitting and self.normalises:
+            raise cannot_run_one(self.bench.budget.device_bytes)
+        choosing.lay_out(refined(choosing.curve), self.tell)
+        return self._settled(choosing, lambda curve: curve.knee.micro_batch)
+
+    def _settled(self, choosing: Choosing, pick: Callable[[Curve], int]) -> tuple[Curve, Choosing, int]:
+        micro_batch = choosing.settle(pick, self.tell)
+        return choosing.curve, choosing, micro_batch
+
+    def _peak(self, choosing: Choosing | None, curve: Curve, micro_batch: int, effective: int) -> tuple[int, int]:
+        """While micro-batches are accumulated gradients are there all the time: then a smaller one may be needed."""
+        point = curve.point(micro_batch)
+        if choosing is None or effective == micro_batch:
+            return micro_batch, point.measured_peak_bytes or point.peak_bytes
+        accumulating = self.bench.planned(choosing.planned.family, accumulating=True)
+        for size in sorted((p.micro_batch for p in curve.fitting if p.micro_batch <= micro_batch), reverse=True):
+            found = accumulating.at(size)
+            if effective % size == 0 and found.plan is not None:
+                return size, found.point.peak_bytes
+        raise TuningError(
+            f"gradients of {effective} samples cannot be accumulated in this memory, whatever the micro-batch; raise it"
+        )
+
+    # -- the effective batch ------------------------------------------------------------------------------------------
+
+    def _first_batch(self, curve: Curve) -> int:
+        """Where nothing was given: a usual batch that is in-core."""
+        return max(1, min(FIRST_BATCH, curve.largest_in_core or 1, (self.samples.num or LARGEST) // 2))
+
+    def _measure_noise(self, curve: Curve) -> Noise | None:
+        num = self.samples.num or LARGEST
+        micro = max(2, min(NOISE_BATCH, curve.largest_in_core, num // NUM_MICRO))
+        if micro > curve.largest_in_core or num < 2 * micro:
+            self.why.append("the noise of the gradients was not measured: two micro-batches in-core are needed for it")
+            return None
+        self.tell("measuring the noise of the gradients", 0.0)
+        with untouched(self.model, self.optimizer):
+            if self.asked.starts_anew:
+                self._train_past_the_plunge(min(self.rate_batch, curve.largest_in_core, num // 2))
+            num_micro = max(2, min(NUM_MICRO, num // micro))
+            return noise_here(self.model, self.asked.loss_fn, self.samples.shuffled(micro), num_micro=num_micro)
+
+    def _train_past_the_plunge(self, batch: int) -> None:
+        """While the loss falls from its plateau all gradients agree: noise is far lower there than ever after."""
+        assert self.optimizer is not None
+        batches, first = self.samples.shuffled(batch, seed=1), 0.0
+        for _ in range(NUM_PLUNGE_STEPS):
+            loss = loss_of(self.model, self.asked.loss_fn, next(batches))
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            first = first or float(loss.detach())
+            if not float(loss.detach()) >= PLUNGED * first:
+                return
+
+    def _by_goodput(self, choosing: Choosing, noise: float, first_batch: int) -> tuple[int, int]:
+        """The effective batch that gets furthest per second, and its micro-batch."""
+        ways = ways_to(choosing.curve, self._largest(None))
+
+        def seconds(batch: int) -> float:
+            return choosing.curve.seconds(ways[batch], batch // ways[batch])
+
+        def pick(_: Curve) -> int:
+            return ways[best_batch(sorted(ways), seconds, first_batch, noise)[0]]
+
+        choosing.settle(pick, self.tell)
+        effective, _ = best_batch(sorted(ways), seconds, first_batch, noise)
+        self.why.append(
+            f"the noise scale is {noise:.3g} samples: of all batches, {effective} gets furthest per second; larger "
+            "ones train samples that say little new, smaller ones waste the device"
+        )
+        return effective, ways[effective]
+
+    # -- the learning rate --------------------------------------------------------------------------------------------
+
+    def _find_rate(self, curve: Curve, first_batch: int) -> None:
+        """The rate to begin with, and the batch it belongs to. Before any training: a trained model shows less."""
+        self.rate_batch = first_batch
+        asked = self.asked.learning_rate
+        if self.optimizer is None:
+            return
+        if isinstance(asked, float | int):
+            self._set_rate(float(asked))
+        self.first_rate = float(self.optimizer.param_groups[0]["lr"])
+        if asked == "find" or (asked is None and self.asked.batch is None):
+            self._test_range(*self._range_batch(curve))
+
+    def _range_batch(self, curve: Curve) -> tuple[int, int]:
+        """A large batch that is in-core and takes its share of the time, and how many seeds it can be tested with."""
+        num, run_s = (self.samples.num or LARGEST), RANGE_SHARE * self.asked.trial_s / NUM_RANGE_STEPS
+        most = min(RANGE_BATCH, curve.largest_in_core, max(num // 4, 2))
+        sizes = [p.micro_batch for p in curve.fitting if p.micro_batch <= most]
+        quick = [size for size in sizes if size <= FIRST_BATCH or curve.seconds(size) <= run_s]
+        batch = max(quick, default=0)
+        return batch, max(1, min(NUM_RANGE_SEEDS, int(run_s / curve.seconds(batch)))) if batch else 1
+
+    def _test_range(self, batch: int, num_seeds: int) -> None:
+        """At a batch that is in-core."""
+        assert self.optimizer is not None
+        if batch < 2:
+            self.why.append("the learning rate is the optimizer's: a range test needs two samples in-core")
+            return
+        self.tell("looking for a learning rate", 0.0)
+        batches = self.samples.shuffled(batch, seed=2)
+        test = partial(range_test, num_steps=NUM_RANGE_STEPS, num_seeds=num_seeds)
+        try:
+            found = test(self.model, self.asked.loss_fn, batches, self.optimizer)
+        except TuningError as error:
+            self.why.append(f"the learning rate is the optimizer's: in a range test {error}")
+            return
+        self.why.append(f"a range test with {batch} samples suggests a learning rate of {found.suggested_lr:.3g}")
+        self.rate_batch = batch
+        self._set_rate(float(found.suggested_lr))
+
+    def _set_rate(self, rate: float) -> None:
+        assert self.optimizer is not None
+        first_rate = float(self.optimizer.param_groups[0]["lr"])
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr"] * (rate / first_rate) if first_rate else rate
+
+    def _with_rate(self, advice: Advice) -> Advice:
+        if self.optimizer is None:
+            return advice
+        batch, first_batch, group = advice.effective_batch, self.rate_batch, self.optimizer.param_groups[0]
+        rule = self.asked.rule if advice.noise is not None or self.asked.rule != "adascale" else "sqrt"
+        normalised = "betas" in group
+        betas_change = normalised and batch != advice.first_batch  # they belong to the batch that is trained today
+        factor = lr_factor(rule, batch, first_batch, advice.noise, normalised=normalised)
+        rate = float(group["lr"])
+        if batch != first_batch:
+            self.why.append(
+                f"the learning rate {rate:.3g} of a batch of {first_batch} is multiplied by {factor:.3g} (the rule "
+                f"{rule!r})"
+            )
+        num_steps = (self.samples.num or 100 * batch) // (10 * first_batch)  # a tenth of an epoch
+        return replace(
+            advice,
+            learning_rate=rate * factor,
+            rule=rule if batch != first_batch else "fixed",
+            num_warm_up_steps=num_warm_up_steps(rule, num_steps, batch, first_batch) if factor > 1.2 else 0,
+            beta2=beta2_for(group["betas"][1], batch, advice.first_batch) if betas_change else None,
+        )
+
+    # -- the race -----------------------------------------------------------------------------------------------------
+
+    def _raced(self, advice: Advice, choosing: Choosing) -> Advice:
+        """Whichever trains better: today's setting, the advice, or the advice at another rate."""
+        assert self.optimizer is not None
+        batch, rate = advice.first_batch, self.first_rate
+        if (advice.effective_batch, advice.learning_rate) == (batch, rate):
+            return advice
+        if self.samples.num is None and self.validation is None:
+            self.why.append("not compared with today's setting: a function's samples cannot be held out")
+            return advice
+        try:
+            today = self._todays(advice, choosing)
+            runners = _runner(TODAY, today), _runner("the advice", advice)
+            model, in_core = (self.model, self.optimizer, self.asked.loss_fn), choosing.curve.largest_in_core
+            race = Race(*model, self.samples, self.validation, in_core, self.tell)
+            winner = race.between(*runners, RACE_SHARE * self.asked.trial_s)
+        except TuningError as error:
+            self.why.append(f"not compared with today's setting: {error}")
+            return advice
+        if winner is None:
+            self.why.append("not compared with today's setting: its steps take too long for a race; raise trial_s")
+            return advice
+        self.why.append(race.told(winner))
+        taken = today if winner.runner.name == TODAY else advice
+        return replace(taken, learning_rate=winner.runner.lr)
+
+    def _todays(self, advice: Advice, choosing: Choosing) -> Advice:
+        """The advice, if it were to train on as today."""
+        batch = advice.first_batch
+        if batch <= choosing.curve.largest_in_core:
+            choosing.lay_out([batch], self.tell)
+        micro_batch, peak_bytes = self._peak(choosing, choosing.curve, micro_batch_for(batch)(choosing.curve), batch)
+        curve, accumulation = choosing.curve, batch // micro_batch
+        return replace(
+            advice,
+            micro_batch=micro_batch,
+            accumulation=accumulation,
+            learning_rate=self.first_rate,
+            samples_per_s=curve.rate(micro_batch, accumulation),
+            step_s=curve.seconds(micro_batch, accumulation),
+            peak_bytes=peak_bytes,
+            curve=curve,
+            rule="fixed",
+            num_warm_up_steps=0,
+            beta2=None,
+        )
+
+
+def _runner(name: str, advice: Advice) -> Runner:
+    batch, rate, num_steps = advice.effective_batch, advice.learning_rate or 0.0, advice.num_warm_up_steps
+    return Runner(name, batch, rate, advice.step_s, num_steps, advice.beta2)
