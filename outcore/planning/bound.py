@@ -54,7 +54,10 @@ def _over_bytes(terrain: Terrain, budget: Budget) -> Int64s:
         if first < end:
             change[first] += terrain.value_bytes[value]
             change[end] -= terrain.value_bytes[value]
-    over: Int64s = lean_bytes(terrain, budget, swapped) + np.cumsum(change)[:-1] - budget.device_bytes
+    kept: Decisions = dict.fromkeys(terrain.evictable, "keep")
+    # Two saved versions of one storage have two spans and one block: keeping all of them tells how much that really is.
+    held = np.minimum(lean_bytes(terrain, budget, swapped) + np.cumsum(change)[:-1], lean_bytes(terrain, budget, kept))
+    over: Int64s = held - budget.device_bytes
     over[terrain.tick_slots] = 0
     return over
 

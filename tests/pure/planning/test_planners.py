@@ -14,7 +14,7 @@ from outcore.planning import PLANNERS, lower, plan, simulate, verify
 from outcore.planning.bound import bound_step_s
 from outcore.planning.scoring import score, stored_fits
 from outcore.planning.terrain import terrain_of
-from outcore.values import Budget, Decision, Machine, Plan, Tick, Trace
+from outcore.values import Budget, Decision, Machine, Op, Plan, Storage, Tick, Trace, Value
 from tests.pure.planning.random_steps import MACHINES, chain, steps
 
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
@@ -130,3 +130,25 @@ def test_lives_beyond_the_step_end_with_it() -> None:
 def test_a_plan_for_another_step_is_refused() -> None:
     with pytest.raises(PlanMismatch, match="made for step abc"):
         lower(TRACE, Plan("abc", "hybrid", Budget(1), {}, 0), MACHINE)
+
+
+def test_two_saved_versions_of_one_storage_take_one_block() -> None:
+    """Found by exploring: the bound counted the block twice and promised less than keeping everything does."""
+    ops = (
+        Op(0, "aten.pretend.default", "forward", 0.0, (), (0,), replay="pure"),
+        Op(2, "aten.pretend.default", "forward", 0.0, (0,), (1,), replay="pure"),  # overwrites what was saved
+        Op(4, "aten.pretend.default", "forward", 0.0, (), (2,), replay="pure"),
+        Op(7, "aten.pretend.default", "backward", 0.0, (), (3,)),
+    )
+    values = (Value(0, 0, 0), Value(0, 1, 1), Value(1, 0, 2), Value(2, 0, 3))
+    storages = (Storage(8, 0, 3), Storage(8, 4, 4), Storage(8, 7, 7))
+    ticks = (
+        Tick(1, "pack", 0, 0, -1),
+        Tick(3, "pack", 1, 1, -1),
+        Tick(5, "unpack", 1, 1, 5),
+        Tick(6, "unpack", 0, 0, 6),
+    )
+    trace = Trace(ops, values, storages, ticks, before_bytes=0)
+    machine = Machine("pretend", 1000, 1000, 1000, 1.0, 1.0, 2.0, 3.0)
+    made = plan(trace, machine, Budget(16, 0, 20), "keep-all")
+    check(trace, machine, made)
