@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -12,23 +11,16 @@ import torch
 from torch.nn import functional as F
 
 import outcore
-from outcore.tuning import probing
 from outcore.tuning.advice import Advice
 from outcore.tuning.race import NUM_RUNNERS, Race, Runner
 from outcore.tuning.samples import Samples
-from tests.cpu.tuning.nets import CPU, convnet, make_sgd, mlp, quiet, stripes
+from tests.cpu.tuning.nets import CPU, convnet, make_sgd, mlp, stripes
 from tests.cpu.tuning.test_tune import assert_same, everything_of, generators
+
+pytestmark = pytest.mark.usefixtures("quick")
 
 DATA = stripes()
 LONG_S = 1e6  # however slow the machine is: a race then ends by its epochs
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(probing, "TIMED_S", 0.02)
-    monkeypatch.setattr(probing, "NUM_ROUNDS", 1)
-    with quiet():
-        yield
 
 
 def race_of(model: torch.nn.Module, in_core: int = 64) -> Race:

@@ -15,25 +15,17 @@ from torch.utils.data import Dataset, IterableDataset
 
 import outcore
 from outcore.errors import OutcoreError, TuningError
-from outcore.tuning import probing
 from outcore.tuning.advice import Advice
 from outcore.tuning.choosing import Choosing, divisors, free_batches
 from outcore.tuning.samples import Samples
 from outcore.tuning.targets import Target, predict_target_s
 from outcore.units import MIB
-from tests.cpu.tuning.nets import CPU, bench_of, convnet, make_sgd, mlp, quiet, stripes
+from tests.cpu.tuning.nets import CPU, bench_of, convnet, make_sgd, mlp, stripes
 from tests.cpu.tuning.test_predicted_steps import small_family
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 DATA = stripes()
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Seconds need not be right here; what is done with them must be."""
-    monkeypatch.setattr(probing, "TIMED_S", 0.02)
-    monkeypatch.setattr(probing, "NUM_ROUNDS", 1)
-    with quiet():
-        yield
 
 
 @pytest.fixture(scope="module")

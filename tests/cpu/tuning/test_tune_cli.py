@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import json
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from outcore.cli import main
-from outcore.tuning import probing
 from outcore.tuning.advice import Advice
-from tests.cpu.tuning.nets import quiet
+
+pytestmark = pytest.mark.usefixtures("quick")
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "tune_batch.py"
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(probing, "TIMED_S", 0.02)
-    monkeypatch.setattr(probing, "NUM_ROUNDS", 1)
-    with quiet():
-        yield
 
 
 @pytest.fixture(scope="module")
