@@ -76,7 +76,7 @@ def main(networks: str, steps: int, planners: str, repeat: bool, out: Path | Non
     from benchmarks.networks import BATCHES, BUDGETS_GIB
     from benchmarks.slowdown import about
 
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)  # with warn_only, attention would stay as it is
     rows = []
     for name in networks.split(","):
         try:

@@ -6,12 +6,12 @@ starts over: a restart, which drains the device. This script counts restarts per
 
     python -m benchmarks.holes step.trace.json --memory-gib 16 --room-gib 15.2 --room-gib 14.1
 
-twice each: with gradients wherever the allocator puts them, and with the small ones moved aside as
-`outcore.running.gradients` does.
+three times each: with every value wherever the allocator puts it, with small gradients moved aside, and with the
+weights that autocast has cast aside as well, as `outcore.running.aside` does.
 
-Measured on the H200 for comparison (docs/log.md): ResNet-50 restarted once or twice a step at 14.1 of 16 GiB, as here,
-and ResNet-152 ran out at 11.8 of 12, as here; but at 11.3 of 12 it did not restart at all, and this model counts four.
-So far it says where the trouble is, not how much of it there will be.
+Measured on the H200 for comparison (docs/log.md): ResNet-50 restarted once or twice a step at 14.1 of 16 GiB, and not
+at all with gradients aside; Llama twice at 24.6 of 28; ResNet-152 ran out at 11.8 of 12: all as here. But at 11.3 of 12
+it did not restart at all, and this model counts four.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.recorded import h200
 from outcore.planning import lower, plan
 from outcore.planning.simulate import held_until
 from outcore.planning.terrain import Terrain, terrain_of
-from outcore.running.gradients import MOST_BYTES, MOST_SHARE, SMALLEST_BYTES
+from outcore.running.aside import MOST_BYTES, MOST_SHARE, SMALLEST_BYTES, casts_to_move
 from outcore.units import GIB, MIB
 from outcore.values import Action, Budget, Schedule, Trace
 
@@ -195,7 +195,7 @@ class Program:
 
 
 def gradients_aside(trace: Trace, memory_bytes: int) -> set[int]:
-    """The storages that `GradientsAside` would move: small, made by the backward, there until its end."""
+    """The storages that `Aside` would move: small, made by the backward, there until its end."""
     first = min(op.slot for op in trace.ops if op.phase == "backward")
     left_bytes = min(int(MOST_SHARE * memory_bytes), MOST_BYTES)
     found = set()
@@ -235,16 +235,19 @@ def replay(terrain: Terrain, events: list[Event], cap_bytes: int, num_steps: int
 def main(trace_file: Path, memory_gib: float, room_gib: tuple[float, ...], steps: int) -> None:
     """Count the allocator's restarts for plans of several sizes under one cap."""
     trace = Trace.load(trace_file)
-    aside = gradients_aside(trace, int(memory_gib * GIB))
-    aside_bytes = sum(trace.storages[number].bytes for number in aside)
+    memory_bytes = int(memory_gib * GIB)
+    gradients = gradients_aside(trace, memory_bytes)
+    casts = {trace.values[trace.ops[op].writes[0]].storage for op in casts_to_move(trace, memory_bytes)}
     for room in room_gib or tuple(memory_gib * share for share in (0.98, 0.95, 0.92, 0.88)):
         made = plan(trace, h200(), Budget(int(room * GIB), 75 * GIB))
         events = list(Program(trace, lower(trace, made, h200())).events())
         over = 100 * (made.predicted_step_s / made.in_core_step_s - 1)
-        among = count(trace, events, int(memory_gib * GIB), steps)
-        apart = [event for event in events if event[1] not in aside]
-        own = count(trace, apart, int(memory_gib * GIB) - aside_bytes, steps)
-        print(f"room {room:6.2f} GiB: predicted +{over:.1f} %; restarts {among}, with gradients aside {own}")
+        print(f"room {room:6.2f} GiB: predicted +{over:.1f} %; restarts", end=" ")
+        for title, aside in (("", set[int]()), ("; gradients aside ", gradients), ("; casts too ", gradients | casts)):
+            apart = [event for event in events if event[1] not in aside]
+            aside_bytes = sum(trace.storages[number].bytes for number in aside)
+            print(title + count(trace, apart, memory_bytes - aside_bytes, steps), end="", flush=True)
+        print()
 
 
 def count(trace: Trace, events: list[Event], cap_bytes: int, num_steps: int) -> str:

@@ -30,9 +30,9 @@ from outcore.recording.intercept import Interception
 from outcore.recording.machine import device_bytes, host_bytes_granted, measure_machine
 from outcore.recording.record import Recorder
 from outcore.reporting.text import report
+from outcore.running.aside import Aside, casts_to_move
 from outcore.running.clock import Clock
 from outcore.running.execute import Execution, Program
-from outcore.running.gradients import GradientsAside
 from outcore.running.meter import LiveBytes, resident_bytes
 from outcore.running.room import NUM_STEPS, Room
 from outcore.running.store import Store
@@ -140,7 +140,7 @@ class Limited:
             model.register_forward_pre_hook(self._on_forward, with_kwargs=True),
             register_optimizer_step_post_hook(_optimizer_watch(weakref.ref(self))),
         ]
-        self._aside = GradientsAside(model.parameters(), memory_bytes, self.device) if on_cuda else None
+        self._aside = Aside(model.parameters(), memory_bytes, self.device) if on_cuda else None
 
     def expect(self, trace: Trace) -> None:
         """The next step of a new kind will do what `trace` says: it is planned at once, without recording it first.
@@ -228,9 +228,10 @@ class Limited:
             meter=self._meter,
             log=self._log,
             clock=clock,
+            aside=self._aside,
             outside=lambda: self._outside(inputs),
         )
-        self._interception.listen(self._run, ops=bool(program.captured or self._meter or clock))
+        self._interception.listen(self._run, ops=bool(program.last_watched >= 0 or self._meter or clock))
         self._num_restarts = self._count_restarts() if closely else 0
         self._started = self._now()
 
@@ -320,7 +321,9 @@ class Limited:
             kind.stale = True
             peak = kind.predicted
             raise BudgetTooSmall(peak.peak_bytes, self.budget.device_bytes, peak.peak_at, where=str(self.device))
-        kind.program = Program(trace, kind.schedule)
+        crowded = kind.room is not None and kind.room.crowded
+        aside = casts_to_move(trace, self.budget.device_bytes) if crowded else frozenset[int]()
+        kind.program = Program(trace, kind.schedule, aside)
         kind.num_steps = 0
         kind.stale = False
         if kind.room is not None and kind.room.is_hopeless(kind.predicted.step_s):

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from outcore.running.aside import Aside
 from outcore.running.cells import (
     Cell,
     Handle,
@@ -66,7 +67,7 @@ class PlannedTick:
 class Program:
     """A schedule made ready to be followed."""
 
-    def __init__(self, trace: Trace, schedule: Schedule) -> None:
+    def __init__(self, trace: Trace, schedule: Schedule, aside: frozenset[int] = frozenset()) -> None:
         self.fingerprint = trace.fingerprint
         self.schedule = schedule
         self.ticks = [
@@ -84,8 +85,9 @@ class Program:
             self.ticks[action.tick].actions.append(action)
         self.captured = {action.op: trace.ops[action.op] for action in schedule.actions if action.kind == "rerun"}
         self.outside = {v for op in self.captured.values() for v in op.writes if _is_outside(trace, v)}
-        self.last_captured = max(self.captured, default=-1)
-        self.names = [op.name for op in trace.ops[: self.last_captured + 1]]
+        self.aside = aside  # ops whose output goes there
+        self.last_watched = max((*self.captured, *aside), default=-1)
+        self.names = [op.name for op in trace.ops[: self.last_watched + 1]]
         sources = {value for op in self.captured.values() for value in (*op.reads, *op.writes)}
         for tick in self.ticks:
             tick.needs_cell = tick.decision in ("swap", "recompute") or tick.value in sources
@@ -115,6 +117,7 @@ class Execution:
         meter: LiveBytes | None = None,
         log: list[str] | None = None,
         clock: Clock | None = None,
+        aside: Aside | None = None,
         outside: Callable[[], frozenset[int]] = frozenset,
     ) -> None:
         self._find_outside = outside  # storages that were there before the step: parameters, buffers, inputs
@@ -124,6 +127,7 @@ class Execution:
         self.meter = meter
         self.log = log
         self.clock = clock
+        self.aside = aside
         self.timed: list[str] = []  # names of the ops the clock timed
         self.on_plan = True
         self.left_plan_because = ""
@@ -155,7 +159,7 @@ class Execution:
             for tensor in tensors_in((*args, *kwargs.values())):
                 forget_cell(tensor)
         index = self._num_ops
-        if index > self.program.last_captured or not self.on_plan:
+        if index > self.program.last_watched or not self.on_plan:
             result = func(*args, **kwargs)
         else:
             self._num_ops = index + 1
@@ -165,17 +169,22 @@ class Execution:
             elif index in self.program.captured:
                 result = self._capture(index, func, args, kwargs)
             else:
-                result = func(*args, **kwargs)
+                result = self._call(index, func, args, kwargs)
         if self.meter is not None:
             self._meter(result)
         return result
+
+    def _call(self, index: int, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self.aside is not None and index in self.program.aside:
+            return self.aside.cast(func, args, kwargs)
+        return func(*args, **kwargs)
 
     def _capture(self, index: int, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         op = self.program.captured[index]
         reads = iter(op.reads)
         recipe = capture(index, func, args, kwargs, lambda tensor: self._source(next(reads, -1), tensor))
         recipe.twin = op.twin
-        result = func(*args, **kwargs)
+        result = self._call(index, func, args, kwargs)
         fresh, overwritten = outputs_of(func, args, kwargs, result)
         if len(fresh) + len(overwritten) != len(op.writes):
             self.leave_plan(f"op {index} ({func}) made {len(fresh) + len(overwritten)} values, not {len(op.writes)}")

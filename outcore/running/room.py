@@ -34,11 +34,13 @@ class Attempt:
 
 @dataclass
 class Room:
-    """The part of `memory_bytes` that plans may use. `settled`: no other will be tried."""
+    """The part of `memory_bytes` that plans may use. `settled`: no other will be tried. `crowded`: the allocator had to
+    start over in a plan's steps, or ran out."""
 
     memory_bytes: int
     room_bytes: int = 0
     settled: bool = False
+    crowded: bool = False
     attempts: list[Attempt] = field(default_factory=list)
     _steps: list[tuple[float, int, int]] = field(default_factory=list)
 
@@ -70,6 +72,7 @@ class Room:
         num_restarts = max(restarts for _, restarts, _ in counted)
         reserved_bytes = max(reserved for _, _, reserved in self._steps)
         step_s = statistics.median(step_s for step_s, _, _ in counted)
+        self.crowded = self.crowded or num_restarts > 0
         self.attempts.append(Attempt(self.room_bytes, step_s, num_restarts, reserved_bytes, made))
         if len(self.attempts) < NUM_ATTEMPTS and (again or (num_restarts > 0 and self._shrink())):
             return True
@@ -84,6 +87,7 @@ class Room:
     def ran_out(self) -> bool:
         """A step of the plan at hand ran out of memory. Whether a smaller one should be planned; if not, either an
         earlier one that did not run out is `best`, or there is nothing smaller."""
+        self.crowded = True
         self.attempts = [attempt for attempt in self.attempts if attempt.room_bytes < self.room_bytes]
         if not self.attempts and self._shrink():
             self.settled = False

@@ -18,8 +18,8 @@ x = torch.ones(64, 64, device="cuda")
 x @ x
 job = Job(a, b, memory="{memory_mib}MiB", devices=["cuda:0"])
 job.run()
-assert torch.allclose(job.out[:4].cuda().float(), a[:4].cuda().float() @ b.cuda().float(), rtol=0.02, atol=1.0)
 print(torch.cuda.max_memory_allocated())
+assert torch.allclose(job.out[:4].cuda().float(), a[:4].cuda().float() @ b.cuda().float(), rtol=0.02, atol=1.0)
 """
 
 

@@ -8,13 +8,13 @@ import weakref
 import torch
 from torch import nn
 
-from outcore.running.gradients import GradientsAside
+from outcore.running.aside import Aside
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
 
 
-class Watched(GradientsAside):
+class Watched(Aside):
     """Notes whose gradient was moved."""
 
     def __init__(self, model: nn.Module, budget_bytes: int = GIB) -> None:
@@ -34,7 +34,7 @@ def deep() -> nn.Module:
     return nn.Sequential(nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 700), nn.ReLU(), nn.Linear(700, 8))
 
 
-def gradients(model: nn.Module, aside: GradientsAside | None, num_backwards: int) -> list[torch.Tensor]:
+def gradients(model: nn.Module, aside: Aside | None, num_backwards: int) -> list[torch.Tensor]:
     if aside is not None:
         aside.begin()
     for _ in range(num_backwards):
@@ -111,7 +111,7 @@ def test_nothing_happens_outside_a_step() -> None:
 
 def test_hooks_keep_nothing_alive() -> None:
     model = deep()
-    aside = GradientsAside(model.parameters(), GIB, CPU)
+    aside = Aside(model.parameters(), GIB, CPU)
     gone = weakref.ref(model)
     del model, aside
     gc.collect()
