@@ -6,8 +6,8 @@ starts over: a restart, which drains the device. This script counts restarts per
 
     python -m benchmarks.holes step.trace.json --memory-gib 16 --room-gib 15.2 --room-gib 14.1
 
-three times each: with every value wherever the allocator puts it, with small gradients moved aside, and with the
-weights that autocast has cast aside as well, as `outcore.running.aside` does.
+three times each: with every value wherever the allocator puts it, with small gradients moved aside, and with
+what lies around when the largest pieces are asked for aside as well, as `outcore.running.aside` does.
 
 Measured on the H200 for comparison (docs/log.md): ResNet-50 restarted once or twice a step at 14.1 of 16 GiB, and not
 at all with gradients aside; Llama twice at 24.6 of 28; ResNet-152 ran out at 11.8 of 12: all as here. But at 11.3 of 12
@@ -23,9 +23,9 @@ import click
 
 from benchmarks.recorded import h200
 from outcore.planning import lower, plan
-from outcore.planning.simulate import held_until
+from outcore.planning.crowd import bystanders, storage_ends
 from outcore.planning.terrain import Terrain, terrain_of
-from outcore.running.aside import MOST_BYTES, MOST_SHARE, SMALLEST_BYTES, casts_to_move
+from outcore.running.aside import MOST_BYTES, MOST_SHARE, SMALLEST_BYTES
 from outcore.units import GIB, MIB
 from outcore.values import Action, Budget, Schedule, Trace
 
@@ -114,29 +114,10 @@ class Program:
         self.actions: dict[int, list[Action]] = {}
         for action in schedule.actions:
             self.actions.setdefault(action.tick, []).append(action)
-        self.ends = self._ends()
+        self.ends = storage_ends(trace, schedule)
         self.copies: dict[int, int] = {}  # value -> its copy
         self.late: dict[int, list[int]] = {}  # slot -> copies autograd holds until then
         self.num_copies = 0
-
-    def _ends(self) -> dict[int, int]:
-        """Storage -> the last slot in which the program or one of our holds keeps it."""
-        terrain, decisions = self.terrain, self.schedule.decisions
-        reached = held_until(terrain, decisions)
-        ends = {number: storage.dies for number, storage in enumerate(self.trace.storages) if not storage.external}
-        for value in terrain.packs:
-            if decisions.get(value, "keep") == "keep" and terrain.storage[value] in ends:
-                last = max(terrain.handle_end[value], reached.get(value, -1))
-                ends[terrain.storage[value]] = max(ends[terrain.storage[value]], last)
-        leaving: set[int] = set()
-        for action in self.schedule.actions:
-            if action.kind == "swap_out":
-                leaving.add(action.value)
-            elif action.kind == "free" and action.value in leaving:
-                leaving.remove(action.value)
-                storage = terrain.storage[action.value]
-                ends[storage] = max(ends[storage], terrain.tick_slots[action.tick])
-        return ends
 
     def events(self) -> Iterator[Event]:
         trace = self.trace
@@ -237,17 +218,34 @@ def main(trace_file: Path, memory_gib: float, room_gib: tuple[float, ...], steps
     trace = Trace.load(trace_file)
     memory_bytes = int(memory_gib * GIB)
     gradients = gradients_aside(trace, memory_bytes)
-    casts = {trace.values[trace.ops[op].writes[0]].storage for op in casts_to_move(trace, memory_bytes)}
     for room in room_gib or tuple(memory_gib * share for share in (0.98, 0.95, 0.92, 0.88)):
         made = plan(trace, h200(), Budget(int(room * GIB), 75 * GIB))
-        events = list(Program(trace, lower(trace, made, h200())).events())
+        schedule = lower(trace, made, h200())
+        events = list(Program(trace, schedule).events())
+        crowd = set[int]().union(*bystanders(trace, schedule, memory_bytes).values())
         over = 100 * (made.predicted_step_s / made.in_core_step_s - 1)
         print(f"room {room:6.2f} GiB: predicted +{over:.1f} %; restarts", end=" ")
-        for title, aside in (("", set[int]()), ("; gradients aside ", gradients), ("; casts too ", gradients | casts)):
+        for title, aside in (
+            ("", set[int]()),
+            ("; gradients aside ", gradients),
+            ("; the crowd too ", gradients | crowd),
+        ):
             apart = [event for event in events if event[1] not in aside]
-            aside_bytes = sum(trace.storages[number].bytes for number in aside)
+            own = [event for event in events if event[1] in aside]
+            aside_bytes = most_bytes(own)
             print(title + count(trace, apart, memory_bytes - aside_bytes, steps), end="", flush=True)
         print()
+
+
+def most_bytes(events: list[Event]) -> int:
+    """What these take at most, all together, with pages that are used in part."""
+    segment = Segment(1 << 60)
+    for kind, who, num_bytes in events:
+        if kind == "take":
+            segment.take(who, num_bytes)
+        else:
+            segment.give(who)
+    return segment.peak_pages * PAGE_BYTES
 
 
 def count(trace: Trace, events: list[Event], cap_bytes: int, num_steps: int) -> str:

@@ -26,11 +26,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from outcore.errors import BudgetTooSmall, OutcoreError, PlanMismatch
 from outcore.planning import PLANNERS, lower, simulate, verify
 from outcore.planning import plan as make_plan
+from outcore.planning.crowd import bystanders
 from outcore.recording.intercept import Interception
 from outcore.recording.machine import device_bytes, host_bytes_granted, measure_machine
 from outcore.recording.record import Recorder
 from outcore.reporting.text import report
-from outcore.running.aside import Aside, casts_to_move
+from outcore.running.aside import Aside
 from outcore.running.clock import Clock
 from outcore.running.execute import Execution, Program
 from outcore.running.meter import LiveBytes, resident_bytes
@@ -322,7 +323,7 @@ class Limited:
             peak = kind.predicted
             raise BudgetTooSmall(peak.peak_bytes, self.budget.device_bytes, peak.peak_at, where=str(self.device))
         crowded = kind.room is not None and kind.room.crowded
-        aside = casts_to_move(trace, self.budget.device_bytes) if crowded else frozenset[int]()
+        aside = bystanders(trace, kind.schedule, self.budget.device_bytes) if crowded else None
         kind.program = Program(trace, kind.schedule, aside)
         kind.num_steps = 0
         kind.stale = False

@@ -7,59 +7,39 @@ over, which drains the device. Two kinds of values do that, seen on an H200 (doc
 - Gradients: they live until the optimizer has used them, longer than anything else that a backward allocates. On
   ResNet-50 in 16 GiB, 29 of 1 to 9 MiB made the allocator start over once or twice a step, with 3 GiB free in all. A
   small gradient is moved as soon as autograd has stored it.
-- Weights that autocast has cast: its cache holds each of them until the context is left. On Llama in 28 GiB, 113 of 8
-  and 21 MiB lay between the holes when the loss asked for 5.9 GiB in one piece. They are cast into their place at once,
-  in plans that follow one for which the allocator had to start over.
+- What lies around when the step asks for its largest pieces (`outcore.planning.crowd`): moved as soon as an op has made
+  it, in plans that follow one for which the allocator had to start over.
 
-That part is blocks that belong to a stream of their own, which the allocator serves from other pages. The bits are the
-same.
+That part is blocks that belong to a stream on which nothing ever runs: the allocator serves each stream from pages of
+its own. They are used on the stream that was current when they were taken, and given back in its order, so a block that
+is free is free on that stream: one such part per stream. The bits are the same.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
 from outcore.units import MIB
-from outcore.values import Trace
 
 SMALLEST_BYTES = MIB  # PyTorch itself keeps smaller blocks apart
 MOST_SHARE = 0.02  # of the budget: pages of one stream lie idle while nothing on it needs them
 MOST_BYTES = 512 * MIB
-CASTS_SHARE = 0.08  # of the budget: more than for gradients, since all of them are there when memory is fullest
-CAST_SHARE = 0.01  # of the budget: a larger one is a large block itself
-CAST = "aten._to_copy.default"
-
-
-def casts_to_move(trace: Trace, budget_bytes: int) -> frozenset[int]:
-    """The ops that cast what was there before the step into something small that stays: by index."""
-    left_bytes = CASTS_SHARE * budget_bytes
-    found = []
-    for index, op in enumerate(trace.ops):
-        if op.name != CAST or op.phase != "forward" or len(op.reads) != 1 or len(op.writes) != 1:
-            continue
-        source, cast = (trace.storages[trace.values[value].storage] for value in (*op.reads, *op.writes))
-        if not source.external or cast.external or not SMALLEST_BYTES <= cast.bytes <= CAST_SHARE * budget_bytes:
-            continue
-        if cast.bytes <= left_bytes:
-            left_bytes -= cast.bytes
-            found.append(index)
-    return frozenset(found)
 
 
 class Aside:
     """Moves the gradients of the smallest of these parameters, together a fiftieth of the budget, during steps, and
-    casts what it is asked to.
+    what else it is asked to.
 
     Only what a step's own backward made is moved: a parameter that had a gradient when the step began keeps that block,
     whoever holds it. The hooks live in the parameters and so must not keep anything alive: they know them weakly.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], budget_bytes: int, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._parameters: list[weakref.ref[torch.nn.Parameter]] = []
         self._waiting: set[int] = set()  # parameters without a gradient yet, by id
         self._hooks = []
@@ -86,38 +66,41 @@ class Aside:
         for hook in self._hooks:
             hook.remove()
 
-    def cast(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
-        """What the cast `func` gives, aside."""
-        source = args[0]
-        if len(args) != 1 or set(kwargs) != {"dtype"} or type(source) not in (torch.Tensor, torch.nn.Parameter):
-            made: torch.Tensor = func(*args, **kwargs)
-            return made
-        made = self._empty_like(source, kwargs["dtype"])
-        return made.copy_(source)
-
-    def _empty_like(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        with torch.cuda.stream(self._stream):  # without a stream: no change
-            made = torch.empty_like(tensor, dtype=dtype)
-        if self._stream is not None:  # it is used on this stream, and must not be given away before that is over
-            made.record_stream(torch.cuda.current_stream(tensor.device))
-        return made
+    def move(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same tensor, aside; `tensor` itself where that would be another one in some way."""
+        if not _is_plain(tensor):
+            return tensor
+        with torch.cuda.stream(_part_of(tensor.device)):  # without a stream: no change
+            moved = torch.empty_like(tensor)
+        return moved.copy_(tensor) if moved.stride() == tensor.stride() else tensor
 
     def _move(self, parameter: torch.Tensor) -> None:
         if id(parameter) not in self._waiting:
             return
         self._waiting.discard(id(parameter))
-        grad = parameter.grad
-        if grad is None or not _is_plain(grad):
-            return
-        parameter.grad = self._empty_like(grad, grad.dtype).copy_(grad)
+        if parameter.grad is not None:
+            parameter.grad = self.move(parameter.grad)
 
 
-def _is_plain(grad: torch.Tensor) -> bool:
-    """A block of this gradient alone: no bucket's view, no subclass, no graph."""
+def _part_of(device: torch.device) -> torch.cuda.Stream | None:
+    """The stream whose pages are used by what runs on the current one."""
+    return _own_stream(device, torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else None
+
+
+@functools.cache
+def _own_stream(device: torch.device, current: int) -> torch.cuda.Stream:
+    """PyTorch's own streams are handed out in turn: somebody else may get the same one, and run something on it."""
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        torch.cuda.check_error(torch.cuda.cudart().cudaStreamCreate(ctypes.addressof(handle)))
+    return torch.cuda.ExternalStream(handle.value, device=device)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """A block of this tensor alone: no bucket's view, no subclass, no graph, nothing to be done when it is read."""
     return (
-        type(grad) is torch.Tensor
-        and grad.layout is torch.strided
-        and not grad.requires_grad
-        and not grad._is_view()
-        and grad.untyped_storage().nbytes() == grad.nbytes
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and not (tensor.requires_grad or tensor._is_view() or tensor.is_conj() or tensor.is_neg())
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
     )

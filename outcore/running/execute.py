@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from outcore.running.aside import Aside
 from outcore.running.cells import (
@@ -67,7 +68,7 @@ class PlannedTick:
 class Program:
     """A schedule made ready to be followed."""
 
-    def __init__(self, trace: Trace, schedule: Schedule, aside: frozenset[int] = frozenset()) -> None:
+    def __init__(self, trace: Trace, schedule: Schedule, aside: Mapping[int, frozenset[int]] | None = None) -> None:
         self.fingerprint = trace.fingerprint
         self.schedule = schedule
         self.ticks = [
@@ -85,8 +86,11 @@ class Program:
             self.ticks[action.tick].actions.append(action)
         self.captured = {action.op: trace.ops[action.op] for action in schedule.actions if action.kind == "rerun"}
         self.outside = {v for op in self.captured.values() for v in op.writes if _is_outside(trace, v)}
-        self.aside = aside  # ops whose output goes there
-        self.last_watched = max((*self.captured, *aside), default=-1)
+        self.aside = {  # op -> which of the values it makes go there
+            op: frozenset(i for i, value in enumerate(trace.ops[op].writes) if trace.values[value].storage in storages)
+            for op, storages in (aside or {}).items()
+        }
+        self.last_watched = max((*self.captured, *self.aside), default=-1)
         self.names = [op.name for op in trace.ops[: self.last_watched + 1]]
         sources = {value for op in self.captured.values() for value in (*op.reads, *op.writes)}
         for tick in self.ticks:
@@ -175,9 +179,12 @@ class Execution:
         return result
 
     def _call(self, index: int, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if self.aside is not None and index in self.program.aside:
-            return self.aside.cast(func, args, kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if self.aside is None or index not in self.program.aside:
+            return result
+        fresh, _ = outputs_of(func, args, kwargs, result)
+        moved = {id(fresh[i]): self.aside.move(fresh[i]) for i in self.program.aside[index] if i < len(fresh)}
+        return tree_map_only(torch.Tensor, lambda tensor: moved.get(id(tensor), tensor), result)
 
     def _capture(self, index: int, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         op = self.program.captured[index]
