@@ -132,8 +132,8 @@ class Program:
             dies.setdefault(end, []).append(number)
         for slot in range(trace.num_slots):
             workspace = ops[slot].workspace_bytes if slot in ops else 0
-            yield "take", ("workspace", slot), workspace
             yield from (("take", number, trace.storages[number].bytes) for number in born.get(slot, ()))
+            yield "take", ("workspace", slot), workspace  # cuDNN asks for it when the output is there
             yield "give", ("workspace", slot), 0
             if slot in ticks:
                 for action in self.actions.get(ticks[slot], ()):
@@ -158,16 +158,18 @@ class Program:
     def _rerun(self, action: Action, slot: int) -> Iterator[Event]:
         op, terrain = self.trace.ops[action.op], self.terrain
         workspace = 0 if op.twin else op.workspace_bytes
-        yield "take", ("workspace", slot, action.op), workspace
         old = {terrain.storage[read]: read for read in op.reads if read in self.copies} if action.in_place else {}
+        unwanted = []
         for value in op.writes:
             if terrain.storage[value] in old:
                 self.copies[value] = self.copies.pop(old[terrain.storage[value]])
                 continue
             yield self._copy(value)
             if value not in action.values:
-                yield "give", ("copy", self.copies.pop(value)), 0
+                unwanted.append(self.copies.pop(value))
+        yield "take", ("workspace", slot, action.op), workspace
         yield "give", ("workspace", slot, action.op), 0
+        yield from (("give", ("copy", copy), 0) for copy in unwanted)
 
     def _copy(self, value: int) -> Event:
         self.num_copies += 1

@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Listener(Protocol):
+    wants_ops: bool  # False: it has seen all it needs of this step's
+
     def op(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any: ...
     def pack(self, tensor: torch.Tensor) -> Any: ...
     def unpack(self, handle: Any) -> torch.Tensor: ...
@@ -92,7 +94,18 @@ class Interception:
         if self._listener is None:
             self._on_first()
         assert self._listener is not None
-        return self._listener.pack(tensor)
+        handle = self._listener.pack(tensor)
+        if self._mode is not None and not self._listener.wants_ops:
+            self._pop()
+        return handle
+
+    def _pop(self) -> None:
+        """Python looks at no further op: each costs tens of microseconds, and a backward has thousands. The engine's
+        threads take over the modes of the thread that calls `backward()`, so this must happen before, in the forward;
+        a mode that the user entered since stays where it is, and then so does ours."""
+        if torch._C._len_torch_dispatch_stack() == self._depth + 1:
+            self._mode.__exit__(None, None, None)
+            self._mode = None
 
 
 def _unpack(handle: Any) -> torch.Tensor:

@@ -62,6 +62,8 @@ class _Storage:
 class Recorder:
     """One step, recorded."""
 
+    wants_ops = True
+
     def __init__(
         self,
         model: torch.nn.Module,

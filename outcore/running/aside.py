@@ -70,7 +70,10 @@ class Aside:
         """The same tensor, aside; `tensor` itself where that would be another one in some way."""
         if not _is_plain(tensor):
             return tensor
-        with torch.cuda.stream(_part_of(tensor.device)):  # without a stream: no change
+        part = _part_of(tensor.device)
+        if part is None and tensor.is_cuda:
+            return tensor
+        with torch.cuda.stream(part):  # on the CPU: no change
             moved = torch.empty_like(tensor)
         return moved.copy_(tensor) if moved.stride() == tensor.stride() else tensor
 
@@ -88,12 +91,16 @@ def _part_of(device: torch.device) -> torch.cuda.Stream | None:
 
 
 @functools.cache
-def _own_stream(device: torch.device, current: int) -> torch.cuda.Stream:
-    """PyTorch's own streams are handed out in turn: somebody else may get the same one, and run something on it."""
-    handle = ctypes.c_void_p()
+def _own_stream(device: torch.device, current: int) -> torch.cuda.Stream | None:
+    """PyTorch's own streams are handed out in turn: somebody else may get the same one, and run something on it. So the
+    driver is asked for one that nobody knows and that waits for nobody. Without it nothing goes aside."""
+    handle, without_waiting = ctypes.c_void_p(), 1
     with torch.cuda.device(device):
-        torch.cuda.check_error(torch.cuda.cudart().cudaStreamCreate(ctypes.addressof(handle)))
-    return torch.cuda.ExternalStream(handle.value, device=device)
+        try:
+            failed = ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(handle), without_waiting)
+        except (OSError, AttributeError):
+            failed = -1
+    return None if failed else torch.cuda.ExternalStream(handle.value, device=device)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -110,6 +110,11 @@ def _is_outside(trace: Trace, value: int) -> bool:
     return trace.storages[trace.values[value].storage].external
 
 
+def _is_distributed() -> bool:
+    """Collectives write into what they are given without saying so: where there may be any, every op is looked at."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 class Execution:
     """One step that follows a program."""
 
@@ -133,6 +138,8 @@ class Execution:
         self.clock = clock
         self.aside = aside
         self.timed: list[str] = []  # names of the ops the clock timed
+        self.wants_ops = True
+        self._stops_watching = meter is None and clock is None and not _is_distributed()
         self.on_plan = True
         self.left_plan_because = ""
         self._tick = 0
@@ -164,6 +171,7 @@ class Execution:
                 forget_cell(tensor)
         index = self._num_ops
         if index > self.program.last_watched or not self.on_plan:
+            self.wants_ops = self.wants_ops and not (self._stops_watching and self.on_plan)
             result = func(*args, **kwargs)
         else:
             self._num_ops = index + 1
