@@ -220,6 +220,12 @@ def _save_history(path: Path, step: Callable[[], Any]) -> None:
 
     import torch
 
+    there = [
+        ["there", block["address"], block["size"], segment["stream"]]
+        for segment in torch.cuda.memory_snapshot()
+        for block in segment["blocks"]
+        if block["state"].startswith("active")
+    ]
     torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=200_000)
     try:
         step()
@@ -227,7 +233,7 @@ def _save_history(path: Path, step: Callable[[], Any]) -> None:
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
     kept = [[event["action"], event.get("addr", 0), event["size"], event.get("stream", 0)] for event in events]
-    path.write_bytes(gzip.compress(json.dumps(kept).encode()))
+    path.write_bytes(gzip.compress(json.dumps(there + kept).encode()))
 
 
 def describe(ooc: Any, traces: Path | None, label: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,7 @@ class Limited:
         self._num_restarts = 0
         if on_cuda:
             _prefer_expandable_segments()
+            _ask_for_workspaces(self.device)
         self.kinds: dict[Key, Kind] = {}
         self._given_plan = plan
         self._given_fits = False
@@ -252,6 +253,8 @@ class Limited:
                 kind.trace = run.finish()
                 kind.stale = True
                 self._last = kind
+                if self.device.type == "cuda":  # the optimizer's state, made next, should not lie scattered among holes
+                    torch.cuda.empty_cache()
             return
         run.close()
         if self._meter is not None:
@@ -570,6 +573,15 @@ def _prefer_expandable_segments() -> None:
     if not (os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")):
         set_them = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
         (set_them or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
+
+
+def _ask_for_workspaces(device: torch.device) -> None:
+    """cuBLAS gets a workspace for every thread that calls it, for good. Asked for in the middle of a step it would lie
+    in the middle of memory and cut the large blocks' room in two: so both threads ask now, when there is little else.
+    """
+    with suppress(RuntimeError), torch.cuda.device(device), torch.inference_mode(False), torch.enable_grad():
+        square = torch.ones(8, 8, device=device, requires_grad=True)
+        torch.mm(square, square).sum().backward()
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:
