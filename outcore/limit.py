@@ -45,6 +45,9 @@ log = logging.getLogger("outcore")
 Key = tuple[Any, ...]
 _ACTIVE: list[Limited] = []  # the one whose step is running: two would mark the same storages
 LEAST_MARGIN = 0.015  # of a CUDA budget: pages that are used in part count whole
+UNSPLIT_BYTES = (
+    4 * MIB
+)  # CUDA blocks count whole where the rest of one was too small to split: it varies from run to run
 STALL_SHARE = 0.01  # of a step: waiting longer than predicted by this much, copies are slower than was measured
 MOST_PACE = 1.1  # how much slower than its ops one by one a whole step may run
 NUM_SLOWED = 2  # times copies are planned slower than measured
@@ -163,8 +166,6 @@ class Limited:
         self._settle()
         _ACTIVE.append(self)
         self._active = True
-        if self._aside is not None:
-            self._aside.begin()
         self._interception.start()
         failed = True
         try:
@@ -218,6 +219,8 @@ class Limited:
         if kind.trace is not None and (kind.stale or grown):
             self._make_plan(kind, before_bytes)
         program = kind.program or Program.empty()
+        if self._aside is not None and program.gradients_aside:
+            self._aside.begin()
         closely = kind.program is not None and (self.measure or kind.num_steps < NUM_MEASURED)
         if closely:
             self._log = []
@@ -326,8 +329,8 @@ class Limited:
             peak = kind.predicted
             raise BudgetTooSmall(peak.peak_bytes, self.budget.device_bytes, peak.peak_at, where=str(self.device))
         crowded = kind.room is not None and kind.room.crowded
-        aside = bystanders(trace, kind.schedule, self.budget.device_bytes) if crowded else None
-        kind.program = Program(trace, kind.schedule, aside)
+        crowd = bystanders(trace, kind.schedule, self.budget.device_bytes) if crowded else {}
+        kind.program = Program(trace, kind.schedule, crowd, gradients_aside=crowded and not crowd)
         kind.num_steps = 0
         kind.stale = False
         if kind.room is not None and kind.room.is_hopeless(kind.predicted.step_s):
@@ -359,7 +362,7 @@ class Limited:
             if room is not None:
                 room.room_bytes = room_bytes
             return made
-        needed = int(too_small.needed_bytes / (1 - margin)) + 1
+        needed = int(too_small.needed_bytes / (1 - margin)) + 1 + (UNSPLIT_BYTES if room is not None else 0)
         raise BudgetTooSmall(needed, memory_bytes, too_small.at_op, where=str(self.device)) from None
 
     def _fit(self, kind: Kind, num_restarts: int) -> None:

@@ -8,11 +8,14 @@ over, which drains the device. Two kinds of values do that, seen on an H200 (doc
   ResNet-50 in 16 GiB, 29 of 1 to 9 MiB made the allocator start over once or twice a step, with 3 GiB free in all. A
   small gradient is moved as soon as autograd has stored it.
 - What lies around when the step asks for its largest pieces (`outcore.planning.crowd`): moved as soon as an op has made
-  it, in plans that follow one for which the allocator had to start over.
+  it.
 
-That part is blocks that belong to a stream on which nothing ever runs: the allocator serves each stream from pages of
-its own. They are used on the stream that was current when they were taken, and given back in its order, so a block that
-is free is free on that stream: one such part per stream. The bits are the same.
+Either is done only in plans that follow one for which the allocator had to start over.
+
+That part is blocks of a stream on which nothing ever runs: the allocator serves each stream from pages of its own. Two
+things have to be right. The blocks are used on the stream that computes, so the allocator is told (`record_stream`):
+it gives none away, nor its pages, before that stream is done with it. And nothing may run on the other stream, not even
+the NaNs that `torch.empty` writes under deterministic algorithms: they came after the values and the loss was NaN.
 """
 
 from __future__ import annotations
@@ -74,8 +77,13 @@ class Aside:
         if part is None and tensor.is_cuda:
             return tensor
         with torch.cuda.stream(part):  # on the CPU: no change
-            moved = torch.empty_like(tensor)
-        return moved.copy_(tensor) if moved.stride() == tensor.stride() else tensor
+            storage = torch.UntypedStorage(tensor.nbytes, device=tensor.device)
+        with torch._C._DisableTorchDispatch():  # these are no ops of the step
+            moved = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            moved.set_(storage, 0, tensor.size(), tensor.stride())
+            if part is not None:
+                moved.record_stream(torch.cuda.current_stream(tensor.device))
+            return moved.copy_(tensor)
 
     def _move(self, parameter: torch.Tensor) -> None:
         if id(parameter) not in self._waiting:

@@ -68,7 +68,14 @@ class PlannedTick:
 class Program:
     """A schedule made ready to be followed."""
 
-    def __init__(self, trace: Trace, schedule: Schedule, aside: Mapping[int, frozenset[int]] | None = None) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        schedule: Schedule,
+        aside: Mapping[int, frozenset[int]] | None = None,
+        *,
+        gradients_aside: bool = False,
+    ) -> None:
         self.fingerprint = trace.fingerprint
         self.schedule = schedule
         self.ticks = [
@@ -86,6 +93,7 @@ class Program:
             self.ticks[action.tick].actions.append(action)
         self.captured = {action.op: trace.ops[action.op] for action in schedule.actions if action.kind == "rerun"}
         self.outside = {v for op in self.captured.values() for v in op.writes if _is_outside(trace, v)}
+        self.gradients_aside = gradients_aside
         self.aside = {  # op -> which of the values it makes go there
             op: frozenset(i for i, value in enumerate(trace.ops[op].writes) if trace.values[value].storage in storages)
             for op, storages in (aside or {}).items()

@@ -70,5 +70,4 @@ def least_bytes(name: str, planner: str) -> int:
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_same_numbers(name: str, planner: str, delay_s: float) -> None:
     expected = plain(name)
-    least = least_bytes(name, planner) + 2 * 1024**2  # the baseline moves a little from run to run
-    expected.assert_same(under(name, least, planner, delay_s))
+    expected.assert_same(under(name, least_bytes(name, planner), planner, delay_s))
