@@ -145,6 +145,7 @@ class Limited:
             model.register_forward_pre_hook(self._on_forward, with_kwargs=True),
             register_optimizer_step_post_hook(_optimizer_watch(weakref.ref(self))),
         ]
+        self._parameters = tuple(model.parameters())  # to walk through the modules every step takes milliseconds
         self._aside = Aside(model.parameters(), memory_bytes, self.device) if on_cuda else None
 
     def expect(self, trace: Trace) -> None:
@@ -167,7 +168,8 @@ class Limited:
         _ACTIVE.append(self)
         self._active = True
         self._interception.start()
-        failed = True
+        collecting, failed = gc.isenabled(), True
+        gc.disable()  # a step makes and frees thousands of objects: every look at them all takes a tenth of a second
         try:
             yield self
             failed = False
@@ -176,6 +178,8 @@ class Limited:
             raise
         finally:
             self._interception.stop()
+            if collecting:
+                gc.enable()
             self._active = False
             if self._aside is not None:
                 self._aside.end()
@@ -195,7 +199,7 @@ class Limited:
             tuple(item for item in _flat((args, kwargs)) if isinstance(item, bool | int | str | type(None))),
             self.model.training,
             torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
-            any(parameter.grad is not None for parameter in self.model.parameters()),
+            any(parameter.grad is not None for parameter in self._parameters),
         )
 
     def _start(self, key: Key, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -212,6 +216,7 @@ class Limited:
             return
         if kind.trace is None and not kind.unplanned:
             room = self.budget.device_bytes
+            self._parameters = tuple(self.model.parameters())
             self._run = Recorder(self.model, self.store, self.device, before_bytes, budget_bytes=room)
             self._interception.listen(self._run, ops=True)
             return

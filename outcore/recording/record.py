@@ -298,7 +298,7 @@ class Recorder:
         value = self._pack_values[handle.pack]
         if isinstance(handle, Kept):
             self._add_tick("unpack", value, handle.pack, handle.tensor)
-            check_unchanged(handle.state[0], handle.tensor)
+            check_unchanged(handle.version, handle.tensor)
             return handle.tensor
         with below_everything():
             present = handle.cell.data is not None

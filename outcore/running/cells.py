@@ -138,11 +138,11 @@ class Handle:
 class Kept:
     """The handle of a tensor that simply stays: parameters, inputs, small ones."""
 
-    __slots__ = ("__weakref__", "pack", "run", "state", "tensor")
+    __slots__ = ("__weakref__", "pack", "run", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, pack: int, run: Any) -> None:
         self.tensor = alias(tensor)
-        self.state = state_of(self.tensor)
+        self.version = version_of(self.tensor)
         self.pack = pack
         self.run = run
 

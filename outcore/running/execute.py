@@ -303,7 +303,7 @@ class Execution:
                 with below_everything():
                     for action in tick.actions:
                         self._act(action)
-            check_unchanged(handle.state[0], handle.tensor)
+            check_unchanged(handle.version, handle.tensor)
             return handle.tensor
         with below_everything():
             return self._unpack_cell(handle, tick if self.on_plan else None)

@@ -146,7 +146,7 @@ class Recipe:
         for ref in into:
             if not in_place and id(ref.cell) not in copies:
                 copies[id(ref.cell)] = _copy_of(ref.cell)
-        args = [_rebuild(arg, copies) for arg in self.args]
+        args = self._rebuilt_args(copies)
         kwargs = {name: _rebuild(arg, copies) for name, arg in self.kwargs.items()}
         with _generator(self.generator_state), torch.set_grad_enabled(self.grad_mode):
             result = self.func(*args, **kwargs)
@@ -170,9 +170,16 @@ class Recipe:
         mean, deviation = (cell.data if cell is not None else None for cell in saved)
         if mean is None or deviation is None:
             return []
-        args = [_rebuild(arg, {}) for arg in self.args]
+        args = self._rebuilt_args({})
         out = normalise_again(args, mean, deviation)
         return [out, mean, deviation, *(out.new_empty(0) for _ in self.made[3:])]
+
+    def _rebuilt_args(self, copies: dict[int, torch.Tensor]) -> list[Any]:
+        args = self.args.copy()
+        for index in tensor_args(self.func):
+            if index < len(args):
+                args[index] = _rebuild(args[index], copies)
+        return args
 
     def _written_refs(self) -> list[Ref]:
         written = [self.args[index] for index in written_args(self.func) if index < len(self.args)]
@@ -207,9 +214,12 @@ def capture(
     """The recipe of a call that is about to happen. `find(tensor)` names the cell of a tensor argument."""
     recipe = Recipe(op, func)
     scratch = scratch_args(func, args)
-    for index, arg in enumerate(args):
-        outside = index in scratch and isinstance(arg, torch.Tensor)
-        recipe.args.append(Scratch(arg) if outside else _refer(arg, recipe.reads, find))
+    recipe.args = list(args)
+    for index in tensor_args(func):
+        if index < len(args):
+            arg = args[index]
+            outside = index in scratch and isinstance(arg, torch.Tensor)
+            recipe.args[index] = Scratch(arg) if outside else _refer(arg, recipe.reads, find)
     recipe.kwargs = {name: _refer(arg, recipe.reads, find) for name, arg in kwargs.items()}
     if is_random(func):
         device = device_of(args, kwargs)
@@ -251,15 +261,16 @@ def tensors_in(items: Any) -> Iterator[torch.Tensor]:
 def reads_of(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors whose content the op depends on, in the order `capture` meets them."""
     scratch = scratch_args(func, args)
-    found = list(tensors_in(arg for index, arg in enumerate(args) if index not in scratch))
-    return found + list(tensors_in(kwargs.values()))
+    positions = (index for index in tensor_args(func) if index < len(args) and index not in scratch)
+    return list(tensors_in([*(args[index] for index in positions), *kwargs.values()]))
 
 
 def outputs_of(
     func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The tensors an op made: those on storages of their own, and the arguments it wrote into."""
-    everything = [tensor for tensor in tensors_in((*args, *kwargs.values())) if tensor.layout is torch.strided]
+    asked = [args[index] for index in tensor_args(func) if index < len(args)]
+    everything = [tensor for tensor in tensors_in((*asked, *kwargs.values())) if tensor.layout is torch.strided]
     given = {tensor.untyped_storage()._cdata for tensor in everything}
     fresh: list[torch.Tensor] = []
     for tensor in tensors_in((result,)):
@@ -288,6 +299,12 @@ def scratch_args(func: OpOverload, args: Sequence[Any]) -> tuple[int, ...]:
         return ()
     flag = _STATISTICS[name]
     return (3, 4) if flag is None or (len(args) > flag and args[flag]) else ()
+
+
+@cache
+def tensor_args(func: OpOverload) -> tuple[int, ...]:
+    """Positions of the arguments that are or contain tensors. Asking each argument instead takes longer than the op."""
+    return tuple(i for i, argument in enumerate(func._schema.arguments) if "Tensor" in str(argument.type))
 
 
 @cache
