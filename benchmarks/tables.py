@@ -129,13 +129,14 @@ def _slowdown(result: Result) -> str:
             ours = row.get("method") in OURS
             name = f"**outcore, {row['method']}**" if ours else str(row.get("method", ""))
             budget = f"{row['memory_gib']:g}" if ours else "none"
+            commit = row.get("commit") or result.get("commit", "")
             if row.get("step_s") is None:
-                yield row["network"], name, budget, "failed", "", str(row.get("error", ""))[:60].replace("|", "/")
+                yield row["network"], name, budget, "failed", "", str(row.get("error", ""))[:60].replace("|", "/"), commit
                 continue
             over = f"{100 * row['slowdown']:+.1f} %" if "slowdown" in row else ""
-            yield row["network"], name, budget, format_seconds(row["step_s"]), over, f"{row['peak_gib']:.1f}"
+            yield row["network"], name, budget, format_seconds(row["step_s"]), over, f"{row['peak_gib']:.1f}", commit
 
-    return markdown(("network", "method", "budget GiB", "step", "over in-core", "peak GiB"), rows())
+    return markdown(("network", "method", "budget GiB", "step", "over in-core", "peak GiB", "commit"), rows())
 
 
 def _matmul(result: Result) -> str:
