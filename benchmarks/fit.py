@@ -1,15 +1,18 @@
 """What is the largest that runs? The largest batch of ResNet-50 and the deepest ResNet in 16 GiB, per method.
 
-Every trial is two real steps in a process of its own under a hard cap, three for ours, whose first one is recorded; a
-method that has no other way is asked by running out of memory, ours says itself what it would need. The answer is found
-by doubling and bisection, to one part in sixteen. `python -m benchmarks.fit --help`.
+Every trial is two real steps under a hard cap, four for ours, whose first one is recorded; each method has a process of
+its own. A method that has no other way is asked by running out of memory, ours says itself what it would need. The
+answer is found by doubling and bisection, to one part in sixteen. Nothing else may use the GPU meanwhile.
+`python -m benchmarks.fit --help`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import date
@@ -25,7 +28,6 @@ PRECISION = 16  # the answer is right to one part in this many
 FIRST = {"batch": 64, "depth": 152}
 MOST = {"batch": 8192, "depth": 6002}
 DEPTH_BATCH = 32
-OUT_OF_TIME = "no time left"  # says nothing about the size
 
 
 def largest(works: Callable[[int], bool], first: int, most: int) -> int:
@@ -46,18 +48,18 @@ def largest(works: Callable[[int], bool], first: int, most: int) -> int:
 @click.option("--memory-gib", default=16.0, show_default=True)
 @click.option("--limit-s", default=120.0, show_default=True, help="Seconds for one method's search.")
 @click.option("--out", type=click.Path(path_type=Path), default=None)
-@click.option("--trial", nargs=3, default=None, hidden=True, help="QUESTION METHOD SIZE: run it here.")
+@click.option("--here", nargs=2, default=None, hidden=True, help="QUESTION METHOD: search in this process.")
 def main(
     questions: str,
     methods: str,
     memory_gib: float,
     limit_s: float,
     out: Path | None,
-    trial: tuple[str, str, str] | None,
+    here: tuple[str, str] | None,
 ) -> None:
     """The largest batch and the deepest network under one budget, per method."""
-    if trial is not None:
-        run_trial(trial[0], trial[1], int(trial[2]), memory_gib)
+    if here is not None:
+        search_here(*here, memory_gib)
         return
     from benchmarks.slowdown import about, hardware
 
@@ -74,19 +76,29 @@ def main(
 
 
 def search(question: str, method: str, memory_gib: float, limit_s: float) -> dict[str, Any]:
-    deadline = time.monotonic() + limit_s
+    """What a process of its own found until the time was up."""
+    command = [sys.executable, "-m", "benchmarks.fit", "--memory-gib", str(memory_gib), "--here", question, method]
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    timer = threading.Timer(limit_s, process.kill)
+    timer.start()
     trials: list[dict[str, Any]] = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("TRIAL "):
+            trials.append(json.loads(line[6:]))
+            print("TRIAL", question, method, json.dumps(trials[-1]), flush=True)
+    complete = process.wait() == 0
+    timer.cancel()
+    return summary(question, method, memory_gib, trials, complete=complete)
 
-    def works(size: int) -> bool:
-        if time.monotonic() > deadline:
-            trials.append({"size": size, "error": OUT_OF_TIME})
-            return False
-        trials.append(_try(question, method, size, memory_gib, deadline - time.monotonic()))
-        print("TRIAL", question, method, json.dumps(trials[-1]), flush=True)
-        return "error" not in trials[-1]
 
-    found = largest(works, FIRST[question], MOST[question])
-    best = next((trial for trial in trials if trial["size"] == found), {})
+def summary(
+    question: str, method: str, memory_gib: float, trials: list[dict[str, Any]], *, complete: bool
+) -> dict[str, Any]:
+    """The row of one search; if it is not complete, `largest` is only the largest seen to run."""
+    best = max((trial for trial in trials if "error" not in trial), key=lambda trial: trial["size"], default={})
+    found = best.get("size", 0)
     return {
         "network": "resnet50" if question == "batch" else "resnet",
         "question": question,
@@ -94,7 +106,7 @@ def search(question: str, method: str, memory_gib: float, limit_s: float) -> dic
         "memory_gib": memory_gib,
         "method": method,
         "largest": found,
-        "complete": not any(trial.get("error") == OUT_OF_TIME for trial in trials),
+        "complete": complete,
         "step_s": best.get("step_s"),
         "in_core_step_s": None,
         "peak_gib": best.get("peak_gib"),
@@ -105,34 +117,28 @@ def search(question: str, method: str, memory_gib: float, limit_s: float) -> dic
     }
 
 
-def _try(question: str, method: str, size: int, memory_gib: float, limit_s: float) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.fit", "--memory-gib", str(memory_gib)]
-    command += ["--trial", question, method, str(size)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=max(5.0, limit_s), check=False)
-    except subprocess.TimeoutExpired:
-        return {"size": size, "error": OUT_OF_TIME}
-    for line in done.stdout.splitlines():
-        if line.startswith("TRIAL "):
-            return {"size": size, **json.loads(line[6:])}
-    return {"size": size, "error": (done.stderr.strip().splitlines() or ["no answer"])[-1][:300]}
+def search_here(question: str, method: str, memory_gib: float) -> None:
+    """Under the cap; prints one line a trial."""
+    import gc
 
-
-def run_trial(question: str, method: str, size: int, memory_gib: float) -> None:
-    """Here and now, under the cap; prints one line."""
-    import os
-
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     import torch
 
     from outcore.errors import OutcoreError
 
     torch.cuda.set_per_process_memory_fraction(memory_gib * GIB / torch.cuda.get_device_properties(0).total_memory)
-    try:
-        found = _steps(question, method, size, memory_gib)
-    except (torch.OutOfMemoryError, OutcoreError) as error:
-        found = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
-    print("TRIAL " + json.dumps(found), flush=True)
+
+    def works(size: int) -> bool:
+        try:
+            found = _steps(question, method, size, memory_gib)
+        except (torch.OutOfMemoryError, OutcoreError) as error:
+            found = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        print("TRIAL " + json.dumps({"size": size, **found}), flush=True)
+        return "error" not in found
+
+    largest(works, FIRST[question], MOST[question])
 
 
 def _steps(question: str, method: str, size: int, memory_gib: float) -> dict[str, Any]:
@@ -147,20 +153,21 @@ def _steps(question: str, method: str, size: int, memory_gib: float) -> dict[str
     ooc = limit(network.model, int(memory_gib * GIB), planner=method) if method in OURS else None
     around: Any = ooc.step if ooc is not None else PEERS[method](network)
     step_s = 0.0
-    for _ in range(4 if ooc is not None else 2):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        training_step(network, around, optimizer, ours=ooc is not None)
-        step_s = time.perf_counter() - began
-    found: dict[str, Any] = {
-        "step_s": step_s,
-        "samples_per_s": network.batch / step_s,
-        "peak_gib": torch.cuda.max_memory_allocated() / GIB,
-    }
-    if ooc is not None and ooc.predicted is not None:
-        found["predicted_step_s"] = ooc.predicted.step_s
-        found["predicted_peak_gib"] = ooc.predicted.peak_bytes / GIB
-    return found
+    try:
+        for _ in range(4 if ooc is not None else 2):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            training_step(network, around, optimizer, ours=ooc is not None)
+            step_s = time.perf_counter() - began
+        found: dict[str, Any] = {"step_s": step_s, "samples_per_s": network.batch / step_s}
+        found["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+        if ooc is not None and ooc.predicted is not None:
+            found["predicted_step_s"] = ooc.predicted.step_s
+            found["predicted_peak_gib"] = ooc.predicted.peak_bytes / GIB
+        return found
+    finally:
+        if ooc is not None:
+            ooc.close()
 
 
 if __name__ == "__main__":

@@ -131,7 +131,15 @@ def _slowdown(result: Result) -> str:
             budget = f"{row['memory_gib']:g}" if ours else "none"
             commit = row.get("commit") or result.get("commit", "")
             if row.get("step_s") is None:
-                yield row["network"], name, budget, "failed", "", str(row.get("error", ""))[:60].replace("|", "/"), commit
+                yield (
+                    row["network"],
+                    name,
+                    budget,
+                    "failed",
+                    "",
+                    str(row.get("error", ""))[:60].replace("|", "/"),
+                    commit,
+                )
                 continue
             over = f"{100 * row['slowdown']:+.1f} %" if "slowdown" in row else ""
             yield row["network"], name, budget, format_seconds(row["step_s"]), over, f"{row['peak_gib']:.1f}", commit
