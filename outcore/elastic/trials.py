@@ -43,6 +43,7 @@ class Trial:
     epochs: float = 1.0
     batch: int = 64
     rate: float = 0.05
+    anneals: bool = False  # the rate falls to nothing by the last step
     momentum: float = 0.0
     seed: int = 0
     num_snapshots: int = 12
@@ -90,6 +91,7 @@ class Trainer:
 
     forward: nn.Module
     step: Callable[[], None]
+    optimizer: torch.optim.Optimizer
     center: Callable[[], dict[str, Tensor]]
     costs: Callable[[], tuple[float, int, int]]
     close: Callable[[], None]
@@ -144,6 +146,9 @@ def _train(
         chosen = next(batches)
         loss = nn.functional.cross_entropy(trainer.forward(digits.train_images[chosen]), digits.train_labels[chosen])
         loss.backward()
+        if trial.anneals:
+            for group in trainer.optimizer.param_groups:
+                group["lr"] = trial.rate * (1 - (step - 1) / num_steps)
         trainer.step()
         marks_s.append(time.perf_counter())
         if marks_s[-1] - began_s > trial.limit_s:
@@ -213,7 +218,7 @@ def _make_elastic(trial: Trial, net: nn.Module, optimizer: torch.optim.Optimizer
         stats = worker.stats()
         return stats.wait_s, stats.sent_bytes, stats.num_messages
 
-    return Trainer(net, worker.step, worker.center_state_dict, costs, worker.close)
+    return Trainer(net, worker.step, optimizer, worker.center_state_dict, costs, worker.close)
 
 
 class Peer:
@@ -275,7 +280,7 @@ def _make_peer(trial: Trial, net: nn.Module, optimizer: torch.optim.Optimizer, p
         for parameter in net.parameters():
             dist.broadcast(parameter.data, 0)
     center = partial(_copied, net)
-    return Trainer(peer.forward, peer.step, center, peer.costs, dist.destroy_process_group)
+    return Trainer(peer.forward, peer.step, optimizer, center, peer.costs, dist.destroy_process_group)
 
 
 def _copied(net: nn.Module) -> dict[str, Tensor]:
