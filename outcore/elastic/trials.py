@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from outcore.elastic.cores import all_cores
 from outcore.elastic.digits import Digits, accuracy, lenet, load_digits
 from outcore.elastic.place import Place, connect_store, read_count, take_seat
 from outcore.elastic.worker import join
@@ -187,7 +188,7 @@ def _judge_all(
 
 @contextmanager
 def _all_cores() -> Iterator[None]:
-    cores = [int(core) for core in os.environ.get("OUTCORE_ALL_CORES", "").split(",") if core]
+    cores = all_cores()
     pinned, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
     if cores:
         os.sched_setaffinity(0, cores)
