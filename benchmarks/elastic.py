@@ -343,7 +343,7 @@ def accuracy(bench: Bench) -> Any:
     constant rate the last steps' noise, about 0.3 points, would be what is compared."""
     seeds = range(1 if bench.args.quick else bench.args.seeds)
     num_workers = min(4, max(2, bench.num_cores))
-    steps = {"max_steps": 12} if bench.args.quick else {"epochs": 3.0}
+    steps = {"max_steps": 12} if bench.args.quick else {"epochs": 2.0}
     names = [*METHODS, "ddp"]
     trials = [
         make_trial(name, num_workers, seed=seed, anneals=True, num_snapshots=0, limit_s=300, **steps)

@@ -35,8 +35,8 @@ from outcore.errors import ElasticError
 
 CENTER_RANK = -1
 SEGMENT_BYTES = 1 << 20
-BLOCK_BYTES = 1 << 21
-MIN_BLOCK_BYTES = 1 << 18
+BLOCK_BYTES = 1 << 22
+MIN_BLOCK_BYTES = 1 << 19
 NUM_UNDER_WAY = 8  # blocks
 NUM_LANES = 4  # connections to each peer, each with a thread of gloo's: one thread moves about 4 GB/s
 STATUS_TAG = 1 << 20  # above the tag of any segment
