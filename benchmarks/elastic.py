@@ -394,7 +394,7 @@ def accuracy(bench: Bench) -> Any:
     seeds = range(1 if bench.args.quick else bench.args.seeds)
     num_workers = min(4, max(2, bench.num_cores))
     steps = {"max_steps": 12} if bench.args.quick else {"epochs": 2.0}
-    names = [*METHODS, "ddp"]
+    names = bench.args.methods.split(",") if bench.args.methods else [*METHODS, "ddp"]
     trials = [
         make_trial(name, num_workers, seed=seed, anneals=True, num_snapshots=0, limit_s=300, **steps)
         for seed in seeds
@@ -574,6 +574,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few steps of everything, to see that it runs")
     parser.add_argument("--epochs", type=float, default=0.5, help="passes over the data in `levels`")
     parser.add_argument("--seeds", type=int, default=3, help="seeds in `accuracy`")
+    parser.add_argument("--methods", help="comma-separated methods in `accuracy` [all]")
     parser.add_argument("--soak", type=int, default=50, help="runs in `faults` (at most 10 in `torchrun`)")
     parser.add_argument("--parallel", type=int, help="runs of `faults` side by side [a third of the cores]")
     parser.add_argument("--first-seed", type=int, default=0, help="first seed in `faults`")

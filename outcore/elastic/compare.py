@@ -29,14 +29,21 @@ EVERY_STEP = ("sync-sgd", "ddp", "async-sgd", "async-msgd", "hogwild-sgd", "orig
 
 
 def rate_for(method: str, num_workers: int) -> float:
-    """The local rate with the effective step of `RATE`: momentum multiplies a step by 1 / (1 - mu), steps added to a
-    common centre count once per worker, and DiLoCo's outer step swings about four times as far as it is told."""
+    """The local rate with the effective step of `RATE`.
+
+    Momentum multiplies a step by 1 / (1 - mu); steps added to a common centre count once per worker; DiLoCo's outer step
+    swings about four times as far as it is told. An exchange leaves sum_i W_i + C as it was, so P workers' gradients
+    drag P + 1 vectors along, and an elastic centre moves by P / (P + 1) of a worker's step.
+    """
     known = METHODS.get(method)
     if known is None:
         return RATE
     if known.momentum == "outer":
         return RATE / 4
-    return RATE * (1 - known.mu) / (num_workers if known.sends == "steps" else 1)
+    own = RATE * (1 - known.mu)
+    if known.sends == "steps":
+        return own / num_workers
+    return own * (num_workers + 1) / num_workers if known.is_elastic else own
 
 
 def make_trial(method: str, num_workers: int, **chosen: Any) -> Trial:
