@@ -38,7 +38,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPAT
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # a host without a resolver must not wait for names
 
-from outcore.elastic.compare import make_trial, run_trials  # noqa: E402
+from outcore.elastic.compare import RATE, make_trial, run_trials  # noqa: E402
 from outcore.elastic.cores import read_cores  # noqa: E402
 from outcore.elastic.launch import LaunchPlan, launch  # noqa: E402
 from outcore.elastic.methods import METHODS  # noqa: E402
@@ -340,7 +340,7 @@ def scaling(bench: Bench) -> Any:
     """Weak scaling with a core for every worker, and the simulator beside it and beyond."""
     sizes = [num for num in (1, 2, 4, 8, 16) if num <= bench.num_cores]
     steps = 12 if bench.args.quick else 120
-    fields: dict[str, Any] = {"max_steps": steps, "num_snapshots": 0, "batch": 64, "limit_s": 60}
+    fields: dict[str, Any] = {"max_steps": steps, "num_snapshots": 0, "batch": 64, "rate": RATE, "limit_s": 60}
     trials = [make_trial("sync-easgd", num, join={"level": 3, "period": 4}, **fields) for num in sizes]
     trials += [make_trial("ddp", num, **fields) for num in sizes[1:]]
     trials += [

@@ -31,9 +31,10 @@ EVERY_STEP = ("sync-sgd", "ddp", "async-sgd", "async-msgd", "hogwild-sgd", "orig
 def rate_for(method: str, num_workers: int) -> float:
     """The local rate with the effective step of `RATE`.
 
-    Momentum multiplies a step by 1 / (1 - mu); steps added to a common centre count once per worker; DiLoCo's outer step
-    swings about four times as far as it is told. An exchange leaves sum_i W_i + C as it was, so P workers' gradients
-    drag P + 1 vectors along, and an elastic centre moves by P / (P + 1) of a worker's step.
+    Momentum multiplies a step by 1 / (1 - mu); steps added to a common centre count once per worker; DiLoCo's outer
+    step swings about four times as far as it is told. An exchange leaves sum_i W_i + C as it was, so P workers'
+    gradients drag P + 1 vectors along, and an elastic centre moves by P / (P + 1) of a worker's step; what makes up for
+    it ends at 1.5, beyond which a lone worker's own SGD diverges.
     """
     known = METHODS.get(method)
     if known is None:
@@ -43,7 +44,7 @@ def rate_for(method: str, num_workers: int) -> float:
     own = RATE * (1 - known.mu)
     if known.sends == "steps":
         return own / num_workers
-    return own * (num_workers + 1) / num_workers if known.is_elastic else own
+    return own * min(1.5, (num_workers + 1) / num_workers) if known.is_elastic else own
 
 
 def make_trial(method: str, num_workers: int, **chosen: Any) -> Trial:
