@@ -141,16 +141,6 @@ def lenet_sizes() -> list[int]:
     return [20 * 25, 20, 50 * 20 * 25, 50, 500 * 800, 500, 10 * 500, 10]
 
 
-def median_s(act: Callable[[], None], num_repeats: int, limit_s: float = 6.0) -> float:
-    times, end_s = [], time.monotonic() + limit_s
-    act()
-    while len(times) < num_repeats and (len(times) < 3 or time.monotonic() < end_s):
-        began_s = time.perf_counter()
-        act()
-        times.append(time.perf_counter() - began_s)
-    return statistics.median(times)
-
-
 def messages_worker(out: str, num_repeats: int) -> None:
     """One of the processes of the section `messages` (every rank does the same number of exchanges)."""
     import torch
@@ -184,7 +174,7 @@ def messages_worker(out: str, num_repeats: int) -> None:
         found[name]["routes"] = routes(place, group, vector, max(3, repeats // 2))
     found["pingpong"] = pingpong(group, num_repeats)
     vector, other = torch.ones(1 << 20), torch.ones(1 << 20)
-    found["add_s_per_byte"] = median_s(lambda: add_into(vector, other), 20) / vector.nbytes
+    found["add_s_per_byte"] = fixed(lambda: add_into(vector, other), 20) / vector.nbytes
     if group.index == 0:
         Path(out).write_text(json.dumps(found))
     place.store.add("done", 1)
