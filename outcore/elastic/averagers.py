@@ -3,13 +3,18 @@
 Each has three moments. `prepare` runs at the end of the step before an exchange (what may overlap starts here),
 `before_step` just before the local step (weights are still those of the gradient: the OLD pair of the equations),
 `after_step` just after it. The numbers are in rules.py, the messages in sync.py and link.py.
+
+A worker whose weights are no longer finite would end everybody: alpha times NaN is NaN in the centre, and from there in
+all. So it abstains, and starts again from the centre. The published methods do not speak of it.
 """
 
 from __future__ import annotations
 
 import io
 import time
+import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +40,7 @@ class Local:
 
     flat: FlatModel
     weights: Tensor
+    velocity: Tensor | None
     method: Method
     alpha: float | None
     mu: float
@@ -43,6 +49,25 @@ class Local:
     optimizer: torch.optim.Optimizer
     checkpoint: Path | None
     checkpoint_every_s: float
+
+    def start_again(self, center: Tensor) -> None:
+        """This worker diverged: back to the centre, without momentum's memory of how it got lost."""
+        if not is_finite(center):
+            raise ElasticError("the centre is no longer finite: training diverged; lower the learning rate")
+        warnings.warn(
+            "this worker's weights are no longer finite: it starts again from the centre; lower the learning rate",
+            stacklevel=2,
+        )
+        for place in (self.weights, self.flat.vector):
+            place.copy_(center)
+        self.optimizer.state.clear()
+        if self.velocity is not None:
+            self.velocity.zero_()
+
+
+def is_finite(vector: Tensor) -> bool:
+    """One pass; a sum that overflows counts as lost, too."""
+    return bool(torch.isfinite(vector.sum(dtype=torch.float32)))
 
 
 def exchange_dtype(weights: Tensor) -> torch.dtype:
@@ -90,6 +115,7 @@ class _SyncAverager(Averager):
         self.velocity = torch.zeros_like(self.center)
         self.num_exchanges = -1
         self._saved_s = time.monotonic()
+        self._diverged = False
         self._load()
         self._agree()
         self._begin_from_center()
@@ -164,9 +190,22 @@ class _SyncAverager(Averager):
             self.velocity.copy_(saved.velocity)
             self.num_exchanges = saved.num_exchanges
 
-    def _add_buffers(self, sum_difference: Tensor, num_members: int) -> None:
+    def _begin_with(self, difference: Tensor, at_root: Callable[[Tensor], None] | None = None) -> None:
+        """Starts the sum of `difference`; a worker that diverged abstains with zeros."""
+        self._diverged = not is_finite(difference)
+        if self._diverged:
+            difference.zero_()
+        self.exchange.begin(difference, abstains=self._diverged, at_root=at_root)
+
+    def _add_buffers(self, sum_difference: Tensor) -> None:
         cut = self.local.flat.num_params
-        self.center[cut:].add_(sum_difference[cut:], alpha=1 / num_members)
+        self.center[cut:].add_(sum_difference[cut:], alpha=1 / max(1, self.exchange.num_present))
+
+    def _check_present(self) -> None:
+        if self.exchange.num_present == 0:
+            raise ElasticError(
+                f"no worker of {self.members()} has finite weights: training diverged; lower the learning rate"
+            )
 
 
 class ElasticSync(_SyncAverager):
@@ -191,18 +230,23 @@ class ElasticSync(_SyncAverager):
             self._lost()
             return
         self._begun, self._pull = False, True
+        self._check_present()
         if self.exchange.level == 1:
             self.center.copy_(result)
         else:
             self._move_center(result.to(self.center.device))
 
     def after_step(self) -> None:
-        if self._pull:
+        if not self._pull:
+            return
+        self._pull = False
+        if self._diverged:
+            self.local.start_again(self.center)
+        else:
             cut = self.local.flat.num_params
             weights = self.local.weights[:cut]
             rules.worker_elastic(weights, self.difference[:cut], self._alpha(), out=weights)
-            self._pull = False
-            self._settle()
+        self._settle()
 
     def close(self) -> None:
         if self._begun:  # everyone who is still here has begun the same exchange
@@ -217,7 +261,7 @@ class ElasticSync(_SyncAverager):
     def _begin(self) -> None:
         rules.difference(self.local.weights, self.center, out=self.difference)
         self._begun = True
-        self.exchange.begin(self.difference, at_root=self._turn_into_center if self.exchange.level == 1 else None)
+        self._begin_with(self.difference, at_root=self._turn_into_center if self.exchange.level == 1 else None)
 
     def _turn_into_center(self, sum_difference: Tensor) -> None:
         self._move_center(sum_difference.to(self.center.device))
@@ -226,7 +270,7 @@ class ElasticSync(_SyncAverager):
     def _move_center(self, sum_difference: Tensor) -> None:
         cut, center = self.local.flat.num_params, self.center[: self.local.flat.num_params]
         rules.center_elastic(center, sum_difference[:cut], self._alpha(), out=center)
-        self._add_buffers(sum_difference, self.exchange.num_members)
+        self._add_buffers(sum_difference)
 
 
 class DiLoCo(_SyncAverager):
@@ -236,17 +280,20 @@ class DiLoCo(_SyncAverager):
         local = self.local
         difference = rules.difference(local.weights, self.center)
         try:
-            self.exchange.begin(difference)
+            self._begin_with(difference)
             total = self.exchange.finish().to(self.center.device)
         except PeerLost:
             self._lost()
             return
-        cut, num_members = local.flat.num_params, self.exchange.num_members
+        self._check_present()
+        cut, num_present = local.flat.num_params, self.exchange.num_present
         moved = rules.outer_nesterov(
-            self.center[:cut], self.velocity[:cut], total[:cut] / num_members, local.outer_rate, local.mu
+            self.center[:cut], self.velocity[:cut], total[:cut] / num_present, local.outer_rate, local.mu
         )
         self.center[:cut], self.velocity[:cut] = moved
-        self._add_buffers(total, num_members)
+        self._add_buffers(total)
+        if self._diverged:
+            local.start_again(self.center)
         local.weights.copy_(self.center)
         self._settle()
 
@@ -329,7 +376,7 @@ class ElasticCenter(_CenterAverager):
         super().__init__(local, link, join_limit_s)
         self._whole_turn, self._turn_due = whole_turn, False
         self._overlaps = local.method.order != "turns"
-        self._begun = False
+        self._begun = self._diverged = False
         self._difference: Tensor | None = None
 
     def prepare(self) -> None:
@@ -353,11 +400,15 @@ class ElasticCenter(_CenterAverager):
             self.num_exchanges += 1
 
     def after_step(self) -> None:
-        if self._difference is not None:
+        if self._difference is None:
+            return
+        if self._diverged:
+            self.local.start_again(self.center)
+        else:
             cut = self.local.flat.num_params
             weights = self.local.weights[:cut]
             rules.worker_elastic(weights, self._difference[:cut], self._alpha(), out=weights)
-            self._difference = None
+        self._difference = None
 
     def close(self) -> None:
         if self._begun:
@@ -371,7 +422,11 @@ class ElasticCenter(_CenterAverager):
     def _begin(self) -> None:
         self._begun = True
         self._clock += 1
-        self.link.begin(self.local.weights, self._clock, self._alpha())
+        self._diverged = not is_finite(self.local.weights)
+        if self._diverged:  # the centre as last seen, with no weight, moves nothing
+            self.link.begin(self.center, self._clock, 0.0)
+        else:
+            self.link.begin(self.local.weights, self._clock, self._alpha())
 
 
 class StepCenter(_CenterAverager):
@@ -379,9 +434,13 @@ class StepCenter(_CenterAverager):
 
     def after_step(self) -> None:
         self._clock += 1
-        self.link.begin(rules.difference(self.local.weights, self.center), self._clock, 0.0)
+        steps = rules.difference(self.local.weights, self.center)
+        diverged = not is_finite(steps)
+        self.link.begin(steps.zero_() if diverged else steps, self._clock, 0.0)
         answer = self.link.finish()
         if answer is not None:
             self.center.copy_(answer)
+            if diverged:
+                self.local.start_again(self.center)
             self.local.weights.copy_(self.center)
             self.num_exchanges += 1

@@ -164,7 +164,8 @@ class Center:
             raise PeerLost(None, "took a ticket and vanished")
         wire = PrefixStore(f"center/{config.epoch}/wire/{ticket}", store)
         wire.set_timeout(timedelta(seconds=config.limit_s))
-        return int(who[0]), str(who[1]), Group(wire, 0, [CENTER_RANK, int(who[0])], config.limit_s)
+        group = Group(wire, 0, [CENTER_RANK, int(who[0])], config.limit_s, host=config.host)
+        return int(who[0]), str(who[1]), group
 
     def _answer(self, group: Group, rank: int, uid: str) -> None:
         header = torch.zeros(4, dtype=torch.float64)

@@ -32,6 +32,11 @@ def read_cores(system: Path = _SYSTEM, allowed: set[int] | None = None) -> list[
     return [node for node in by_node if node] or [sorted(allowed)]
 
 
+def all_cores() -> set[int]:
+    """The cores of all groups together, as the launcher tells its replicas; empty without one."""
+    return set(parse_list(os.environ.get("OUTCORE_ALL_CORES", "")))
+
+
 def _core_of(system: Path, cpu: int) -> tuple[int, int]:
     folder = system / f"cpu/cpu{cpu}/topology"
     try:

@@ -210,7 +210,8 @@ class CenterLink:
         write_json(self._store, f"{key}/ticket/{ticket}", [self._place.rank, self._place.uid])
         wire = PrefixStore(f"{key}/wire/{ticket}", self._store)
         wire.set_timeout(timedelta(seconds=self._config.limit_s + 2))
-        group = Group(wire, 1, [CENTER_RANK, self._place.rank], self._config.limit_s)
+        ranks = [CENTER_RANK, self._place.rank]
+        group = Group(wire, 1, ranks, self._config.limit_s, host=self._config.host)
         self._greet(group)
         return group
 

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import cast
 
 from outcore.elastic.place import POLL_S, Place, poll, raise_count, read_count, read_json, write_json
-from outcore.elastic.wire import Group, NcclGroup, PeerLost
+from outcore.elastic.wire import NUM_LANES, Group, NcclGroup, PeerLost
 from outcore.errors import ElasticError
 
 
@@ -124,7 +124,8 @@ class Roster:
         store = self.place.sub_store(f"wire/{target}")
         store.set_timeout(timedelta(seconds=connect_s))
         try:
-            group = self._group_class(store, members.index(self.place.uid), ranks, self.limit_s)
+            index, host = members.index(self.place.uid), self.place.address[0]
+            group = self._group_class(store, index, ranks, self.limit_s, num_lanes=NUM_LANES, host=host)
         except PeerLost:
             return None
         if self.generation == 0 and target == 1 and len(members) < self.place.num_ranks:

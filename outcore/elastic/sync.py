@@ -57,13 +57,18 @@ class SyncExchange:
     def num_members(self) -> int:
         return self.group.size
 
-    def begin(self, vector: Tensor, *, at_root: Callable[[Tensor], None] | None = None) -> None:
+    @property
+    def num_present(self) -> int:
+        """How many members the last sum is over: those that did not abstain."""
+        return round(float(self.message[-2]))
+
+    def begin(self, vector: Tensor, *, abstains: bool = False, at_root: Callable[[Tensor], None] | None = None) -> None:
         """Starts the sum of `vector`; at level 3 it runs beside whatever the caller does next.
 
         At level 1 member 0 alone gets the sum, turns it into the new centre by `at_root` (in place), and sends that.
         """
         self.message[:-NUM_WORDS].copy_(vector)
-        self.message[-2] = 1.0
+        self.message[-2] = float(not abstains)
         self.message[-1] = float(self.group.index == 0 and self.roster.someone_waits())
         if self.message.is_cuda:  # the sum runs on a stream of its own and must see these writes
             torch.cuda.current_stream().synchronize()

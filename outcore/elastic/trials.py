@@ -26,11 +26,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from outcore.elastic.cores import all_cores
 from outcore.elastic.digits import Digits, accuracy, lenet, load_digits
 from outcore.elastic.place import Place, connect_store, read_count, take_seat
 from outcore.elastic.worker import join
 
 PEERS = ("ddp", "periodic-averaging", "post-local-sgd")
+# When the last reference to a DDP group goes, torch joins gloo's thread with the GIL held, while that thread may be
+# waiting for the GIL (torch 2.13, seen twice in some hundred DDP trials): so none goes before the process ends.
+_NEVER_FREED: list[Any] = []
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Trial:
     epochs: float = 1.0
     batch: int = 64
     rate: float = 0.05
+    anneals: bool = False  # the rate falls to nothing by the last step
     momentum: float = 0.0
     seed: int = 0
     num_snapshots: int = 12
@@ -90,6 +95,7 @@ class Trainer:
 
     forward: nn.Module
     step: Callable[[], None]
+    optimizer: torch.optim.Optimizer
     center: Callable[[], dict[str, Tensor]]
     costs: Callable[[], tuple[float, int, int]]
     close: Callable[[], None]
@@ -144,6 +150,9 @@ def _train(
         chosen = next(batches)
         loss = nn.functional.cross_entropy(trainer.forward(digits.train_images[chosen]), digits.train_labels[chosen])
         loss.backward()
+        if trial.anneals:
+            for group in trainer.optimizer.param_groups:
+                group["lr"] = trial.rate * (1 - (step - 1) / num_steps)
         trainer.step()
         marks_s.append(time.perf_counter())
         if marks_s[-1] - began_s > trial.limit_s:
@@ -182,7 +191,7 @@ def _judge_all(
 
 @contextmanager
 def _all_cores() -> Iterator[None]:
-    cores = [int(core) for core in os.environ.get("OUTCORE_ALL_CORES", "").split(",") if core]
+    cores = all_cores()
     pinned, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
     if cores:
         os.sched_setaffinity(0, cores)
@@ -213,7 +222,7 @@ def _make_elastic(trial: Trial, net: nn.Module, optimizer: torch.optim.Optimizer
         stats = worker.stats()
         return stats.wait_s, stats.sent_bytes, stats.num_messages
 
-    return Trainer(net, worker.step, worker.center_state_dict, costs, worker.close)
+    return Trainer(net, worker.step, optimizer, worker.center_state_dict, costs, worker.close)
 
 
 class Peer:
@@ -228,6 +237,7 @@ class Peer:
         limit = timedelta(seconds=trial.limit_s)
         store, size = place.sub_store("peer"), trial.num_workers
         dist.init_process_group("gloo", store=store, rank=place.rank, world_size=size, timeout=limit)
+        _NEVER_FREED.append((self, dist.group.WORLD))
         self.period = 1 if trial.method == "ddp" else int(trial.join.get("period", 4))
         # A ring all-reduce sends 2 (P - 1) / P of the buffer; torch does not count for us.
         self.exchange_bytes = sum(p.nbytes for p in net.parameters()) * 2 * (size - 1) // size
@@ -275,7 +285,7 @@ def _make_peer(trial: Trial, net: nn.Module, optimizer: torch.optim.Optimizer, p
         for parameter in net.parameters():
             dist.broadcast(parameter.data, 0)
     center = partial(_copied, net)
-    return Trainer(peer.forward, peer.step, center, peer.costs, dist.destroy_process_group)
+    return Trainer(peer.forward, peer.step, optimizer, center, peer.costs, dist.destroy_process_group)
 
 
 def _copied(net: nn.Module) -> dict[str, Tensor]:
@@ -306,3 +316,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # see _NEVER_FREED

@@ -237,6 +237,7 @@ class Worker:
         return Local(
             flat=self._flat,
             weights=weights,
+            velocity=self._velocity,
             method=self.method,
             alpha=settings.alpha,
             mu=self._mu,

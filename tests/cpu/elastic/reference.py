@@ -16,7 +16,11 @@ class Replica:
         self.w, self.v, self.t = first_weights(), np.zeros_like(first_weights()), 0
 
 
-def elastic_sync(num: int, steps: int, period: int, alpha: float) -> tuple[list[Array], Array]:
+def elastic_sync(
+    num: int, steps: int, period: int, alpha: float, lost: tuple[int, int] | None = None
+) -> tuple[list[Array], Array]:
+    """`lost` = (rank, step): that worker is nowhere from then on, pulls nothing at the next exchange, and comes back
+    at the centre."""
     replicas, center = [Replica() for _ in range(num)], first_weights()
     for t in range(1, steps + 1):
         old_center, pulls = center.copy(), []
@@ -24,7 +28,11 @@ def elastic_sync(num: int, steps: int, period: int, alpha: float) -> tuple[list[
             pull = alpha * (r.w - old_center) if t % period == 0 else np.zeros_like(r.w)
             pulls.append(pull)
             r.w = r.w - ETA * gradient(r.w, rank, t - 1) - pull
-        center = old_center + sum(pulls)
+        if lost is not None and t % period == 0 and t > lost[1]:
+            center = old_center + sum(pull for rank, pull in enumerate(pulls) if rank != lost[0])
+            replicas[lost[0]].w, lost = center.copy(), None
+        else:
+            center = old_center + sum(pulls)
     return [r.w for r in replicas], center
 
 

@@ -10,6 +10,7 @@ import torch
 
 from outcore.elastic.place import poll
 from outcore.elastic.worker import Settings, Worker
+from outcore.errors import ElasticError
 
 from . import reference
 from .town import Array, Net, Town, center_of, train, weights_of
@@ -63,6 +64,51 @@ def test_sync_easgd(num: int, period: int, level: int) -> None:
     assert_same((weights, centers[0]), reference.elastic_sync(num, steps, period, 0.9 / num))
     for center in centers[1:]:
         np.testing.assert_array_equal(center, centers[0])
+
+
+def train_and_diverge(worker: Worker, net: Net, rank: int, steps: int, lost: tuple[int, int]) -> None:
+    """As `train`, but the gradient of rank lost[0] in step lost[1] (the first is 1) overflows."""
+    for step in range(steps):
+        net.loss(rank, step).backward()
+        if (rank, step + 1) == lost and net.matrix.grad is not None:
+            net.matrix.grad.fill_(float("inf"))
+        worker.step()
+
+
+def run_diverging(num: int, steps: int, lost: tuple[int, int], **chosen: Any) -> tuple[list[Array], Array]:
+    town, settings = Town(num), Settings(limit_s=10, join_limit_s=20, **chosen)
+
+    def act(rank: int) -> tuple[Array, Array]:
+        net = Net()
+        with town.worker(rank, net, settings) as worker:
+            train_and_diverge(worker, net, rank, steps, lost)
+            return weights_of(worker), center_of(worker)
+
+    results = town.together(act)
+    return [weights for weights, _ in results], results[0][1]
+
+
+@pytest.mark.filterwarnings("ignore:this worker's weights are no longer finite")
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_a_worker_that_diverges_abstains_and_starts_again_from_the_centre(level: int) -> None:
+    got = run_diverging(3, 7, (1, 3), method="sync-easgd", period=2, level=level, alpha=0.3)
+    assert_same(got, reference.elastic_sync(3, 7, 2, 0.3, lost=(1, 3)))
+
+
+CENTERED = ["original-easgd", "async-easgd", "hogwild-easgd", "async-measgd", "eamsgd", "async-sgd", "async-msgd"]
+
+
+@pytest.mark.filterwarnings("ignore:this worker's weights are no longer finite")
+@pytest.mark.parametrize("method", [*CENTERED, "diloco"])
+def test_one_diverged_worker_does_not_end_the_others(method: str) -> None:
+    weights, center = run_diverging(2, 9, (1, 3), method=method, period=2)
+    assert np.isfinite(weights).all()
+    assert np.isfinite(center).all()
+
+
+def test_everyone_diverged_is_an_error_and_not_a_result() -> None:
+    with pytest.raises(ElasticError, match="lower the learning rate"):
+        run_diverging(1, 7, (0, 3), method="sync-easgd", period=2)
 
 
 def test_diloco() -> None:

@@ -7,8 +7,9 @@ import time
 import pytest
 import torch
 
+from outcore.elastic import wire
 from outcore.elastic.roster import Roster
-from outcore.elastic.wire import SEGMENT_BYTES, Group, PeerLost
+from outcore.elastic.wire import SEGMENT_BYTES, Group, PeerLost, Traffic
 
 from .town import Town
 
@@ -35,7 +36,7 @@ def expected(num: int) -> torch.Tensor:
     return parts[0]
 
 
-@pytest.mark.parametrize("num", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("num", [1, 2, 3, 4, 6, 8])
 def test_sums_have_one_order_whatever_the_route(num: int) -> None:
     town = Town(num)
 
@@ -66,15 +67,44 @@ def test_a_broadcast_starts_anywhere(root: int) -> None:
     assert town.together(act) == [float(root) * NUM_ELEMENTS] * 5
 
 
-def test_one_message_however_many_segments() -> None:
-    town = Town(2)
+def test_a_small_vector_is_swapped_whole_and_a_large_one_by_halves() -> None:
+    """Messages do not count their blocks; halving sends 2 (P - 1) / P of the vector where swapping sends log2 P."""
+    town = Town(4)
 
-    def act(rank: int) -> tuple[int, int]:
+    def act(rank: int) -> list[tuple[int, int]]:
+        group, seen = make_group(town, rank), []
+        for num_elements in (1000, 4 * (NUM_ELEMENTS // 4)):
+            group.traffic = Traffic()
+            group.tree_sum(vector_of(rank)[:num_elements])
+            seen.append((group.traffic.num_messages, group.traffic.num_bytes))
+        return seen
+
+    for small, large in town.together(act):
+        assert small == (2, 2 * 4000)
+        assert large[0] == 4
+        assert large[1] == pytest.approx(1.5 * 4 * NUM_ELEMENTS, rel=1e-3)
+
+
+@pytest.mark.parametrize("num", [2, 3, 4])
+def test_more_blocks_than_are_under_way_at_once_rounded_or_not(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "BLOCK_BYTES", SEGMENT_BYTES // 8)
+    town = Town(num)
+
+    def act(rank: int) -> list[torch.Tensor]:
         group = make_group(town, rank)
-        group.tree_sum(vector_of(rank))
-        return group.traffic.num_messages, group.traffic.num_bytes
+        whole, rounded, layered = vector_of(rank), vector_of(rank), vector_of(rank)
+        group.tree_sum(whole)
+        group.tree_sum(rounded, dtype=torch.bfloat16)
+        for part in torch.split(layered, 100_000):
+            group.tree_sum(part, dtype=torch.bfloat16)
+        return [whole, rounded, layered]
 
-    assert town.together(act) == [(1, 4 * NUM_ELEMENTS)] * 2
+    results = town.together(act)
+    for whole, rounded, layered in results:
+        assert torch.equal(whole, expected(num))
+        assert torch.equal(rounded, layered)
+        assert torch.equal(rounded, results[0][1])
+        assert torch.allclose(rounded, whole, atol=0.1)
 
 
 def test_a_member_that_leaves_is_named_at_once_and_a_silent_one_after_the_limit() -> None:

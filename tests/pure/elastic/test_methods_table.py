@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from outcore.elastic.compare import RATE, rate_for
 from outcore.elastic.methods import METHODS, alpha_bound, default_alpha, find_method
 from outcore.elastic.methods import round_robin_alpha_bound as round_robin_bound
 from outcore.elastic.methods import sync_alpha_bound as sync_bound
@@ -46,3 +47,11 @@ def test_an_alpha_fit_for_async_breaks_sync() -> None:
 def test_an_unknown_method_names_the_known_ones() -> None:
     with pytest.raises(ElasticError, match="choose one of original-easgd"):
         find_method("easgd")
+
+
+def test_the_compared_rates_move_every_centre_alike() -> None:
+    assert rate_for("sync-sgd", 4) == rate_for("ddp", 4) == RATE
+    assert rate_for("sync-easgd", 4) == pytest.approx(RATE * 5 / 4)
+    assert rate_for("eamsgd", 4) == pytest.approx(RATE * 5 / 4 / 10)
+    assert rate_for("async-sgd", 4) == pytest.approx(RATE / 4)
+    assert rate_for("sync-easgd", 1) == pytest.approx(RATE * 1.5)
