@@ -17,6 +17,7 @@ import numpy.typing as npt
 from outcore.elastic.methods import find_method
 from outcore.errors import ElasticError
 
+WHOLE_BYTES = 1 << 20  # sums of up to this many bytes are sent as whole vectors
 Array = npt.NDArray[np.float64]
 
 
@@ -35,8 +36,19 @@ class Costs:
         return self.latency_s + self.message_bytes * self.s_per_byte
 
     def round_s(self) -> float:
-        """One round of the tree: a message and the addition of what it brought."""
+        """One round of the butterfly: a message and the addition of what it brought."""
         return self.message_s() + self.message_bytes * self.add_s_per_byte
+
+    def sum_s(self, num_workers: int) -> float:
+        """The sum over all workers: whole vectors along a butterfly, large ones halved and doubled."""
+        if num_workers == 1 or self.message_bytes <= WHOLE_BYTES:
+            return tree_rounds(num_workers) * self.round_s()
+        rounds = num_workers.bit_length() - 1
+        part_bytes = self.message_bytes * (1 - 0.5**rounds)
+        folded_s = self.round_s() + self.message_s() if num_workers != 1 << rounds else 0.0
+        return (
+            2 * (rounds * self.latency_s + part_bytes * self.s_per_byte) + part_bytes * self.add_s_per_byte + folded_s
+        )
 
 
 @dataclass(frozen=True)
@@ -111,7 +123,7 @@ def _steps(chance: np.random.Generator, costs: Costs, shape: tuple[int, ...]) ->
 
 def _run_sync(num: int, costs: Costs, period: int, level: int, num_periods: int, seed: int) -> tuple[float, float]:
     chance = np.random.default_rng(seed)
-    sum_s = tree_rounds(num) * costs.round_s() + (tree_rounds(num) * costs.message_s() if level == 1 else 0.0)
+    sum_s = costs.sum_s(num) + (tree_rounds(num) * costs.message_s() if level == 1 else 0.0)
     clock, waited_s = np.zeros(num), 0.0
     for _ in range(num_periods):
         steps = _steps(chance, costs, (num, period))

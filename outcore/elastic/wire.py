@@ -31,6 +31,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from outcore.elastic.cores import all_cores
+from outcore.elastic.simulate import WHOLE_BYTES
 from outcore.errors import ElasticError
 
 CENTER_RANK = -1
@@ -151,7 +152,7 @@ class Group:
         if self.index + folded < self.size:
             self._receive_and_add(tensor, self.index + folded, dtype)
         if folded > 1:
-            swap = self._butterfly if tensor.nbytes <= SEGMENT_BYTES else self._halve_and_double
+            swap = self._butterfly if tensor.nbytes <= WHOLE_BYTES else self._halve_and_double
             swap(tensor, [self.index ^ (1 << bit) for bit in range(folded.bit_length() - 1)], dtype)
         if self.index + folded < self.size:
             self._send_rounded(tensor, self.index + folded, dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from outcore.elastic.simulate import Costs, fit_message_costs, scale, simulate, tree_rounds, with_network
@@ -65,3 +67,12 @@ def test_the_fit_gives_back_the_costs() -> None:
 @pytest.mark.parametrize(("num", "rounds"), [(1, 0), (2, 1), (3, 3), (4, 2), (8, 3), (12, 5), (4352, 14)])
 def test_rounds_of_the_tree(num: int, rounds: int) -> None:
     assert tree_rounds(num) == rounds
+
+
+def test_large_sums_take_two_vectors_time_however_many_workers() -> None:
+    costs = Costs(0.0, 1e-9, 0.0, 1.0, 0.0, 100 << 20)
+    assert costs.sum_s(2) == pytest.approx(costs.message_s())
+    assert costs.sum_s(1024) == pytest.approx(2 * costs.message_s(), rel=0.01)
+    assert costs.sum_s(3) > costs.sum_s(4)  # the third is folded in first
+    small = replace(costs, message_bytes=1 << 20)
+    assert small.sum_s(1024) == pytest.approx(10 * small.message_s())
