@@ -282,8 +282,9 @@ def outputs_of(
             fresh.append(tensor)
     if writes_unsaid(func):
         return fresh, everything
-    written = list(tensors_in(args[index] for index in written_args(func) if index < len(args)))
-    return fresh, [tensor for tensor in written if tensor.layout is torch.strided]
+    written = [args[index] for index in written_args(func) if index < len(args)]
+    written += [kwargs[name] for name in out_names(func) if name in kwargs]
+    return fresh, [tensor for tensor in tensors_in(written) if tensor.layout is torch.strided]
 
 
 @cache
@@ -312,6 +313,12 @@ def written_args(func: OpOverload) -> tuple[int, ...]:
     """Positions of the arguments that the schema says are written."""
     arguments = func._schema.arguments
     return tuple(i for i, arg in enumerate(arguments) if arg.alias_info is not None and arg.alias_info.is_write)
+
+
+@cache
+def out_names(func: OpOverload) -> tuple[str, ...]:
+    """Names of the arguments that are written and never given by position: `out=...`."""
+    return tuple(argument.name for argument in func._schema.arguments if argument.is_out)
 
 
 @cache

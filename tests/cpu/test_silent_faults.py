@@ -93,6 +93,24 @@ def test_a_tensor_that_no_op_filled_is_not_recomputed(planner: str) -> None:
     assert_same(model, loss_of, planner)
 
 
+def test_a_recorded_step_does_not_drop_what_was_written_by_out() -> None:
+    """No room to swap: what can be made again is dropped, as it always is on a GPU."""
+    model = nn.Linear(32, 256)
+
+    def loss_of(step: int) -> Tensor:
+        out = model(data(step, 64, 32))
+        with torch.no_grad():
+            gate = out.abs()
+            torch.mul(gate, 2, out=gate)
+        return torch.tanh(out * gate).sum()
+
+    plain = gradients(model, loss_of, None)
+    ooc = limit(model, "100%", planner="recompute-all")
+    ooc.store.disk_bytes = 0
+    assert all(torch.equal(a, b) for a, b in zip(plain, gradients(model, loss_of, ooc), strict=True))
+    ooc.close()
+
+
 def test_leaving_the_plan_after_an_in_place_op() -> None:
     model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 64))
 
