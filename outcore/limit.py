@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import tempfile
+import threading
 import time
 import warnings
 import weakref
@@ -140,6 +141,7 @@ class Limited:
         self._pending: Callable[[], None] | None = None
         self._interception = Interception(lambda: self._start(("no forward",), ()))
         self._active = False
+        self._thread = 0  # the one that entered the step: hooks and modes are a thread's own
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._hooks = [
             model.register_forward_pre_hook(self._on_forward, with_kwargs=True),
@@ -167,6 +169,7 @@ class Limited:
         self._settle()
         _ACTIVE.append(self)
         self._active = True
+        self._thread = threading.get_ident()
         self._interception.start()
         collecting, failed = gc.isenabled(), True
         gc.disable()  # a step makes and frees thousands of objects: every look at them all takes a tenth of a second
@@ -177,9 +180,9 @@ class Limited:
             self._ran_out(self._kind)
             raise
         finally:
-            self._interception.stop()
             if collecting:
                 gc.enable()
+            self._interception.stop()
             self._active = False
             if self._aside is not None:
                 self._aside.end()
@@ -188,6 +191,13 @@ class Limited:
 
     def _on_forward(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if self._active and self._run is None and torch.is_grad_enabled():
+            if threading.get_ident() != self._thread:
+                warnings.warn(
+                    "outcore: the model is called in another thread than ooc.step(); nothing of that is seen, and its "
+                    "memory not limited (enter the step in the thread that runs the forward)",
+                    stacklevel=2,
+                )
+                return
             inputs = tuple(item for item in _flat((args, kwargs)) if isinstance(item, torch.Tensor))
             self._start(self._key(inputs, args, kwargs), inputs)
 
