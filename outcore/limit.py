@@ -147,7 +147,7 @@ class Limited:
             model.register_forward_pre_hook(self._on_forward, with_kwargs=True),
             register_optimizer_step_post_hook(_optimizer_watch(weakref.ref(self))),
         ]
-        self._parameters = tuple(model.parameters())  # to walk through the modules every step takes milliseconds
+        self._know_parameters()
         self._aside = Aside(model.parameters(), memory_bytes, self.device) if on_cuda else None
 
     def expect(self, trace: Trace) -> None:
@@ -209,8 +209,17 @@ class Limited:
             tuple(item for item in _flat((args, kwargs)) if isinstance(item, bool | int | str | type(None))),
             self.model.training,
             torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
-            any(parameter.grad is not None for parameter in self._parameters),
+            self._has_gradients(),
         )
+
+    def _know_parameters(self) -> None:
+        """Walking through the modules every step takes milliseconds. Weakly: what the user replaces may go."""
+        self._parameters = tuple(weakref.ref(parameter) for parameter in self.model.parameters())
+
+    def _has_gradients(self) -> bool:
+        if any(known() is None for known in self._parameters):
+            self._know_parameters()
+        return any(getattr(known(), "grad", None) is not None for known in self._parameters)
 
     def _start(self, key: Key, inputs: tuple[torch.Tensor, ...]) -> None:
         if key not in self.kinds:
@@ -226,7 +235,7 @@ class Limited:
             return
         if kind.trace is None and not kind.unplanned:
             room = self.budget.device_bytes
-            self._parameters = tuple(self.model.parameters())
+            self._know_parameters()
             self._run = Recorder(self.model, self.store, self.device, before_bytes, budget_bytes=room)
             self._interception.listen(self._run, ops=True)
             return
