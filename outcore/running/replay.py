@@ -70,7 +70,7 @@ _NONDETERMINISTIC = frozenset(
 )
 
 
-# Filled by whoever they are handed to, which may be no op at all: a Triton or C++ kernel.
+# Filled by whoever they are handed to, which may be no op at all: a Triton or C++ kernel. Zeros are what it adds into.
 _UNFILLED = frozenset(
     {
         "aten::empty",
@@ -79,6 +79,9 @@ _UNFILLED = frozenset(
         "aten::empty_strided",
         "aten::new_empty",
         "aten::new_empty_strided",
+        "aten::new_zeros",
+        "aten::zeros",
+        "aten::zeros_like",
     }
 )
 
