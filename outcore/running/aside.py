@@ -101,7 +101,11 @@ def _part_of(device: torch.device) -> torch.cuda.Stream | None:
 @functools.cache
 def _own_stream(device: torch.device, current: int) -> torch.cuda.Stream | None:
     """PyTorch's own streams are handed out in turn: somebody else may get the same one, and run something on it. So the
-    driver is asked for one that nobody knows and that waits for nobody. Without it nothing goes aside."""
+    driver is asked for one that nobody knows and that waits for nobody. Without it nothing goes aside, nor with an
+    allocator other than PyTorch's: memory it gives to one stream may be in use until that stream has waited.
+    """
+    if torch.cuda.get_allocator_backend() != "native":
+        return None
     handle, without_waiting = ctypes.c_void_p(), 1
     with torch.cuda.device(device):
         try:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
 import torch
 from torch import nn
 
-from outcore.running.aside import Aside
+from outcore.running.aside import Aside, _own_stream
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
@@ -116,3 +117,9 @@ def test_hooks_keep_nothing_alive() -> None:
     del model, aside
     gc.collect()
     assert gone() is None
+
+
+def test_nothing_goes_aside_where_memory_is_ordered_by_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cudaMallocAsync`: a block of one stream, used on another that did not wait, may still be somebody else's."""
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    assert _own_stream.__wrapped__(torch.device("cuda", 0), 0) is None
