@@ -76,8 +76,11 @@ class Aside:
         part = _part_of(tensor.device)
         if part is None and tensor.is_cuda:
             return tensor
-        with torch.cuda.stream(part):  # on the CPU: no change
-            storage = torch.UntypedStorage(tensor.nbytes, device=tensor.device)
+        try:
+            with torch.cuda.stream(part):  # on the CPU: no change
+                storage = torch.UntypedStorage(tensor.nbytes, device=tensor.device)
+        except torch.OutOfMemoryError:  # the step itself has all it needs
+            return tensor
         with torch._C._DisableTorchDispatch():  # these are no ops of the step
             moved = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             moved.set_(storage, 0, tensor.size(), tensor.stride())

@@ -119,6 +119,18 @@ def test_hooks_keep_nothing_alive() -> None:
     assert gone() is None
 
 
+def test_without_room_for_it_a_gradient_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError
+
+    model = deep()
+    aside = Watched(model)
+    monkeypatch.setattr(torch, "UntypedStorage", no_room)
+    gradients(model, aside, 1)
+    assert not aside.moved
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_nothing_goes_aside_where_memory_is_ordered_by_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """`cudaMallocAsync`: a block of one stream, used on another that did not wait, may still be somebody else's."""
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
