@@ -39,7 +39,8 @@ class Aside:
     what else it is asked to.
 
     Only what a step's own backward made is moved: a parameter that had a gradient when the step began keeps that block,
-    whoever holds it. The hooks live in the parameters and so must not keep anything alive: they know them weakly.
+    whoever holds it, and so does one with hooks of others, who may be about to sum theirs over ranks. Ours
+    live in the parameters and so must not keep anything alive: they know them weakly.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], budget_bytes: int, device: torch.device) -> None:
@@ -92,7 +93,7 @@ class Aside:
         if id(parameter) not in self._waiting:
             return
         self._waiting.discard(id(parameter))
-        if parameter.grad is not None:
+        if parameter.grad is not None and len(parameter._post_accumulate_grad_hooks or ()) <= 1:
             parameter.grad = self.move(parameter.grad)
 
 

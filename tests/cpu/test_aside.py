@@ -91,6 +91,22 @@ def test_a_gradient_inside_a_bucket_is_left_alone() -> None:
     assert bool(bucket.any())
 
 
+def test_a_gradient_that_a_hook_of_somebody_else_took_is_left_alone() -> None:
+    """A sum over ranks that the hook started ends after the backward, in the tensor the hook was given."""
+    model = nn.Linear(600, 600, bias=False)
+    taken: list[torch.Tensor] = []
+
+    def take(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        taken.append(parameter.grad)
+
+    model.weight.register_post_accumulate_grad_hook(take)
+    aside = Watched(model)
+    aside.begin()
+    model(torch.randn(4, 600)).sum().backward()
+    assert model.weight.grad is taken[0]
+
+
 def test_gradients_of_gradients_are_left_alone() -> None:
     model = nn.Linear(600, 600, bias=False)
     aside = Watched(model)
