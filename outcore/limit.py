@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import tempfile
+import threading
 import time
 import warnings
 import weakref
@@ -140,12 +141,13 @@ class Limited:
         self._pending: Callable[[], None] | None = None
         self._interception = Interception(lambda: self._start(("no forward",), ()))
         self._active = False
+        self._thread = 0  # the one that entered the step: hooks and modes are a thread's own
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._hooks = [
             model.register_forward_pre_hook(self._on_forward, with_kwargs=True),
             register_optimizer_step_post_hook(_optimizer_watch(weakref.ref(self))),
         ]
-        self._parameters = tuple(model.parameters())  # to walk through the modules every step takes milliseconds
+        self._know_parameters()
         self._aside = Aside(model.parameters(), memory_bytes, self.device) if on_cuda else None
 
     def expect(self, trace: Trace) -> None:
@@ -167,6 +169,7 @@ class Limited:
         self._settle()
         _ACTIVE.append(self)
         self._active = True
+        self._thread = threading.get_ident()
         self._interception.start()
         collecting, failed = gc.isenabled(), True
         gc.disable()  # a step makes and frees thousands of objects: every look at them all takes a tenth of a second
@@ -177,9 +180,9 @@ class Limited:
             self._ran_out(self._kind)
             raise
         finally:
-            self._interception.stop()
             if collecting:
                 gc.enable()
+            self._interception.stop()
             self._active = False
             if self._aside is not None:
                 self._aside.end()
@@ -188,6 +191,13 @@ class Limited:
 
     def _on_forward(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if self._active and self._run is None and torch.is_grad_enabled():
+            if threading.get_ident() != self._thread:
+                warnings.warn(
+                    "outcore: the model is called in another thread than ooc.step(); nothing of that is seen, and its "
+                    "memory not limited (enter the step in the thread that runs the forward)",
+                    stacklevel=2,
+                )
+                return
             inputs = tuple(item for item in _flat((args, kwargs)) if isinstance(item, torch.Tensor))
             self._start(self._key(inputs, args, kwargs), inputs)
 
@@ -199,8 +209,17 @@ class Limited:
             tuple(item for item in _flat((args, kwargs)) if isinstance(item, bool | int | str | type(None))),
             self.model.training,
             torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
-            any(parameter.grad is not None for parameter in self._parameters),
+            self._has_gradients(),
         )
+
+    def _know_parameters(self) -> None:
+        """Walking through the modules every step takes milliseconds. Weakly: what the user replaces may go."""
+        self._parameters = tuple(weakref.ref(parameter) for parameter in self.model.parameters())
+
+    def _has_gradients(self) -> bool:
+        if any(known() is None for known in self._parameters):
+            self._know_parameters()
+        return any(getattr(known(), "grad", None) is not None for known in self._parameters)
 
     def _start(self, key: Key, inputs: tuple[torch.Tensor, ...]) -> None:
         if key not in self.kinds:
@@ -216,7 +235,7 @@ class Limited:
             return
         if kind.trace is None and not kind.unplanned:
             room = self.budget.device_bytes
-            self._parameters = tuple(self.model.parameters())
+            self._know_parameters()
             self._run = Recorder(self.model, self.store, self.device, before_bytes, budget_bytes=room)
             self._interception.listen(self._run, ops=True)
             return

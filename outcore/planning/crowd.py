@@ -17,6 +17,7 @@ GIANT_SHARE = 0.15  # of the budget: what wants a piece as large as this makes a
 LARGEST_SHARE = 0.05  # a bystander is no larger
 MOST_SHARE = 0.3  # all of them together: memory for them is memory that nothing else gets
 SMALLEST_BYTES = MIB  # PyTorch itself keeps smaller blocks apart
+OURS_TO_MOVE = ("aten.", "prims.")  # another op may still be writing when it returns, as functional collectives do
 
 
 def bystanders(trace: Trace, schedule: Schedule, budget_bytes: int) -> dict[int, frozenset[int]]:
@@ -30,7 +31,7 @@ def bystanders(trace: Trace, schedule: Schedule, budget_bytes: int) -> dict[int,
     if not giants:
         return {}
     left_bytes = MOST_SHARE * budget_bytes
-    makers = {op.slot: index for index, op in enumerate(trace.ops)}
+    makers = {op.slot: index for index, op in enumerate(trace.ops) if op.name.startswith(OURS_TO_MOVE)}
     found: dict[int, set[int]] = {}
     for number, end in ends.items():
         storage = trace.storages[number]

@@ -101,9 +101,10 @@ class Interception:
 
     def _pop(self) -> None:
         """Python looks at no further op: each costs tens of microseconds, and a backward has thousands. The engine's
-        threads take over the modes of the thread that calls `backward()`, so this must happen before, in the forward;
-        a mode that the user entered since stays where it is, and then so does ours."""
-        if torch._C._len_torch_dispatch_stack() == self._depth + 1:
+        threads take over the modes of the thread that calls `backward()`, so this must happen before, in the forward:
+        what is taken off in a backward that saves something itself is back when its node ends, and nobody's any more.
+        A mode that the user entered since stays where it is, and then so does ours."""
+        if torch._C._len_torch_dispatch_stack() == self._depth + 1 and not in_backward():
             self._mode.__exit__(None, None, None)
             self._mode = None
 

@@ -39,7 +39,8 @@ class Aside:
     what else it is asked to.
 
     Only what a step's own backward made is moved: a parameter that had a gradient when the step began keeps that block,
-    whoever holds it. The hooks live in the parameters and so must not keep anything alive: they know them weakly.
+    whoever holds it, and so does one with hooks of others, who may be about to sum theirs over ranks. Ours
+    live in the parameters and so must not keep anything alive: they know them weakly.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], budget_bytes: int, device: torch.device) -> None:
@@ -76,8 +77,11 @@ class Aside:
         part = _part_of(tensor.device)
         if part is None and tensor.is_cuda:
             return tensor
-        with torch.cuda.stream(part):  # on the CPU: no change
-            storage = torch.UntypedStorage(tensor.nbytes, device=tensor.device)
+        try:
+            with torch.cuda.stream(part):  # on the CPU: no change
+                storage = torch.UntypedStorage(tensor.nbytes, device=tensor.device)
+        except torch.OutOfMemoryError:  # the step itself has all it needs
+            return tensor
         with torch._C._DisableTorchDispatch():  # these are no ops of the step
             moved = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             moved.set_(storage, 0, tensor.size(), tensor.stride())
@@ -89,7 +93,7 @@ class Aside:
         if id(parameter) not in self._waiting:
             return
         self._waiting.discard(id(parameter))
-        if parameter.grad is not None:
+        if parameter.grad is not None and len(parameter._post_accumulate_grad_hooks or ()) <= 1:
             parameter.grad = self.move(parameter.grad)
 
 
@@ -101,7 +105,11 @@ def _part_of(device: torch.device) -> torch.cuda.Stream | None:
 @functools.cache
 def _own_stream(device: torch.device, current: int) -> torch.cuda.Stream | None:
     """PyTorch's own streams are handed out in turn: somebody else may get the same one, and run something on it. So the
-    driver is asked for one that nobody knows and that waits for nobody. Without it nothing goes aside."""
+    driver is asked for one that nobody knows and that waits for nobody. Without it nothing goes aside, nor with an
+    allocator other than PyTorch's: memory it gives to one stream may be in use until that stream has waited.
+    """
+    if torch.cuda.get_allocator_backend() != "native":
+        return None
     handle, without_waiting = ctypes.c_void_p(), 1
     with torch.cuda.device(device):
         try:

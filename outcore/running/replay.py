@@ -70,7 +70,7 @@ _NONDETERMINISTIC = frozenset(
 )
 
 
-# Filled by whoever they are handed to, which may be no op at all: a Triton or C++ kernel.
+# Filled by whoever they are handed to, which may be no op at all: a Triton or C++ kernel. Zeros are what it adds into.
 _UNFILLED = frozenset(
     {
         "aten::empty",
@@ -79,6 +79,9 @@ _UNFILLED = frozenset(
         "aten::empty_strided",
         "aten::new_empty",
         "aten::new_empty_strided",
+        "aten::new_zeros",
+        "aten::zeros",
+        "aten::zeros_like",
     }
 )
 
@@ -282,8 +285,9 @@ def outputs_of(
             fresh.append(tensor)
     if writes_unsaid(func):
         return fresh, everything
-    written = list(tensors_in(args[index] for index in written_args(func) if index < len(args)))
-    return fresh, [tensor for tensor in written if tensor.layout is torch.strided]
+    written = [args[index] for index in written_args(func) if index < len(args)]
+    written += [kwargs[name] for name in out_names(func) if name in kwargs]
+    return fresh, [tensor for tensor in tensors_in(written) if tensor.layout is torch.strided]
 
 
 @cache
@@ -312,6 +316,12 @@ def written_args(func: OpOverload) -> tuple[int, ...]:
     """Positions of the arguments that the schema says are written."""
     arguments = func._schema.arguments
     return tuple(i for i, arg in enumerate(arguments) if arg.alias_info is not None and arg.alias_info.is_write)
+
+
+@cache
+def out_names(func: OpOverload) -> tuple[str, ...]:
+    """Names of the arguments that are written and never given by position: `out=...`."""
+    return tuple(argument.name for argument in func._schema.arguments if argument.is_out)
 
 
 @cache

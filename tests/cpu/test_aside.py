@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
 import torch
 from torch import nn
 
-from outcore.running.aside import Aside
+from outcore.running.aside import Aside, _own_stream
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
@@ -90,6 +91,22 @@ def test_a_gradient_inside_a_bucket_is_left_alone() -> None:
     assert bool(bucket.any())
 
 
+def test_a_gradient_that_a_hook_of_somebody_else_took_is_left_alone() -> None:
+    """A sum over ranks that the hook started ends after the backward, in the tensor the hook was given."""
+    model = nn.Linear(600, 600, bias=False)
+    taken: list[torch.Tensor] = []
+
+    def take(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        taken.append(parameter.grad)
+
+    model.weight.register_post_accumulate_grad_hook(take)
+    aside = Watched(model)
+    aside.begin()
+    model(torch.randn(4, 600)).sum().backward()
+    assert model.weight.grad is taken[0]
+
+
 def test_gradients_of_gradients_are_left_alone() -> None:
     model = nn.Linear(600, 600, bias=False)
     aside = Watched(model)
@@ -116,3 +133,21 @@ def test_hooks_keep_nothing_alive() -> None:
     del model, aside
     gc.collect()
     assert gone() is None
+
+
+def test_without_room_for_it_a_gradient_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError
+
+    model = deep()
+    aside = Watched(model)
+    monkeypatch.setattr(torch, "UntypedStorage", no_room)
+    gradients(model, aside, 1)
+    assert not aside.moved
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_nothing_goes_aside_where_memory_is_ordered_by_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cudaMallocAsync`: a block of one stream, used on another that did not wait, may still be somebody else's."""
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    assert _own_stream.__wrapped__(torch.device("cuda", 0), 0) is None

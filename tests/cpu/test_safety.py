@@ -8,7 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from pathlib import Path
 
 import psutil
@@ -180,6 +182,45 @@ def test_steps_do_not_nest() -> None:
     ooc = limit(nn.Linear(2, 2), "1GiB")
     with ooc.step(), pytest.raises(OutcoreError, match="inside"), ooc.step():
         pass
+    ooc.close()
+
+
+def test_a_forward_in_another_thread_is_said_and_left_alone() -> None:
+    model = nn.Linear(32, 32)
+    ooc = limit(model, "100%", planner="recompute-all")
+
+    def run_elsewhere() -> None:
+        thread = threading.Thread(target=lambda: model(torch.randn(8, 32)).sum().backward())
+        thread.start()
+        thread.join()
+
+    for _ in range(2):
+        with ooc.step(), pytest.warns(UserWarning, match="another thread"):
+            run_elsewhere()
+        assert model.weight.grad is not None
+    with ooc.step():
+        model(torch.randn(8, 32)).sum().backward()
+    assert ooc.trace is not None
+    ooc.close()
+
+
+def test_a_parameter_that_was_replaced_can_go_and_the_new_ones_gradients_are_seen() -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    ooc = limit(model, "100%", planner="keep-all")
+
+    def step() -> None:
+        with ooc.step():
+            model(torch.randn(8, 32)).sum().backward()
+
+    step()
+    gone = weakref.ref(model[0].weight)
+    model[0] = nn.Linear(32, 32)
+    gc.collect()
+    assert gone() is None
+    step()
+    assert len(ooc.kinds) == 1
+    step()
+    assert len(ooc.kinds) == 2  # with gradients there it is another kind of step
     ooc.close()
 
 

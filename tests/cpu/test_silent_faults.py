@@ -66,31 +66,50 @@ def test_conjugated_views(planner: str) -> None:
 
 
 class Foreign(torch.autograd.Function):
-    """Fills an empty tensor by something that is no op, as Triton and C++ kernels do."""
+    """Fills a tensor by something that is no op, as Triton and C++ kernels do."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        out = torch.empty_like(x)
+    def forward(ctx: Any, x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+        out = make(x)
         out.detach().numpy()[...] = x.detach().numpy() ** 2
         ctx.save_for_backward(out)
         return out * 1.0
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (out,) = ctx.saved_tensors
         grad: Tensor = grads[0] * out.sqrt() * 2
-        return grad
+        return grad, None
 
 
+@pytest.mark.parametrize("make", [torch.empty_like, torch.zeros_like, lambda x: x.new_zeros(x.shape)])
 @pytest.mark.parametrize("planner", ["recompute-all", "hybrid"])
-def test_a_tensor_that_no_op_filled_is_not_recomputed(planner: str) -> None:
+def test_a_tensor_that_no_op_filled_is_not_recomputed(planner: str, make: Callable[[Tensor], Tensor]) -> None:
     model = nn.Linear(32, 256)
 
     def loss_of(step: int) -> Tensor:
-        out: Tensor = Foreign.apply(model(data(step, 64, 32)).abs())  # type: ignore[no-untyped-call]
+        out: Tensor = Foreign.apply(model(data(step, 64, 32)).abs(), make)  # type: ignore[no-untyped-call]
         return out.sum()
 
     assert_same(model, loss_of, planner)
+
+
+def test_a_recorded_step_does_not_drop_what_was_written_by_out() -> None:
+    """No room to swap: what can be made again is dropped, as it always is on a GPU."""
+    model = nn.Linear(32, 256)
+
+    def loss_of(step: int) -> Tensor:
+        out = model(data(step, 64, 32))
+        with torch.no_grad():
+            gate = out.abs()
+            torch.mul(gate, 2, out=gate)
+        return torch.tanh(out * gate).sum()
+
+    plain = gradients(model, loss_of, None)
+    ooc = limit(model, "100%", planner="recompute-all")
+    ooc.store.disk_bytes = 0
+    assert all(torch.equal(a, b) for a, b in zip(plain, gradients(model, loss_of, ooc), strict=True))
+    ooc.close()
 
 
 def test_leaving_the_plan_after_an_in_place_op() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from outcore.limit import NUM_MEASURED, limit
 from outcore.recording.intercept import OpMode, in_backward
@@ -60,3 +63,34 @@ def test_no_op_of_a_backward_is_looked_at(seen: list[bool]) -> None:
 def test_all_are_where_a_collective_may_write_unsaid(seen: list[bool]) -> None:
     _, num_backward = seen_in_the_last_step(seen)
     assert num_backward > 10
+
+
+def penalised(model: nn.Sequential, x: Tensor) -> Tensor:
+    """Nothing is saved between the last op that is watched and the first backward, which saves."""
+    out = model(x).tanh().sum()
+    (grad,) = torch.autograd.grad(out, x, create_graph=True)
+    penalty: Tensor = out + grad.square().sum()
+    return penalty
+
+
+def checkpointed(model: nn.Sequential, x: Tensor) -> Tensor:
+    """The backward runs a forward, and that one saves."""
+    out: Tensor = checkpoint(model[2:], model[:2](x).sigmoid(), use_reentrant=True)
+    return out.sum()
+
+
+@pytest.mark.parametrize("loss_of", [penalised, checkpointed])
+def test_no_mode_is_left_behind_by_a_backward_that_saves(
+    loss_of: Callable[[nn.Sequential, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["outcore.limit"], "NUM_MEASURED", 0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 128), nn.Sigmoid(), nn.Linear(128, 64))
+    ooc = limit(model, "100%", planner="recompute-all")
+    for _ in range(3):
+        model.zero_grad()
+        with ooc.step():
+            loss_of(model, torch.randn(128, 64, requires_grad=True)).backward()
+        assert torch._C._len_torch_dispatch_stack() == 0
+    assert ooc.predicted is not None
+    assert ooc.predicted.recomputed_bytes > 0
+    ooc.close()

@@ -52,6 +52,14 @@ def test_large_ones_and_tiny_ones_are_none() -> None:
     assert crowd_of(loss_step(kept_bytes=MIB - 1), "keep") == {0: frozenset({1}), 2: frozenset({3})}
 
 
+def test_what_another_librarys_op_made_stays_where_it_is() -> None:
+    """A functional collective returns at once and writes later; who waits for it asks for the storage it returned."""
+    trace = loss_step()
+    gathered = replace(trace.ops[0], name="_c10d_functional.all_gather_into_tensor.default", replay="no")
+    crowd = crowd_of(replace(trace, ops=(gathered, *trace.ops[1:])), "keep")
+    assert crowd == {1: frozenset({2}), 2: frozenset({3})}
+
+
 def test_without_a_giant_there_is_no_crowd() -> None:
     trace = loss_step()
     smaller = replace(trace.storages[4], bytes=14 * MIB)
