@@ -10,19 +10,19 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
-import os
 import tempfile
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
 
 from outcore.errors import BudgetTooSmall, OutcoreError, PlanMismatch
 from outcore.planning import PLANNERS, lower, simulate, verify
@@ -32,6 +32,7 @@ from outcore.recording.intercept import Interception
 from outcore.recording.machine import device_bytes, host_bytes_granted, measure_machine
 from outcore.recording.record import Recorder
 from outcore.reporting.text import report
+from outcore.running import allocator
 from outcore.running.aside import Aside
 from outcore.running.clock import Clock
 from outcore.running.execute import Execution, Program
@@ -126,8 +127,7 @@ class Limited:
         self._tries_rooms = on_cuda
         self._num_restarts = 0
         if on_cuda:
-            _prefer_expandable_segments()
-            _ask_for_workspaces(self.device)
+            allocator.make_ready(self.device)
         self.kinds: dict[Key, Kind] = {}
         self._given_plan = plan
         self._given_fits = False
@@ -198,7 +198,7 @@ class Limited:
                     stacklevel=2,
                 )
                 return
-            inputs = tuple(item for item in _flat((args, kwargs)) if isinstance(item, torch.Tensor))
+            inputs = tuple(item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor))
             self._start(self._key(inputs, args, kwargs), inputs)
 
     def _key(self, inputs: tuple[torch.Tensor, ...], args: Any, kwargs: Any) -> Key:
@@ -206,7 +206,7 @@ class Limited:
         device_type = self.device.type
         return (
             tuple((tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in inputs),
-            tuple(item for item in _flat((args, kwargs)) if isinstance(item, bool | int | str | type(None))),
+            tuple(item for item in tree_leaves((args, kwargs)) if isinstance(item, bool | int | str | type(None))),
             self.model.training,
             torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
             self._has_gradients(),
@@ -518,10 +518,7 @@ class Limited:
         return self._meter.peak_bytes if self._meter is not None else 0, 0
 
     def _count_restarts(self) -> int:
-        """How often the allocator gave everything back and started over, so far."""
-        if self.device.type != "cuda":
-            return 0
-        return int(torch.cuda.memory_stats(self.device)["num_alloc_retries"])
+        return allocator.count_restarts(self.device)
 
     def _settle(self) -> None:
         pending, self._pending = self._pending, None
@@ -595,22 +592,6 @@ def _optimizer_watch(ref: weakref.ref[Limited]) -> Callable[..., None]:
     return watch
 
 
-def _prefer_expandable_segments() -> None:
-    """Segments that grow leave far fewer holes. A choice the user made stands."""
-    if not (os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")):
-        set_them = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-        (set_them or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
-
-
-def _ask_for_workspaces(device: torch.device) -> None:
-    """cuBLAS gets a workspace for every thread that calls it, for good. Asked for in the middle of a step it would lie
-    in the middle of memory and cut the large blocks' room in two: so both threads ask now, when there is little else.
-    """
-    with suppress(RuntimeError), torch.cuda.device(device), torch.inference_mode(False), torch.enable_grad():
-        square = torch.ones(8, 8, device=device, requires_grad=True)
-        torch.mm(square, square).sum().backward()
-
-
 def _device_of(model: torch.nn.Module) -> torch.device:
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type in ("cuda", "cpu"):
@@ -618,14 +599,3 @@ def _device_of(model: torch.nn.Module) -> torch.device:
             return torch.device("cuda", device.index or 0) if device.type == "cuda" else torch.device("cpu")
         raise OutcoreError(f"outcore runs on CUDA and CPU; this model is on {tensor.device}")
     raise OutcoreError("this model has no parameters; limit() takes the device from them")
-
-
-def _flat(item: Any) -> Iterator[Any]:
-    if isinstance(item, dict):
-        for part in item.values():
-            yield from _flat(part)
-    elif isinstance(item, list | tuple):
-        for part in item:
-            yield from _flat(part)
-    else:
-        yield item

@@ -164,6 +164,8 @@ class Recorder:
     # -- ops ----------------------------------------------------------------------------------------------------------
 
     def op(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs and notes it. What a forward makes with gradients off is never made again: that is the inside of a
+        custom function, where kernels of other makers write into what an op has just made, and nobody sees it."""
         self._slot += 1
         index = len(self._ops)
         read = [tensor for tensor in reads_of(func, args, kwargs) if tensor.layout is torch.strided]
@@ -172,8 +174,8 @@ class Recorder:
             if isinstance(args[position], torch.Tensor):
                 self._storage_of(args[position])
         plain = all(is_plain(tensor) for tensor in tensors_in((*args, *kwargs.values())))
-        replay = replay_kind(func, args, kwargs) if plain else "no"
         forward = not in_backward()
+        replay = replay_kind(func, args, kwargs) if plain and (torch.is_grad_enabled() or not forward) else "no"
         recipe = capture(index, func, args, kwargs, self._cell_of) if forward and replay != "no" else None
         live_before = self._live_bytes
         unseen_bytes = self._unseen_bytes()
