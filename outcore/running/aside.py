@@ -98,8 +98,10 @@ class Aside:
 
 
 def _part_of(device: torch.device) -> torch.cuda.Stream | None:
-    """The stream whose pages are used by what runs on the current one."""
-    return _own_stream(device, torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else None
+    """The stream whose pages are used by what runs on the current one; none while a graph of it is captured."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return None
+    return _own_stream(device, torch.cuda.current_stream(device).cuda_stream)
 
 
 @functools.cache

@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU machine, in parts with a time limit each, in the order in which a doubt should stop it:
+#
+#   bash benchmarks/on_gpu.sh check speed peers fit cores matmul tuning accuracy
+#   seconds, about:           160   330   170   130 280   100    290    130
+#
+# Results and logs go to $OUT (default: benchmarks/results), one file a part. `cores` uses all CPU cores, the others but
+# `check` the whole GPU: run nothing beside them. MNIST and CIFAR-10 are looked for in $DATA (default: .carry).
+set -u
+out=${OUT:-benchmarks/results}
+data=${DATA:-.carry}
+export PYTHONPATH=.:${PYTHONPATH:-} PYTHONUNBUFFERED=1
+mkdir -p "$out"
+
+run() { # name, seconds, command...: its output to a log, its last lines here
+    local name=$1 limit=$2
+    shift 2
+    timeout -s INT "$limit" "$@" >"$out/$name.log" 2>&1
+    echo "== $name: exit $? after $SECONDS s in all"
+    grep -v "^ROW " "$out/$name.log" | tail -n 6
+}
+slowdown() { # network, seconds, methods, more...
+    local network=$1 limit=$2 methods=$3
+    shift 3
+    run "slowdown_$network" "$limit" python -m benchmarks.slowdown --networks "$network" --methods "$methods" \
+        --limit-s $((limit - 5)) --out "$out/slowdown_$network.json" "$@"
+}
+
+for part in "${@:-check}"; do
+    case $part in
+    check)
+        run allocator 60 python -m pytest -q --tb=short -p no:cacheprovider tests/gpu/test_allocator.py
+        run exactness_llama 150 python -m benchmarks.exactness --networks llama --steps 10 --no-repeat \
+            --out "$out/exactness_llama.json" &
+        run same_numbers 150 python -m pytest -q --tb=short -rs -p no:cacheprovider tests/gpu/test_same_numbers.py \
+            -k "transformer or bert or llama or autocast" &
+        wait
+        ;;
+    speed)
+        slowdown llama 130 in-core,checkpoint,hybrid --traces "$out"
+        slowdown resnet50 65 in-core,hybrid --traces "$out"
+        slowdown resnet152 55 in-core,checkpoint,hybrid --traces "$out"
+        slowdown vit_l 80 in-core,hybrid
+        ;;
+    peers)
+        run slowdown_peers 170 python -m benchmarks.slowdown --networks resnet50 --limit-s 165 \
+            --methods in-core,checkpoint,selective,save_on_cpu,swap,pooch,swap-all --out "$out/slowdown_peers.json"
+        ;;
+    fit)
+        run fit 130 python -m benchmarks.fit --questions batch --limit-s 60 \
+            --methods in-core,checkpoint,selective,hybrid --out "$out/fit.json"
+        ;;
+    cores)
+        run elastic 280 python benchmarks/elastic.py --data "$data/mnist" --only messages,levels,scaling,partition \
+            --out "$out/elastic.json"
+        ;;
+    matmul)
+        run matmul 100 python benchmarks/matmul.py --only green,linear,fp32,bf16,tf32,links --limit-s 85 \
+            --out "$out/matmul.json"
+        ;;
+    tuning)
+        run tuning 290 python -m benchmarks.tuning --only headline,curve,choice --networks resnet50,vit_b --limit-s 35 \
+            --out "$out/tuning.json"
+        ;;
+    accuracy)
+        run tuning_accuracy 130 python -m benchmarks.tuning_accuracy --only accuracy --data "$data/cifar10.npz" \
+            --optimizers sgd --num-trials 8 --limit-s 120 --out "$out/tuning_accuracy.json"
+        ;;
+    *) echo "there is no part $part; see the head of this file" >&2 && exit 2 ;;
+    esac
+done
