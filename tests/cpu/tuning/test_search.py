@@ -95,8 +95,9 @@ def test_a_loss_is_minimised_and_a_run_that_fails_is_told_not_fatal() -> None:
 
 
 ENDLESS = """
-import sys, time
+import signal, sys, time
 from outcore.tuning.search import search
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background of a shell
 def train(batch, lr):
     yield 0.1, lr
     if lr_count.append(1) or len(lr_count) > 3:

@@ -89,6 +89,7 @@ def test_a_free_batch_follows_noise_and_the_rate_follows_the_batch(folder: str) 
         free=True,
         target=("val_accuracy", 0.8),
         trial_s=5.0,
+        race=False,  # the rule's rate, not the one that won
         disk=folder,
     )
     assert generators() == numbers
