@@ -260,12 +260,9 @@ def level_trials(workers: list[int], args: argparse.Namespace) -> list[Trial]:
     data parallelism, then variants: what the bar needs comes first, for all numbers of workers. Half of MNIST for all
     alike, one worker at a time takes its time; batches of 16, since a core takes 30 ms for 64 where the paper's GPU
     took one, and beside that no message would show."""
-    sync: list[tuple[str, str, dict[str, Any]]] = [
-        (f"sync-easgd level {level}", "sync-easgd", {"level": level, "period": 1}) for level in (3, 2, 1)
-    ]
     easgd: list[tuple[str, str, dict[str, Any]]] = [
         ("original-easgd", "original-easgd", {"turn": "iteration", "packed": False}),
-        *sync,
+        *((f"sync-easgd level {level}", "sync-easgd", {"level": level, "period": 1}) for level in (3, 2, 1)),
         ("sync-easgd level 3, period 4", "sync-easgd", {"level": 3, "period": 4}),
     ]
     peers: list[tuple[str, str, dict[str, Any]]] = [
@@ -275,19 +272,10 @@ def level_trials(workers: list[int], args: argparse.Namespace) -> list[Trial]:
         ("original-easgd, packed", "original-easgd", {"turn": "iteration"}),
         ("original-easgd, turns of exchanges", "original-easgd", {}),
     ]
-    steps = {"max_steps": 12} if args.quick else {"epochs": args.epochs}
+    fields: dict[str, Any] = {"batch": 16, "num_snapshots": 12, "limit_s": 45}
+    fields |= {"max_steps": 12} if args.quick else {"epochs": args.epochs}
     return [
-        make_trial(
-            method,
-            num,
-            name=name,
-            batch=16,
-            rate=0.5 * rate_for(method, num),
-            num_snapshots=12,
-            limit_s=45,
-            join=join,
-            **steps,
-        )
+        make_trial(method, num, name=name, rate=0.5 * rate_for(method, num), join=join, **fields)
         for tier in (easgd, peers, variants)
         for num in workers
         for name, method, join in tier

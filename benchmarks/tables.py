@@ -7,6 +7,7 @@ what the results say, for tests. `python -m benchmarks.tables --help`.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -131,15 +132,8 @@ def _slowdown(result: Result) -> str:
             budget = f"{row['memory_gib']:g}" if ours else "none"
             commit = row.get("commit") or result.get("commit", "")
             if row.get("step_s") is None:
-                yield (
-                    row["network"],
-                    name,
-                    budget,
-                    "failed",
-                    "",
-                    str(row.get("error", ""))[:60].replace("|", "/"),
-                    commit,
-                )
+                error = str(row.get("error", ""))[:60].replace("|", "/")
+                yield row["network"], name, budget, "failed", "", error, commit
                 continue
             over = f"{100 * row['slowdown']:+.1f} %" if "slowdown" in row else ""
             yield row["network"], name, budget, format_seconds(row["step_s"]), over, f"{row['peak_gib']:.1f}", commit
@@ -235,11 +229,12 @@ def _prediction(result: Result) -> str:
             row["method"],
             *(format_seconds(row[name]) for name in ("predicted_step_s", "step_s")),
             *(f"{100 * row[name]:+.1f} %" for name in ("step_error", "peak_error")),
+            row.get("commit") or result.get("commit", ""),
         )
         for row in measured(result)
         if "step_error" in row
     )
-    return markdown(("network", "planner", "predicted step", "measured", "step off by", "peak off by"), rows)
+    return markdown(("network", "planner", "predicted step", "measured", "step off by", "peak off by", "commit"), rows)
 
 
 def _fit(result: Result) -> str:
@@ -283,7 +278,7 @@ def draw(found: list[Result], plot: Path) -> bool:
     pyplot.rcParams.update({"svg.hashsalt": "outcore", "text.color": grey, "axes.labelcolor": grey})
     pyplot.rcParams.update({"xtick.color": grey, "ytick.color": grey, "axes.edgecolor": grey, "axes.titlecolor": grey})
     networks = list(dict.fromkeys(row["network"] for row in rows))
-    columns = min(3, len(networks))
+    columns = min(3, math.ceil(math.sqrt(len(networks))))
     lines = -(-len(networks) // columns)
     figure, axes = pyplot.subplots(lines, columns, figsize=(3.6 * columns, 2.8 * lines), squeeze=False)
     for spare in axes.flat[len(networks) :]:
@@ -298,11 +293,14 @@ def draw(found: list[Result], plot: Path) -> bool:
 
 
 def _draw_panel(panel: Any, network: str, rows: list[Row]) -> None:
+    named: set[str] = set()  # a method measured several times has its name once
     for row in rows:
         ours = row["method"] in OURS
         x_gib, y_percent = row["peak_gib"], 100 * row["slowdown"]
         panel.plot([x_gib], [y_percent], "o" if ours else "x", color="#2f6fde" if ours else "#808890")
-        panel.annotate(row["method"], (x_gib, y_percent), textcoords="offset points", xytext=(5, 4), fontsize=7)
+        label = "" if row["method"] in named else row["method"]
+        named.add(label)
+        panel.annotate(label, (x_gib, y_percent), textcoords="offset points", xytext=(5, 4), fontsize=7)
     panel.set_title(network, fontsize=10)
     panel.set_xlabel("peak GiB", fontsize=8)
     panel.set_ylabel("step, % over in-core", fontsize=8)

@@ -27,10 +27,7 @@ from outcore.values import Machine, Plan, Schedule, Timeline, Trace
 
 SIDE_PX = 64  # the digits are 8 x 8; upscaled, so that activations and not parameters fill the memory
 BATCH = {"cpu": 64, "cuda": 768}
-NUM_BLOCKS = {
-    "cpu": 2,
-    "cuda": 8,
-}  # in a stage: deep enough that one op with cuDNN's workspace is not a third of the step
+NUM_BLOCKS = {"cpu": 2, "cuda": 8}  # in a stage; on a GPU one op with cuDNN's workspace would be a third of fewer
 BUDGET_PART = 3  # a third of what the step needs in-core
 NUM_STEPS = {"cpu": 10, "cuda": 16}  # on a GPU the plan is fitted to its allocator over the first steps
 MIN_STEPS = 2 + NUM_MEASURED  # one is recorded, some are watched closely, the others are timed

@@ -47,9 +47,7 @@ log = logging.getLogger("outcore")
 Key = tuple[Any, ...]
 _ACTIVE: list[Limited] = []  # the one whose step is running: two would mark the same storages
 LEAST_MARGIN = 0.015  # of a CUDA budget: pages that are used in part count whole
-UNSPLIT_BYTES = (
-    4 * MIB
-)  # CUDA blocks count whole where the rest of one was too small to split: it varies from run to run
+UNSPLIT_BYTES = 4 * MIB  # CUDA blocks count whole where their rest is too small to split: it varies from run to run
 STALL_SHARE = 0.01  # of a step: waiting longer than predicted by this much, copies are slower than was measured
 MOST_PACE = 1.1  # how much slower than its ops one by one a whole step may run
 NUM_SLOWED = 2  # times copies are planned slower than measured
@@ -261,7 +259,7 @@ class Limited:
             outside=lambda: self._outside(inputs),
         )
         self._interception.listen(self._run, ops=bool(program.last_watched >= 0 or self._meter or clock))
-        self._num_restarts = self._count_restarts() if closely else 0
+        self._num_restarts = allocator.count_restarts(self.device) if closely else 0
         self._started = self._now()
 
     def _outside(self, inputs: tuple[torch.Tensor, ...]) -> frozenset[int]:
@@ -485,7 +483,7 @@ class Limited:
         """Times are read when somebody asks or the next step begins: the device is not made to wait for them."""
         ended, started, actions = self._now(), self._started, tuple(self._log or ())
         peak, reserved = self._peak_bytes()
-        num_restarts = self._count_restarts() - self._num_restarts
+        num_restarts = allocator.count_restarts(self.device) - self._num_restarts
 
         def read() -> None:
             if self.device.type == "cuda":
@@ -516,9 +514,6 @@ class Limited:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
         return self._meter.peak_bytes if self._meter is not None else 0, 0
-
-    def _count_restarts(self) -> int:
-        return allocator.count_restarts(self.device)
 
     def _settle(self) -> None:
         pending, self._pending = self._pending, None

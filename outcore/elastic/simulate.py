@@ -17,7 +17,7 @@ import numpy.typing as npt
 from outcore.elastic.methods import find_method
 from outcore.errors import ElasticError
 
-WHOLE_BYTES = 1 << 20  # sums of up to this many bytes are sent as whole vectors
+WHOLE_BYTES = 1 << 20  # sums of up to this many bytes are sent as whole vectors, here and on the wire
 Array = npt.NDArray[np.float64]
 
 

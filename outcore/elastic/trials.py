@@ -26,12 +26,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from outcore.elastic.compare import PEERS
 from outcore.elastic.cores import all_cores
 from outcore.elastic.digits import Digits, accuracy, lenet, load_digits
 from outcore.elastic.place import Place, connect_store, read_count, take_seat
 from outcore.elastic.worker import join
 
-PEERS = ("ddp", "periodic-averaging", "post-local-sgd")
 # When the last reference to a DDP group goes, torch joins gloo's thread with the GIL held, while that thread may be
 # waiting for the GIL (torch 2.13, seen twice in some hundred DDP trials): so none goes before the process ends.
 _NEVER_FREED: list[Any] = []

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 
 from outcore.errors import BudgetTooSmall
-from outcore.limit import Limited, limit
+from outcore.limit import limit
 from outcore.planning import crowd
+from outcore.running import allocator
 from outcore.running.aside import Aside
 from outcore.units import MIB
 from tests.cpu.training import build, train
@@ -29,13 +32,8 @@ def roomy_bytes() -> int:
 
 
 def always_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_restarts = [0]
-
-    def count_restarts(self: Limited) -> int:
-        num_restarts[0] += 1
-        return num_restarts[0]
-
-    monkeypatch.setattr(Limited, "_count_restarts", count_restarts)
+    restarts = itertools.count()
+    monkeypatch.setattr(allocator, "count_restarts", lambda device: next(restarts))
 
 
 def test_a_room_too_small_to_plan_in_ends_the_trying(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,20 +105,20 @@ def test_a_kind_that_changed_tries_its_rooms_anew(monkeypatch: pytest.MonkeyPatc
 
 def test_the_numbers_stay_while_rooms_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     memory_bytes = int(0.8 * roomy_bytes())
-    num_restarts = [0]
-
-    def count_restarts(self: Limited) -> int:
-        """In every step of a plan for more than 0.85 of the budget the allocator starts over."""
-        kind = self._kind or self._last
-        if kind is not None and kind.room is not None and kind.room.room_bytes > 0.85 * memory_bytes:
-            num_restarts[0] += 1
-        return num_restarts[0]
-
-    monkeypatch.setattr(Limited, "_count_restarts", count_restarts)
     model, loss_of = build("resnet")
     plain = train(model, loss_of, None, 26)
     model, loss_of = build("resnet")
     ooc = limit(model, memory_bytes)
+    num_restarts = [0]
+
+    def count_restarts(device: torch.device) -> int:
+        """In every step of a plan for more than 0.85 of the budget the allocator starts over."""
+        kind = ooc._kind or ooc._last
+        if kind is not None and kind.room is not None and kind.room.room_bytes > 0.85 * memory_bytes:
+            num_restarts[0] += 1
+        return num_restarts[0]
+
+    monkeypatch.setattr(allocator, "count_restarts", count_restarts)
     ooc._tries_rooms = True
     train(model, loss_of, ooc, 26).assert_same(plain)
     assert ooc.settled
