@@ -98,8 +98,18 @@ def test_a_step_that_is_not_as_expected_is_recorded_instead(folder: str) -> None
 
 
 def test_seconds_of_larger_batches_follow_from_small_ones(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Machines that run tests are shared: CPU seconds, and twice the bar. benchmarks/tuning.py holds the bar itself."""
+    """Machines that run tests are shared: CPU seconds, twice the bar, and three tries, since a wrong prediction is wrong
+    every time and a neighbour is not. benchmarks/tuning.py holds the bar itself."""
     monkeypatch.setattr(Bench, "clock", staticmethod(time.process_time))
+    errors: list[list[float]] = []
+    while len(errors) < 3:
+        errors.append(errors_of_predicted_seconds(folder))
+        if abs(statistics.median(errors[-1])) < 2 * THROUGHPUT:
+            return
+    pytest.fail(f"predicted seconds are off by {errors}")
+
+
+def errors_of_predicted_seconds(folder: str) -> list[float]:
     bench = bench_of("convnet", "1GiB", folder)
     found = climb(bench, 512, lambda what, part: None)
     assert found.family is not None
@@ -109,4 +119,4 @@ def test_seconds_of_larger_batches_follow_from_small_ones(folder: str, monkeypat
         predicted = bench.planned(found.family).at(batch)
         errors.append(predicted.point.step_s / bench.confirm(predicted).step_s - 1)
     bench.close()
-    assert abs(statistics.median(errors)) < 2 * THROUGHPUT, errors
+    return errors
