@@ -98,8 +98,8 @@ def test_a_step_that_is_not_as_expected_is_recorded_instead(folder: str) -> None
 
 
 def test_seconds_of_larger_batches_follow_from_small_ones(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Machines that run tests are shared: CPU seconds, twice the bar, and three tries, since a wrong prediction is wrong
-    every time and a neighbour is not. benchmarks/tuning.py holds the bar itself."""
+    """Machines that run tests are shared: CPU seconds, twice the bar, and three tries, since a wrong prediction is
+    wrong every time and a neighbour is not. benchmarks/tuning.py holds the bar itself."""
     monkeypatch.setattr(Bench, "clock", staticmethod(time.process_time))
     errors: list[list[float]] = []
     while len(errors) < 3:
