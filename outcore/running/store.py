@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from outcore.errors import StoreError
+from outcore.pinning import pin, unpin
 from outcore.running.disk import DiskLane, SwapFile
 from outcore.running.extents import Extents
 from outcore.units import GIB, format_bytes
@@ -39,8 +40,12 @@ class PinnedSlab:
         self.bytes.zero_()  # every core faults its share
         self.extents = Extents(num_bytes, ALIGN_BYTES)
         self.given: deque[tuple[int, int]] = deque()  # returned, perhaps in the middle of a `take`
-        self.pinned = int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), num_bytes, 0)) == 0
-        if not self.pinned:
+        if pin(self.bytes.data_ptr(), num_bytes):
+            # Also where nobody closes it: memory that is unmapped but still registered can never be registered again.
+            self._unpin: weakref.finalize[..., PinnedSlab] | None = weakref.finalize(self, _unpin, self.bytes)
+            self._unpin.atexit = False
+        else:
+            self._unpin = None
             warnings.warn(
                 f"outcore: {format_bytes(num_bytes)} of host memory could not be pinned; copies from pageable memory "
                 "are about four times slower (lower host=..., or raise the locked-memory limit)",
@@ -60,9 +65,8 @@ class PinnedSlab:
             self.extents.give(*self.given.popleft())
 
     def close(self) -> None:
-        if self.pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
-            self.pinned = False
+        if self._unpin is not None:
+            self._unpin()
 
 
 class Parcel:
@@ -277,6 +281,11 @@ class Store:
         if self.file is not None:
             self.file.close()
         self.slabs, self.file, self._lanes = [], None, {}
+
+
+def _unpin(host: torch.Tensor) -> None:
+    torch.cuda.synchronize()  # a copy may be on its way
+    unpin(host.data_ptr())
 
 
 def _close_lanes(lanes: tuple[DiskLane, ...]) -> None:
