@@ -7,7 +7,8 @@ starts over: a restart, which drains the device. This script counts restarts per
     python -m benchmarks.holes step.trace.json --memory-gib 16 --room-gib 15.2 --room-gib 14.1
 
 three times each: with every value wherever the allocator puts it, with small gradients moved aside, and with
-what lies around when the largest pieces are asked for aside as well, as `outcore.running.aside` does.
+what lies around when the largest pieces are asked for aside instead, as `outcore.running.aside` does. Beside them what
+would be mapped without any cap, the figure by which plans are chosen (`outcore.planning.holes`).
 
 Measured on the H200 for comparison (docs/log.md): ResNet-50 restarted once or twice a step at 14.1 of 16 GiB, and not
 at all with gradients aside; Llama twice at 24.6 of 28; ResNet-152 ran out at 11.8 of 12: all as here. But at 11.3 of 12
@@ -23,15 +24,10 @@ import click
 
 from benchmarks.recorded import h200
 from outcore.planning import lower, plan
-from outcore.planning.crowd import bystanders, storage_ends
-from outcore.planning.terrain import Terrain, terrain_of
-from outcore.running.aside import MOST_BYTES, MOST_SHARE, SMALLEST_BYTES
-from outcore.units import GIB, MIB
-from outcore.values import Action, Budget, Schedule, Trace
-
-PAGE_BYTES = 20 * MIB  # large blocks are mapped in pieces of this size
-SMALL_BYTES = MIB  # smaller ones have a pool of their own
-Event = tuple[str, object, int]  # "take" or "give", who, bytes
+from outcore.planning.crowd import bystanders, small_gradients
+from outcore.planning.holes import PAGE_BYTES, SMALL_BYTES, Event, allocations, mapped_without
+from outcore.units import GIB
+from outcore.values import Budget, Trace
 
 
 class OutOfMemory(Exception):
@@ -106,96 +102,10 @@ def _pages(address: int, num_bytes: int) -> range:
     return range(address // PAGE_BYTES, (address + num_bytes - 1) // PAGE_BYTES + 1)
 
 
-class Program:
-    """A schedule as the allocator sees it: takes and gives in program order."""
-
-    def __init__(self, trace: Trace, schedule: Schedule) -> None:
-        self.trace, self.terrain, self.schedule = trace, terrain_of(trace), schedule
-        self.actions: dict[int, list[Action]] = {}
-        for action in schedule.actions:
-            self.actions.setdefault(action.tick, []).append(action)
-        self.ends = storage_ends(trace, schedule)
-        self.copies: dict[int, int] = {}  # value -> its copy
-        self.late: dict[int, list[int]] = {}  # slot -> copies autograd holds until then
-        self.num_copies = 0
-
-    def events(self) -> Iterator[Event]:
-        trace = self.trace
-        ops, ticks = (
-            {op.slot: op for op in trace.ops},
-            {slot: tick for tick, slot in enumerate(self.terrain.tick_slots)},
-        )
-        born: dict[int, list[int]] = {}
-        dies: dict[int, list[int]] = {}
-        for number, end in self.ends.items():
-            born.setdefault(trace.storages[number].born, []).append(number)
-            dies.setdefault(end, []).append(number)
-        for slot in range(trace.num_slots):
-            workspace = ops[slot].workspace_bytes if slot in ops else 0
-            yield from (("take", number, trace.storages[number].bytes) for number in born.get(slot, ()))
-            yield "take", ("workspace", slot), workspace  # cuDNN asks for it when the output is there
-            yield "give", ("workspace", slot), 0
-            if slot in ticks:
-                for action in self.actions.get(ticks[slot], ()):
-                    yield from self._act(action, slot)
-            yield from (("give", number, 0) for number in dies.get(slot, ()))
-            yield from (("give", ("copy", copy), 0) for copy in self.late.pop(slot, ()))
-
-    def _act(self, action: Action, slot: int) -> Iterator[Event]:
-        if action.kind == "swap_in":
-            yield self._copy(action.value)
-        elif action.kind == "rerun":
-            yield from self._rerun(action, slot)
-        elif action.kind == "free" and action.value in self.copies:
-            copy = self.copies.pop(action.value)
-            unpacks = [tick for tick in self.terrain.unpacks.get(action.value, ()) if tick <= action.tick]
-            until = max((self.trace.ticks[tick].dies for tick in unpacks), default=-1)
-            if until > slot:
-                self.late.setdefault(until, []).append(copy)
-            else:
-                yield "give", ("copy", copy), 0
-
-    def _rerun(self, action: Action, slot: int) -> Iterator[Event]:
-        op, terrain = self.trace.ops[action.op], self.terrain
-        workspace = 0 if op.twin else op.workspace_bytes
-        old = {terrain.storage[read]: read for read in op.reads if read in self.copies} if action.in_place else {}
-        unwanted = []
-        for value in op.writes:
-            if terrain.storage[value] in old:
-                self.copies[value] = self.copies.pop(old[terrain.storage[value]])
-                continue
-            yield self._copy(value)
-            if value not in action.values:
-                unwanted.append(self.copies.pop(value))
-        yield "take", ("workspace", slot, action.op), workspace
-        yield "give", ("workspace", slot, action.op), 0
-        yield from (("give", ("copy", copy), 0) for copy in unwanted)
-
-    def _copy(self, value: int) -> Event:
-        self.num_copies += 1
-        self.copies[value] = self.num_copies
-        return "take", ("copy", self.num_copies), self.terrain.value_bytes[value]
-
-
-def gradients_aside(trace: Trace, memory_bytes: int) -> set[int]:
-    """The storages that `Aside` would move: small, made by the backward, there until its end."""
-    first = min(op.slot for op in trace.ops if op.phase == "backward")
-    left_bytes = min(int(MOST_SHARE * memory_bytes), MOST_BYTES)
-    found = set()
-    for number, storage in sorted(enumerate(trace.storages), key=lambda item: item[1].bytes):
-        if storage.born < first or storage.external or storage.dies < trace.num_slots - 5:
-            continue
-        left_bytes -= storage.bytes if storage.bytes >= SMALLEST_BYTES else 0
-        if left_bytes < 0:
-            break
-        found.add(number)
-    return found
-
-
-def replay(terrain: Terrain, events: list[Event], cap_bytes: int, num_steps: int) -> tuple[int, list[int]]:
+def replay(trace: Trace, events: list[Event], cap_bytes: int, num_steps: int) -> tuple[int, list[int]]:
     """Bytes mapped at the peak, and restarts in each of some steps."""
     segment = Segment(cap_bytes)
-    segment.take("before", terrain.trace.before_bytes)
+    segment.take("before", trace.before_bytes)
     restarts = []
     for _ in range(num_steps):
         before = segment.num_restarts
@@ -219,23 +129,25 @@ def main(trace_file: Path, memory_gib: float, room_gib: tuple[float, ...], steps
     """Count the allocator's restarts for plans of several sizes under one cap."""
     trace = Trace.load(trace_file)
     memory_bytes = int(memory_gib * GIB)
-    gradients = gradients_aside(trace, memory_bytes)
+    gradients = small_gradients(trace, memory_bytes)
     for room in room_gib or tuple(memory_gib * share for share in (0.98, 0.95, 0.92, 0.88)):
         made = plan(trace, h200(), Budget(int(room * GIB), 75 * GIB))
         schedule = lower(trace, made, h200())
-        events = list(Program(trace, schedule).events())
-        crowd = set[int]().union(*bystanders(trace, schedule, memory_bytes).values())
+        events = list(allocations(trace, schedule))
+        crowd = frozenset[int]().union(*bystanders(trace, schedule, memory_bytes).values())
         over = 100 * (made.predicted_step_s / made.in_core_step_s - 1)
         print(f"room {room:6.2f} GiB: predicted +{over:.1f} %; restarts", end=" ")
         for title, aside in (
-            ("", set[int]()),
+            ("", frozenset[int]()),
             ("; gradients aside ", gradients),
-            ("; the crowd too ", gradients | crowd),
+            ("; the crowd aside ", crowd),
         ):
             apart = [event for event in events if event[1] not in aside]
             own = [event for event in events if event[1] in aside]
             aside_bytes = most_bytes(own)
-            print(title + count(trace, apart, memory_bytes - aside_bytes, steps), end="", flush=True)
+            counted = count(trace, apart, memory_bytes - aside_bytes, steps)
+            unlimited = mapped_without(trace, schedule, aside) / GIB
+            print(f"{title}{counted}, {unlimited:.2f} without a cap", end="", flush=True)
         print()
 
 
@@ -252,7 +164,7 @@ def most_bytes(events: list[Event]) -> int:
 
 def count(trace: Trace, events: list[Event], cap_bytes: int, num_steps: int) -> str:
     try:
-        mapped, restarts = replay(terrain_of(trace), events, cap_bytes, num_steps)
+        mapped, restarts = replay(trace, events, cap_bytes, num_steps)
     except OutOfMemory:
         return "runs out"
     return f"{restarts} ({mapped / GIB:.2f} GiB mapped)"

@@ -28,8 +28,9 @@ from outcore.errors import BudgetTooSmall, OutcoreError, PlanMismatch
 from outcore.planning import PLANNERS, lower, simulate, verify
 from outcore.planning import plan as make_plan
 from outcore.planning.crowd import bystanders
+from outcore.planning.holes import mapped_bytes
 from outcore.recording.intercept import Interception
-from outcore.recording.machine import device_bytes, host_bytes_granted, measure_machine
+from outcore.recording.machine import device_bytes, device_of, host_bytes_granted, measure_machine
 from outcore.recording.record import Recorder
 from outcore.reporting.text import report
 from outcore.running import allocator
@@ -112,7 +113,7 @@ class Limited:
         if planner not in PLANNERS:
             raise OutcoreError(f"there is no planner {planner!r}; choose one of {', '.join(PLANNERS)}")
         self.model = model
-        self.device = _device_of(model)
+        self.device = device_of(model)
         memory_bytes = parse_bytes(memory, of_bytes=device_bytes(self.device))
         folder = str(disk) if disk is not None else (tempfile.gettempdir() if self.device.type == "cpu" else None)
         host_bytes = host_bytes_granted() if host == "auto" else parse_bytes(host, of_bytes=host_bytes_granted())
@@ -334,15 +335,11 @@ class Limited:
                 kind.room = Room(self.budget.device_bytes)
             kind.room.begin()
         trace = kind.trace = dataclasses.replace(kind.trace, before_bytes=before_bytes)
-        try:
-            kind.plan = self._plan_for(trace, kind.room)
-        except BudgetTooSmall:
-            if kind.room is None or not kind.room.attempts:
-                raise
-            kind.room.settle()  # larger rooms were tried and did fit
-            kind.stale = False
+        made = self._plan_for(trace, kind.room)
+        if made is None:
             self._go_back(kind)
             return
+        kind.plan = made
         kind.schedule = lower(trace, kind.plan, self.machine)
         verify(trace, kind.schedule)
         kind.predicted = simulate(trace, kind.schedule, self.machine)
@@ -356,11 +353,10 @@ class Limited:
         kind.num_steps = 0
         kind.stale = False
         if kind.room is not None and kind.room.is_hopeless(kind.predicted.step_s):
-            kind.room.settle()
             self._go_back(kind)
         self.store.reserve(kind.predicted.host_peak_bytes)
 
-    def _plan_for(self, trace: Trace, room: Room | None) -> Plan:
+    def _plan_for(self, trace: Trace, room: Room | None) -> Plan | None:
         given = self._given_plan
         if given is not None and given.fingerprint == trace.fingerprint:
             self._given_fits = True
@@ -371,19 +367,29 @@ class Limited:
                 f"{trace.fingerprint}); plan this one anew: leave out plan=..."
             )
         margin, memory_bytes = (LEAST_MARGIN if room is not None else 0.0), self.budget.device_bytes
-        rooms = [int(memory_bytes * (1 - margin))]
-        if room is not None:
-            rooms = [room.room_bytes] if room.attempts else [room.room_bytes, *rooms]
-        for room_bytes in rooms:
+
+        def plan_in(room_bytes: int) -> Plan:
             budget = dataclasses.replace(self.budget, device_bytes=room_bytes)
+            return make_plan(trace, self.machine, budget, planner=self.planner)
+
+        if room is not None and room.crowded and not room.again:
+            mapped = lambda made: mapped_bytes(trace, lower(trace, made, self.machine), memory_bytes)  # noqa: E731
+            found = room.another(plan_in, mapped)
+            if found is not None or room.attempts:
+                return found
+        largest = int(memory_bytes * (1 - margin))
+        rooms = [largest] if room is None else [room.room_bytes] if room.attempts else [room.room_bytes, largest]
+        for room_bytes in rooms:
             try:
-                made = make_plan(trace, self.machine, budget, planner=self.planner)
+                made = plan_in(room_bytes)
             except BudgetTooSmall as error:
                 too_small = error
                 continue
             if room is not None:
                 room.room_bytes = room_bytes
             return made
+        if room is not None and room.attempts:
+            return None
         needed = int(too_small.needed_bytes / (1 - margin)) + 1 + (UNSPLIT_BYTES if room is not None else 0)
         raise BudgetTooSmall(needed, memory_bytes, too_small.at_op, where=str(self.device)) from None
 
@@ -416,8 +422,10 @@ class Limited:
         return True
 
     def _go_back(self, kind: Kind) -> None:
-        """To the plan that was the fastest, measured."""
+        """To the plan that was the fastest, measured; no other will be tried."""
         assert kind.room is not None
+        kind.room.settle()
+        kind.stale = False
         if kind.room.attempts and kind.room.best.made[0] is not kind.plan:
             kind.plan, kind.schedule, kind.predicted, kind.program = kind.room.best.made
             kind.num_steps = 0
@@ -585,12 +593,3 @@ def _optimizer_watch(ref: weakref.ref[Limited]) -> Callable[..., None]:
             owner._on_optimizer(optimizer)
 
     return watch
-
-
-def _device_of(model: torch.nn.Module) -> torch.device:
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type in ("cuda", "cpu"):
-            device = tensor.device
-            return torch.device("cuda", device.index or 0) if device.type == "cuda" else torch.device("cpu")
-        raise OutcoreError(f"outcore runs on CUDA and CPU; this model is on {tensor.device}")
-    raise OutcoreError("this model has no parameters; limit() takes the device from them")

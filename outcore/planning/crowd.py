@@ -17,6 +17,10 @@ GIANT_SHARE = 0.15  # of the budget: what wants a piece as large as this makes a
 LARGEST_SHARE = 0.05  # a bystander is no larger
 MOST_SHARE = 0.3  # all of them together: memory for them is memory that nothing else gets
 SMALLEST_BYTES = MIB  # PyTorch itself keeps smaller blocks apart
+GRADIENTS_SHARE = (
+    0.02  # of the budget, for gradients aside: pages of one stream lie idle while nothing on it needs them
+)
+GRADIENTS_BYTES = 512 * MIB  # and no more than this
 OURS_TO_MOVE = ("aten.", "prims.")  # another op may still be writing when it returns, as functional collectives do
 
 
@@ -42,6 +46,21 @@ def bystanders(trace: Trace, schedule: Schedule, budget_bytes: int) -> dict[int,
             left_bytes -= storage.bytes
             found.setdefault(makers[storage.born], set()).add(number)
     return {op: frozenset(storages) for op, storages in found.items()}
+
+
+def small_gradients(trace: Trace, budget_bytes: int) -> frozenset[int]:
+    """Storages that the backward makes and leaves: gradients, the smallest first, as many as may go aside."""
+    first = min((op.slot for op in trace.ops if op.phase == "backward"), default=trace.num_slots)
+    left_bytes = min(int(GRADIENTS_SHARE * budget_bytes), GRADIENTS_BYTES)
+    found = set()
+    for number, storage in sorted(enumerate(trace.storages), key=lambda item: item[1].bytes):
+        if storage.external or storage.born < first or storage.dies < trace.num_slots - 5:
+            continue
+        left_bytes -= storage.bytes if storage.bytes >= SMALLEST_BYTES else 0
+        if left_bytes < 0:
+            break
+        found.add(number)
+    return frozenset(found)
 
 
 def storage_ends(trace: Trace, schedule: Schedule) -> dict[int, int]:

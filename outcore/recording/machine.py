@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from outcore.errors import OutcoreError
 from outcore.running.disk import DiskLane, SwapFile
 from outcore.running.store import PinnedSlab
 from outcore.units import GIB, MIB
@@ -122,3 +123,13 @@ def _measure_disk(folder: str) -> tuple[float, float]:
     lane.close()
     file.close()
     return write_rate, read_rate
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Where a model lives."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type in ("cuda", "cpu"):
+            device = tensor.device
+            return torch.device("cuda", device.index or 0) if device.type == "cuda" else torch.device("cpu")
+        raise OutcoreError(f"outcore runs on CUDA and CPU; this model is on {tensor.device}")
+    raise OutcoreError("this model has no parameters; limit() takes the device from them")

@@ -27,11 +27,7 @@ from collections.abc import Iterable
 
 import torch
 
-from outcore.units import MIB
-
-SMALLEST_BYTES = MIB  # PyTorch itself keeps smaller blocks apart
-MOST_SHARE = 0.02  # of the budget: pages of one stream lie idle while nothing on it needs them
-MOST_BYTES = 512 * MIB
+from outcore.planning.crowd import GRADIENTS_BYTES, GRADIENTS_SHARE, SMALLEST_BYTES
 
 
 class Aside:
@@ -47,7 +43,7 @@ class Aside:
         self._parameters: list[weakref.ref[torch.nn.Parameter]] = []
         self._waiting: set[int] = set()  # parameters without a gradient yet, by id
         self._hooks = []
-        left_bytes = min(int(MOST_SHARE * budget_bytes), MOST_BYTES)
+        left_bytes = min(int(GRADIENTS_SHARE * budget_bytes), GRADIENTS_BYTES)
         known = (parameter for parameter in parameters if not torch.nn.parameter.is_lazy(parameter))
         for parameter in sorted(known, key=lambda parameter: parameter.nbytes):
             if not parameter.requires_grad or parameter.nbytes < SMALLEST_BYTES or parameter.device != device:

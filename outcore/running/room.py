@@ -2,21 +2,30 @@
 
 A plan counts what is allocated, a budget also what the allocator has mapped and cannot use: holes. How many there will
 be nobody can tell beforehand. When no hole is long enough and the budget allows no further page, the allocator gives
-every free page back and starts over, which drains the device for 25 ms and more; a smaller plan often costs less than
-that. So the room is found by trying: a plan is followed for a few steps, and where the allocator started over a smaller
-one is tried, as long as it could be faster than the best so far. The fastest, measured, stays. A room never grows:
-what could be gained is a percent, what could be lost is a step that runs out of memory.
+every free page back and starts over, which drains the device for 15 ms and more; another plan often costs less than
+that. So the room is found by trying: a plan is followed for a few steps, and where the allocator started over another
+one is tried, as long as it could be faster than the best so far: the largest whose blocks find places in a model of the
+allocator (`outcore.planning.holes`), or else the one that lacks least. The fastest, measured, stays. Without restarts a
+room never changes: what could be gained is a percent, what could be lost is a step that runs out of memory.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from outcore.errors import BudgetTooSmall
+from outcore.values import Plan
+
 FIRST_SHARE = 0.92  # of the budget, for the first plan
+LARGEST_SHARE = 0.94  # for one that the model of the allocator has seen
 LEAST_SHARE = 0.70
-SHRINK_SHARE = 0.04
+LOOK_SHARE = 0.01  # between rooms that are looked at
+FITS_SHARE = 0.985  # of the budget may be mapped in the model: it knows no small blocks
+NUM_LOOKS = 8  # rooms planned for and looked at before one is tried
+SHRINK_SHARE = 0.04  # after a step that ran out of memory
 NUM_ATTEMPTS = 6
 NUM_STEPS = 3  # a plan is followed this long before it is judged; the first step maps memory and does not count
 
@@ -34,18 +43,22 @@ class Attempt:
 
 @dataclass
 class Room:
-    """The part of `memory_bytes` that plans may use. `settled`: no other will be tried. `crowded`: the allocator had to
-    start over in a plan's steps, or ran out."""
+    """The part of `memory_bytes` that plans may use. `settled`: no other will be tried. `again`: the next plan is for
+    the same room. `crowded`: the allocator had to start over in a plan's steps, or ran out."""
 
     memory_bytes: int
     room_bytes: int = 0
     settled: bool = False
+    again: bool = False
     crowded: bool = False
     attempts: list[Attempt] = field(default_factory=list)
+    _looked: dict[int, tuple[Plan, int]] = field(default_factory=dict)  # room -> its plan, bytes mapped in the model
+    _largest_bytes: int = 0
     _steps: list[tuple[float, int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.room_bytes = self.room_bytes or int(FIRST_SHARE * self.memory_bytes)
+        self._largest_bytes = int(LARGEST_SHARE * self.memory_bytes)
 
     @property
     def best(self) -> Attempt:
@@ -54,6 +67,37 @@ class Room:
     def is_hopeless(self, predicted_s: float) -> bool:
         """Whether a plan cannot beat what was measured already, even if everything goes as predicted."""
         return bool(self.attempts) and predicted_s >= self.best.step_s
+
+    def another(self, plan_for: Callable[[int], Plan], mapped_bytes: Callable[[Plan], int]) -> Plan | None:
+        """The next plan to try, and `room_bytes` for it. None: no room is left that could be faster."""
+        self._look(plan_for, mapped_bytes)
+        tried = {attempt.room_bytes for attempt in self.attempts}
+        left = {room: seen for room, seen in self._looked.items() if room not in tried and room <= self._largest_bytes}
+        left = {room: seen for room, seen in left.items() if not self.is_hopeless(seen[0].predicted_step_s)}
+        if not left:
+            return None
+        fitting = [room for room in left if self._fits(room)]
+        self.room_bytes = max(fitting) if fitting else min(left, key=lambda room: left[room][1])
+        return left[self.room_bytes][0]
+
+    def _look(self, plan_for: Callable[[int], Plan], mapped_bytes: Callable[[Plan], int]) -> None:
+        """Plans for smaller and smaller rooms until there is one to try that fits, or enough to choose from."""
+        tried, num_left, room = {attempt.room_bytes for attempt in self.attempts}, 0, self._largest_bytes
+        while room >= LEAST_SHARE * self.memory_bytes and num_left < NUM_LOOKS:
+            if room not in tried:
+                if room not in self._looked:
+                    try:
+                        plan = plan_for(room)
+                    except BudgetTooSmall:
+                        return
+                    self._looked[room] = plan, mapped_bytes(plan)
+                if self._fits(room):
+                    return
+                num_left += 1
+            room -= int(LOOK_SHARE * self.memory_bytes)
+
+    def _fits(self, room: int) -> bool:
+        return self._looked[room][1] <= FITS_SHARE * self.memory_bytes
 
     def begin(self) -> None:
         """A new plan is about to be followed."""
@@ -65,7 +109,7 @@ class Room:
         return len(self._steps) == NUM_STEPS
 
     def judge(self, made: Any, *, again: bool = False) -> bool:
-        """Whether another plan should be tried, for `room_bytes`; if not, `best` is the one to follow from here on.
+        """Whether another plan should be tried; if not, `best` is the one to follow from here on.
 
         `again`: the owner has learned something and wants to plan for the same room once more."""
         counted = self._steps[1:]
@@ -74,7 +118,8 @@ class Room:
         step_s = statistics.median(step_s for step_s, _, _ in counted)
         self.crowded = self.crowded or num_restarts > 0
         self.attempts.append(Attempt(self.room_bytes, step_s, num_restarts, reserved_bytes, made))
-        if len(self.attempts) < NUM_ATTEMPTS and (again or (num_restarts > 0 and self._shrink())):
+        if len(self.attempts) < NUM_ATTEMPTS and (again or num_restarts > 0):
+            self.again = again
             return True
         self.settle()
         return False
@@ -87,9 +132,9 @@ class Room:
     def ran_out(self) -> bool:
         """A step of the plan at hand ran out of memory. Whether a smaller one should be planned; if not, either an
         earlier one that did not run out is `best`, or there is nothing smaller."""
-        self.crowded = True
+        self.crowded, self.again = True, False
         self.attempts = [attempt for attempt in self.attempts if attempt.room_bytes < self.room_bytes]
-        if not self.attempts and self._shrink():
+        if not (self.attempts and self.best.num_restarts == 0) and self._shrink():
             self.settled = False
             return True
         self.settle()
@@ -100,5 +145,5 @@ class Room:
         smaller = self.room_bytes - int(SHRINK_SHARE * self.memory_bytes)
         if smaller < LEAST_SHARE * self.memory_bytes:
             return False
-        self.room_bytes = smaller
+        self.room_bytes = self._largest_bytes = smaller
         return True

@@ -17,7 +17,7 @@ from tests.pure.test_reporting import small_trace
 PACKAGE = Path(outcore.__file__).parent
 LEVELS = [
     {"errors", "units"},
-    {"values"},
+    {"values", "pinning"},
     {"planning"},
     {"recording", "running"},
     {"tiling", "elastic", "reporting"},
