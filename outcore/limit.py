@@ -28,7 +28,7 @@ from outcore.errors import BudgetTooSmall, OutcoreError, PlanMismatch
 from outcore.planning import PLANNERS, lower, simulate, verify
 from outcore.planning import plan as make_plan
 from outcore.planning.crowd import bystanders
-from outcore.planning.holes import mapped_bytes
+from outcore.planning.tidy import tidy
 from outcore.recording.intercept import Interception
 from outcore.recording.machine import device_bytes, device_of, host_bytes_granted, measure_machine
 from outcore.recording.record import Recorder
@@ -373,8 +373,7 @@ class Limited:
             return make_plan(trace, self.machine, budget, planner=self.planner)
 
         if room is not None and room.crowded and not room.again:
-            mapped = lambda made: mapped_bytes(trace, lower(trace, made, self.machine), memory_bytes)  # noqa: E731
-            found = room.another(plan_in, mapped)
+            found = room.another(lambda size: tidy(trace, self.machine, plan_in(size), memory_bytes))
             if found is not None or room.attempts:
                 return found
         largest = int(memory_bytes * (1 - margin))

@@ -1,16 +1,17 @@
-"""Trace + Schedule -> bytes that a device's allocator will have mapped: what is allocated, and the holes between.
+"""Trace + Schedule -> how a device's allocator fares with it: pages mapped, and times it has to start over.
 
-A plan's peak counts what is allocated; a cap counts what is mapped. PyTorch's allocator puts a block into the smallest
-hole that is long enough, and maps pages behind the last block where there is none. Played through for a whole step that
-gives a number which differs by gigabytes between plans of nearly the same size (ResNet-50 on an H200: 14.9 GiB lie in
-15.5, 14.75 in 17.4), so it is worth asking before a plan is followed. In the steps recorded there 1,289 of 1,289 and
-458 of 481 large blocks lay where this model puts them (docs/log.md).
+A plan's peak counts what is allocated; a cap counts what is mapped. PyTorch's allocator (expandable segments) puts a
+block into the smallest hole that is long enough; where there is none it maps pages, at the lowest address with room for
+all of it; and where the cap forbids that, it unmaps every free page and starts over, which drains the device. That is
+played through here for a few steps. Fed with the requests of steps recorded on an H200 it maps what was mapped there:
+27.58 GiB for 27.59 (Llama), 14.6 for 13.8 (ResNet-50), 11.7 for 11.5 (ResNet-152); see docs/log.md.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 from outcore.planning.crowd import bystanders, small_gradients, storage_ends
@@ -21,70 +22,106 @@ from outcore.values import Action, Schedule, Trace
 PAGE_BYTES = 20 * MIB  # large blocks are mapped in pieces of this size
 SMALL_BYTES = MIB  # smaller ones have a pool of their own
 ROUND_BYTES = 512
-NUM_STEPS = 4
+NUM_STEPS = 4  # after which the blocks of a step lie where they will lie
+USED_SHARE = 0.985  # of a cap: the rest is for small blocks
 Event = tuple[Literal["take", "give"], object, int]  # who, bytes
 
 
-def mapped_bytes(trace: Trace, schedule: Schedule, budget_bytes: int) -> int:
-    """After a few steps that put aside what a crowded step puts aside. The first begins with empty memory; in the next
-    ones the rest of the mapped pages is a hole like any other, and blocks come to lie elsewhere."""
-    crowd = frozenset[int]().union(*bystanders(trace, schedule, budget_bytes).values())
-    return mapped_without(trace, schedule, crowd or small_gradients(trace, budget_bytes))
+@dataclass(frozen=True)
+class Mapped:
+    """What the allocator makes of a schedule, step after step."""
+
+    num_restarts: int  # per step, when it has found its way
+    num_bytes: int  # most
 
 
-def mapped_without(trace: Trace, schedule: Schedule, aside: Collection[int]) -> int:
-    """The same, the storages in `aside` having pages of their own."""
+def mapped(trace: Trace, schedule: Schedule, budget_bytes: int, aside: Collection[int] | None = None) -> Mapped | None:
+    """A few steps under a cap of `budget_bytes`, what a crowded step puts aside lying aside; None where memory runs
+    out."""
+    if aside is None:
+        crowd = frozenset[int]().union(*bystanders(trace, schedule, budget_bytes).values())
+        aside = crowd or small_gradients(trace, budget_bytes)
     events = list(allocations(trace, schedule))
-    here = [event for event in events if event[1] not in aside]
-    there = [event for event in events if event[1] in aside]
-    return _highest_bytes(here, trace.before_bytes) + _highest_bytes(there)
+    device = Device(int(USED_SHARE * budget_bytes))
+    restarts = [0]
+    try:
+        device.take("before", trace.before_bytes)
+        for _ in range(NUM_STEPS):
+            for kind, who, num_bytes in events:
+                if kind == "give":
+                    device.give(who)
+                elif num_bytes >= SMALL_BYTES:
+                    device.take(who, num_bytes, part=who in aside)
+            device.give_all(but="before")  # the gradients, after the optimizer
+            restarts.append(device.num_restarts)
+    except MemoryError:
+        return None
+    return Mapped(restarts[-1] - restarts[-2], device.most_bytes)
 
 
-def _highest_bytes(events: list[Event], before_bytes: int = 0) -> int:
-    heap = Heap()
-    heap.take("before", before_bytes)
-    for _ in range(NUM_STEPS):
-        for kind, who, num_bytes in events:
-            if kind == "take":
-                heap.take(who, num_bytes)
-            else:
-                heap.give(who)
-        heap.give_all(but="before")  # the gradients, after the optimizer
-    return heap.end_bytes
+class Device:
+    """Pages up to a cap, shared by two rows of blocks: what is aside has pages of its own."""
+
+    def __init__(self, cap_bytes: int) -> None:
+        self.cap_bytes = cap_bytes
+        self.mapped_bytes = self.most_bytes = self.num_restarts = 0
+        self._rows = (Row(), Row())
+        self._owned: dict[object, tuple[Row, int, int]] = {}
+
+    def take(self, who: object, num_bytes: int, *, part: bool = False) -> None:
+        row, num_bytes = self._rows[part], -(-num_bytes // ROUND_BYTES) * ROUND_BYTES
+        address = row.best_fit(num_bytes)
+        if address is None:
+            address = self._map(row, num_bytes)
+        row.cut(address, num_bytes)
+        self._owned[who] = row, address, num_bytes
+
+    def give(self, who: object) -> None:
+        if who in self._owned:
+            row, address, num_bytes = self._owned.pop(who)
+            row.open(address, num_bytes)
+
+    def give_all(self, but: object) -> None:
+        for who in [who for who in self._owned if who != but]:
+            self.give(who)
+
+    def _map(self, row: Row, num_bytes: int) -> int:
+        for _ in range(2):
+            address, missing = row.lowest_room(num_bytes)
+            new_bytes = sum(length for _, length in missing)
+            if self.mapped_bytes + new_bytes <= self.cap_bytes:
+                for gap, length in missing:
+                    row.map(gap, length)
+                self.mapped_bytes += new_bytes
+                self.most_bytes = max(self.most_bytes, self.mapped_bytes)
+                return address
+            self.num_restarts += 1
+            self.mapped_bytes -= sum(row.unmap() for row in self._rows)
+        raise MemoryError
 
 
-class Heap:
-    """Blocks in a row, best fit. Nothing is ever unmapped."""
+class Row:
+    """Addresses in a row: blocks, holes (mapped and free) and gaps (not mapped)."""
 
     def __init__(self) -> None:
-        self.end_bytes = 0
         self._holes: list[tuple[int, int]] = []  # bytes, address; sorted
         self._starts: dict[int, int] = {}  # a hole's address -> its bytes
         self._ends: dict[int, int] = {}  # where a hole ends -> its address
-        self._owned: dict[object, tuple[int, int]] = {}
+        self._gaps: dict[int, int] = {0: 1 << 60}  # address -> bytes
 
-    def take(self, who: object, num_bytes: int) -> None:
-        if num_bytes < SMALL_BYTES:
-            return
-        num_bytes = -(-num_bytes // ROUND_BYTES) * ROUND_BYTES
+    def best_fit(self, num_bytes: int) -> int | None:
         at = bisect.bisect_left(self._holes, (num_bytes, -1))
-        if at < len(self._holes):
-            hole_bytes, address = self._holes[at]
-            self._close(address, hole_bytes)
-            hole_end = address + hole_bytes
-        else:
-            address = self._ends.get(self.end_bytes, self.end_bytes)
-            if address < self.end_bytes:
-                self._close(address, self.end_bytes - address)
-            hole_end = self.end_bytes = -(-(address + num_bytes) // PAGE_BYTES) * PAGE_BYTES
-        if address + num_bytes < hole_end:
-            self._open(address + num_bytes, hole_end - address - num_bytes)
-        self._owned[who] = address, num_bytes
+        return self._holes[at][1] if at < len(self._holes) else None
 
-    def give(self, who: object) -> None:
-        if who not in self._owned:
-            return
-        address, num_bytes = self._owned.pop(who)
+    def cut(self, address: int, num_bytes: int) -> None:
+        """A block from the beginning of a hole."""
+        hole_bytes = self._starts[address]
+        self._close(address, hole_bytes)
+        if hole_bytes > num_bytes:
+            self._open(address + num_bytes, hole_bytes - num_bytes)
+
+    def open(self, address: int, num_bytes: int) -> None:
+        """A hole where a block was, or a gap; it joins its neighbours."""
         after = self._starts.get(address + num_bytes)
         if after is not None:
             self._close(address + num_bytes, after)
@@ -96,9 +133,44 @@ class Heap:
             address = before
         self._open(address, num_bytes)
 
-    def give_all(self, but: object) -> None:
-        for who in [who for who in self._owned if who != but]:
-            self.give(who)
+    def lowest_room(self, num_bytes: int) -> tuple[int, list[tuple[int, int]]]:
+        """Where `num_bytes` would go if pages were mapped, and which gaps that takes."""
+        for gap in sorted(self._gaps):
+            start = at = self._ends.get(gap, gap)
+            missing, left_bytes = [], num_bytes
+            while left_bytes > 0 and (at in self._starts or at in self._gaps):
+                length = self._starts.get(at) or self._gaps[at]
+                if at in self._gaps:
+                    length = min(length, -(-left_bytes // PAGE_BYTES) * PAGE_BYTES)
+                    missing.append((at, length))
+                at, left_bytes = at + length, left_bytes - length
+            if left_bytes <= 0:
+                return start, missing
+        raise AssertionError("the last gap has no end")
+
+    def map(self, gap: int, num_bytes: int) -> None:
+        gap_bytes = self._gaps.pop(gap)
+        if gap_bytes > num_bytes:
+            self._gaps[gap + num_bytes] = gap_bytes - num_bytes
+        self.open(gap, num_bytes)
+
+    def unmap(self) -> int:
+        """Every page that nothing lies on; how many bytes."""
+        num_bytes = 0
+        for hole_bytes, address in list(self._holes):
+            first, end = -(-address // PAGE_BYTES) * PAGE_BYTES, (address + hole_bytes) // PAGE_BYTES * PAGE_BYTES
+            if first < end:
+                self._close(address, hole_bytes)
+                if address < first:
+                    self._open(address, first - address)
+                if end < address + hole_bytes:
+                    self._open(end, address + hole_bytes - end)
+                self._gaps[first] = end - first
+                num_bytes += end - first
+        for gap in sorted(self._gaps):
+            while gap in self._gaps and gap + self._gaps[gap] in self._gaps:
+                self._gaps[gap] += self._gaps.pop(gap + self._gaps[gap])
+        return num_bytes
 
     def _open(self, address: int, num_bytes: int) -> None:
         bisect.insort(self._holes, (num_bytes, address))

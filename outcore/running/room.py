@@ -4,9 +4,9 @@ A plan counts what is allocated, a budget also what the allocator has mapped and
 be nobody can tell beforehand. When no hole is long enough and the budget allows no further page, the allocator gives
 every free page back and starts over, which drains the device for 15 ms and more; another plan often costs less than
 that. So the room is found by trying: a plan is followed for a few steps, and where the allocator started over another
-one is tried, as long as it could be faster than the best so far: the largest whose blocks find places in a model of the
-allocator (`outcore.planning.holes`), or else the one that lacks least. The fastest, measured, stays. Without restarts a
-room never changes: what could be gained is a percent, what could be lost is a step that runs out of memory.
+one is tried, as long as it could be faster than the best so far: the largest with which a model of the allocator need
+not start over (`outcore.planning.tidy`), or else the one that loses least by it. The fastest, measured, stays. Without
+restarts a room never changes: what could be gained is a percent, what could be lost is a step that runs out of memory.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outcore.errors import BudgetTooSmall
+from outcore.planning.tidy import Tidied
 from outcore.values import Plan
 
 FIRST_SHARE = 0.92  # of the budget, for the first plan
 LARGEST_SHARE = 0.94  # for one that the model of the allocator has seen
 LEAST_SHARE = 0.70
-LOOK_SHARE = 0.01  # between rooms that are looked at
-FITS_SHARE = 0.985  # of the budget may be mapped in the model: it knows no small blocks
-NUM_LOOKS = 8  # rooms planned for and looked at before one is tried
+LOOK_SHARE = 0.02  # between rooms that are looked at
+NUM_LOOKS = 4  # rooms planned for and looked at before one is tried
 SHRINK_SHARE = 0.04  # after a step that ran out of memory
 NUM_ATTEMPTS = 6
 NUM_STEPS = 3  # a plan is followed this long before it is judged; the first step maps memory and does not count
@@ -52,7 +52,7 @@ class Room:
     again: bool = False
     crowded: bool = False
     attempts: list[Attempt] = field(default_factory=list)
-    _looked: dict[int, tuple[Plan, int]] = field(default_factory=dict)  # room -> its plan, bytes mapped in the model
+    _looked: dict[int, Tidied] = field(default_factory=dict)
     _largest_bytes: int = 0
     _steps: list[tuple[float, int, int]] = field(default_factory=list)
 
@@ -68,36 +68,26 @@ class Room:
         """Whether a plan cannot beat what was measured already, even if everything goes as predicted."""
         return bool(self.attempts) and predicted_s >= self.best.step_s
 
-    def another(self, plan_for: Callable[[int], Plan], mapped_bytes: Callable[[Plan], int]) -> Plan | None:
-        """The next plan to try, and `room_bytes` for it. None: no room is left that could be faster."""
-        self._look(plan_for, mapped_bytes)
+    def another(self, look: Callable[[int], Tidied]) -> Plan | None:
+        """The next plan to try, and `room_bytes` for it. None: no room is left that could be faster. `look` plans for a
+        room and asks the model of the allocator."""
         tried = {attempt.room_bytes for attempt in self.attempts}
-        left = {room: seen for room, seen in self._looked.items() if room not in tried and room <= self._largest_bytes}
-        left = {room: seen for room, seen in left.items() if not self.is_hopeless(seen[0].predicted_step_s)}
+        room, left = self._largest_bytes, dict[int, Tidied]()
+        while room >= LEAST_SHARE * self.memory_bytes and len(left) < NUM_LOOKS:
+            if room not in tried:
+                try:
+                    seen = self._looked[room] = self._looked.get(room) or look(room)
+                except BudgetTooSmall:
+                    break
+                if not self.is_hopeless(seen.plan.predicted_step_s):
+                    left[room] = seen
+                    if not seen.restarts:
+                        break
+            room -= int(LOOK_SHARE * self.memory_bytes)
         if not left:
             return None
-        fitting = [room for room in left if self._fits(room)]
-        self.room_bytes = max(fitting) if fitting else min(left, key=lambda room: left[room][1])
-        return left[self.room_bytes][0]
-
-    def _look(self, plan_for: Callable[[int], Plan], mapped_bytes: Callable[[Plan], int]) -> None:
-        """Plans for smaller and smaller rooms until there is one to try that fits, or enough to choose from."""
-        tried, num_left, room = {attempt.room_bytes for attempt in self.attempts}, 0, self._largest_bytes
-        while room >= LEAST_SHARE * self.memory_bytes and num_left < NUM_LOOKS:
-            if room not in tried:
-                if room not in self._looked:
-                    try:
-                        plan = plan_for(room)
-                    except BudgetTooSmall:
-                        return
-                    self._looked[room] = plan, mapped_bytes(plan)
-                if self._fits(room):
-                    return
-                num_left += 1
-            room -= int(LOOK_SHARE * self.memory_bytes)
-
-    def _fits(self, room: int) -> bool:
-        return self._looked[room][1] <= FITS_SHARE * self.memory_bytes
+        self.room_bytes = min(left, key=lambda room: left[room].step_s)
+        return left[self.room_bytes].plan
 
     def begin(self) -> None:
         """A new plan is about to be followed."""

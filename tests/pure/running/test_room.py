@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from outcore.errors import BudgetTooSmall
+from outcore.planning.tidy import Tidied
 from outcore.running.room import FIRST_SHARE, LARGEST_SHARE, LEAST_SHARE, NUM_ATTEMPTS, NUM_LOOKS, Room
 from outcore.values import Budget, Plan
 
@@ -18,17 +19,19 @@ def plan_in(room_bytes: int, predicted_s: float = 0.0) -> Plan:
 def settle(
     behave: Behaviour,
     predicted_s: Callable[[float], float] = lambda share: 0.0,
-    mapped_share: Callable[[float], float] = lambda share: share + 0.02,
+    restarts_s: Callable[[float], float] = lambda share: 0.0,
 ) -> Room:
     """Plays the owner's part, as limit.py does: plan, follow, judge."""
     room = Room(MEMORY_BYTES)
     while not room.settled:
         if room.crowded:
-            found = room.another(
-                lambda room_bytes: plan_in(room_bytes, predicted_s(room_bytes / MEMORY_BYTES)),
-                lambda plan: int(mapped_share(plan.budget.device_bytes / MEMORY_BYTES) * MEMORY_BYTES),
-            )
-            if found is None:
+
+            def look(room_bytes: int) -> Tidied:
+                share = room_bytes / MEMORY_BYTES
+                plan = plan_in(room_bytes, predicted_s(share))
+                return Tidied(plan, plan.predicted_step_s + restarts_s(share))
+
+            if room.another(look) is None:
                 room.settle()
                 break
         share = room.room_bytes / MEMORY_BYTES
@@ -46,20 +49,20 @@ def test_a_plan_that_never_restarts_and_fills_the_memory_stays() -> None:
     assert abs(room.room_bytes / MEMORY_BYTES - FIRST_SHARE) < 1e-6
 
 
-def test_after_a_restart_the_largest_room_that_fits_in_the_model_is_tried() -> None:
+def test_after_a_restart_the_largest_room_without_one_in_the_model_is_tried() -> None:
     room = settle(
         lambda share: (1.2, 1, 1.0) if share > 0.9 else (1.05, 0, 0.95),
-        mapped_share=lambda share: 0.96 if share < 0.895 else 1.1,
+        restarts_s=lambda share: 0.0 if share < 0.895 else 0.1,
     )
     assert len(room.attempts) == 2
-    assert abs(room.room_bytes / MEMORY_BYTES - 0.89) < 1e-3
+    assert abs(room.room_bytes / MEMORY_BYTES - 0.88) < 1e-3
     assert room.best.num_restarts == 0
 
 
-def test_where_no_room_fits_in_the_model_the_one_that_lacks_least_is_tried() -> None:
+def test_where_every_room_restarts_in_the_model_the_one_that_loses_least_is_tried() -> None:
     room = settle(
         lambda share: (1.2, 1, 1.0) if share > 0.9 else (1.05, 0, 0.95),
-        mapped_share=lambda share: 1.1 + abs(share - 0.88),
+        restarts_s=lambda share: 0.1 + abs(share - 0.88),
     )
     assert len(room.attempts) == 2
     assert abs(room.room_bytes / MEMORY_BYTES - 0.88) < 1e-3
@@ -78,34 +81,42 @@ def test_a_plan_that_cannot_be_faster_is_not_even_tried() -> None:
 
 
 def test_restarts_everywhere_end_at_the_fastest() -> None:
-    room = settle(lambda share: (1.0 + abs(share - 0.91), 1, 1.0))
+    room = settle(lambda share: (1.0 + abs(share - 0.9), 1, 1.0))
     assert len(room.attempts) == NUM_ATTEMPTS
-    assert abs(room.room_bytes / MEMORY_BYTES - 0.91) < 0.001
+    assert abs(room.room_bytes / MEMORY_BYTES - 0.9) < 0.001
+
+
+def crowded(room_bytes: int) -> Tidied:
+    return Tidied(plan_in(room_bytes), 0.1)
+
+
+def roomy(room_bytes: int) -> Tidied:
+    return Tidied(plan_in(room_bytes), 0.0)
 
 
 def test_no_more_rooms_are_planned_for_than_one_can_wait_for() -> None:
     looked: list[int] = []
 
-    def plan_for(room_bytes: int) -> Plan:
+    def look(room_bytes: int) -> Tidied:
         looked.append(room_bytes)
-        return plan_in(room_bytes)
+        return crowded(room_bytes)
 
     room = Room(MEMORY_BYTES, crowded=True)
-    assert room.another(plan_for, lambda plan: 2 * MEMORY_BYTES) is not None
+    assert room.another(look) is not None
     assert len(looked) == NUM_LOOKS
     assert max(looked) == int(LARGEST_SHARE * MEMORY_BYTES)
-    assert room.another(plan_for, lambda plan: 2 * MEMORY_BYTES) is not None
+    assert room.another(look) is not None
     assert len(looked) == NUM_LOOKS  # nothing was tried in between: what was seen still holds
 
 
 def test_rooms_too_small_to_plan_in_end_the_looking() -> None:
-    def plan_for(room_bytes: int) -> Plan:
+    def look(room_bytes: int) -> Tidied:
         if room_bytes < 0.93 * MEMORY_BYTES:
             raise BudgetTooSmall(MEMORY_BYTES, room_bytes, "op 1", where="cuda:0")
-        return plan_in(room_bytes)
+        return crowded(room_bytes)
 
     room = Room(MEMORY_BYTES, crowded=True)
-    assert room.another(plan_for, lambda plan: 2 * MEMORY_BYTES) is not None
+    assert room.another(look) is not None
     assert room.room_bytes >= 0.93 * MEMORY_BYTES
 
 
@@ -113,10 +124,10 @@ def test_a_room_that_ran_out_is_followed_by_smaller_ones_only() -> None:
     room = Room(MEMORY_BYTES)
     follow(room, 1.2, 1)
     assert room.judge("first")
-    room.another(plan_in, lambda plan: 0)
+    room.another(roomy)
     assert room.room_bytes > FIRST_SHARE * MEMORY_BYTES
     assert room.ran_out()
-    room.another(plan_in, lambda plan: 0)
+    room.another(roomy)
     assert room.room_bytes < FIRST_SHARE * MEMORY_BYTES
 
 
