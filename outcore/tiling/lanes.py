@@ -73,6 +73,9 @@ class CpuLane:
     def begin(self) -> None:
         pass
 
+    def enter_thread(self) -> None:
+        pass
+
     def close(self) -> None:
         for stream in (self.compute, self.copy_in, self.copy_out):
             stream.close()
@@ -148,6 +151,15 @@ class CudaLane:
         event = torch.cuda.current_stream(self.device).record_event()
         for stream in (self.compute, self.copy_in, self.copy_out):
             stream.wait(event)
+
+    def enter_thread(self) -> None:
+        """Makes the device's context this thread's own. A thread whose first call is a product has none yet.
+
+        Asking for the free memory is the cheapest call that does so; `set_device` alone does nothing where the device
+        is already the thread's default.
+        """
+        torch.cuda.set_device(self.device)
+        torch.cuda.mem_get_info(self.device)
 
     def close(self) -> None:
         pass

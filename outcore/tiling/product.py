@@ -397,6 +397,7 @@ class Job:
 def _drive(pipeline: Pipeline, queue: TaskQueue, index: int) -> None:
     """A lane's thread. Whatever stops it, its unfinished pieces go back, after nothing of it can write any more."""
     try:
+        pipeline.lane.enter_thread()
         pipeline.run(queue, index)
     except BaseException as error:
         pipeline.close()
