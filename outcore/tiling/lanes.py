@@ -168,7 +168,8 @@ class CudaLane:
 Lane = CpuLane | CudaLane
 
 
-def make_lane(device: str | torch.device | Lane) -> Lane:
+def make_lane(device: str | torch.device | Lane, *, urgent: bool = False) -> Lane:
+    """The device's lane; an `urgent` one has streams of its own, whose products go before the ordinary lane's."""
     if isinstance(device, (CpuLane, CudaLane)):
         return device
     try:
@@ -181,13 +182,13 @@ def make_lane(device: str | torch.device | Lane) -> Lane:
         raise TilingError(f"{device} cannot take part in a product; name cuda devices or 'cpu'")
     if not torch.cuda.is_available():
         raise TilingError(f"{device} is not there: torch sees no CUDA device; use devices=['cpu']")
-    return _cuda_lane(torch.device(device))
+    return _cuda_lane(torch.device(device), urgent)
 
 
 @cache
-def _cuda_lane(device: torch.device) -> CudaLane:
-    """One lane per device and process: torch keeps a cuBLAS workspace for every stream that ever multiplied."""
-    return CudaLane(device)
+def _cuda_lane(device: torch.device, urgent: bool) -> CudaLane:
+    """One of each per device and process: torch keeps a cuBLAS workspace for every stream that ever multiplied."""
+    return CudaLane(device, compute=torch.cuda.Stream(device, priority=-1) if urgent else None)
 
 
 def _add_in_strips(target: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, alpha: float) -> None:
