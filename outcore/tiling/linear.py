@@ -6,8 +6,8 @@ The training of arXiv 1511.04348: forward and backward of a fully connected laye
 
 and each goes through `Job`, so that neither W nor dW is ever on the device as a whole. It differs from the paper in
 that activations may stay on the device: then only W comes in (twice) and only dW goes out (once). There the two
-products of the backward run side by side. dx needs columns of W, which lie apart in host memory and come at about
-half the link's rate (11 KiB of every 128 KiB on an H200); dW loads nothing and multiplies meanwhile.
+products of the backward run side by side. dx needs columns of W, which lie apart in host memory and come slowly (on an
+H200 alone it took half as long again as its products); dW loads nothing and multiplies meanwhile.
 
 The weight is page-locked once, when it is first used with a CUDA device; gradients are written to page-locked memory
 that is used again in the next step.
