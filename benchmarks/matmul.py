@@ -480,7 +480,7 @@ def linear(bench: Bench) -> None:
     facts: Row = {"all_seconds": times, "predicted_s": predicted_s, "share_of_roofline": roofline_s / min(times)}
     facts |= {"device_peak_gib": peak_gib(), "bytes_in": sum(r.bytes_in for _, r in reports)}
     facts["bytes_out"] = sum(r.bytes_out for _, r in reports)
-    facts["products"] = {name: [r.seconds, r.prediction.seconds] for name, r in reports}
+    facts["products"] = {name: [r.seconds, r.prediction.seconds] for name, r in reports}  # the last two at once
     bench.row(*shape, "TiledLinear step", min(times), **facts)
     bench.note("TiledLinear", share_of_roofline=facts["share_of_roofline"], tflops=flop / min(times) / 1e12)
     gradient = layer.weight.grad

@@ -73,6 +73,9 @@ class CpuLane:
     def begin(self) -> None:
         pass
 
+    def enter_thread(self) -> None:
+        pass
+
     def close(self) -> None:
         for stream in (self.compute, self.copy_in, self.copy_out):
             stream.close()
@@ -149,6 +152,15 @@ class CudaLane:
         for stream in (self.compute, self.copy_in, self.copy_out):
             stream.wait(event)
 
+    def enter_thread(self) -> None:
+        """Makes the device's context this thread's own. A thread whose first call is a product has none yet.
+
+        Asking for the free memory is the cheapest call that does so; `set_device` alone does nothing where the device
+        is already the thread's default.
+        """
+        torch.cuda.set_device(self.device)
+        torch.cuda.mem_get_info(self.device)
+
     def close(self) -> None:
         pass
 
@@ -156,7 +168,8 @@ class CudaLane:
 Lane = CpuLane | CudaLane
 
 
-def make_lane(device: str | torch.device | Lane) -> Lane:
+def make_lane(device: str | torch.device | Lane, *, urgent: bool = False) -> Lane:
+    """The device's lane; an `urgent` one has streams of its own, whose products go before the ordinary lane's."""
     if isinstance(device, (CpuLane, CudaLane)):
         return device
     try:
@@ -169,13 +182,13 @@ def make_lane(device: str | torch.device | Lane) -> Lane:
         raise TilingError(f"{device} cannot take part in a product; name cuda devices or 'cpu'")
     if not torch.cuda.is_available():
         raise TilingError(f"{device} is not there: torch sees no CUDA device; use devices=['cpu']")
-    return _cuda_lane(torch.device(device))
+    return _cuda_lane(torch.device(device), urgent)
 
 
 @cache
-def _cuda_lane(device: torch.device) -> CudaLane:
-    """One lane per device and process: torch keeps a cuBLAS workspace for every stream that ever multiplied."""
-    return CudaLane(device)
+def _cuda_lane(device: torch.device, urgent: bool) -> CudaLane:
+    """One of each per device and process: torch keeps a cuBLAS workspace for every stream that ever multiplied."""
+    return CudaLane(device, compute=torch.cuda.Stream(device, priority=-1) if urgent else None)
 
 
 def _add_in_strips(target: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, alpha: float) -> None:

@@ -151,7 +151,8 @@ class Pipeline:
 
     def _submit(self, piece: Piece) -> None:
         tiles, task, compute = self.work.tiles, piece.task, self.lane.compute
-        turn = self._num_submitted % tiles.num_c_slots
+        num_before = self._num_submitted
+        turn = num_before % tiles.num_c_slots
         self._num_submitted += 1
         row, stop_row = task.row + piece.first, task.row + piece.stop
         span = self.work.out.span(row, stop_row, task.col, task.col + task.num_cols)
@@ -161,7 +162,7 @@ class Pipeline:
         for start, stop in tiles.panels(task, piece.first):
             a = self._block("a", (task.row, task.row + task.num_rows, start, stop))
             b = self._block("b", (start, stop, task.col, task.col + task.num_cols))
-            for at, end in tiles.parts(task, start, stop):
+            for at, end in tiles.parts(num_before, start, stop):
                 left = self._part(a, (task.row, task.row + task.num_rows, at, end))[piece.first : piece.stop]
                 right = self._part(b, (at, end, task.col, task.col + task.num_cols))
                 flop = 2.0 * piece.area * (end - at)

@@ -12,7 +12,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -146,7 +147,11 @@ def _multiply_vectors(a: Matrix, b: Matrix, options: dict[str, Any]) -> Matrix:
 
 
 class Job:
-    """One product, planned. `tiles` and `prediction` can be looked at before `run`."""
+    """One product, planned. `tiles` and `prediction` can be looked at before `run`.
+
+    Of jobs that are to run side by side each gets its `share` of the memory, and one may be `urgent`: see
+    `run_side_by_side`.
+    """
 
     def __init__(
         self,
@@ -162,10 +167,12 @@ class Job:
         pin: bool | None = None,
         rates: Rates | None = None,
         tiles: Tiles | None = None,
+        share: float = 1.0,
+        urgent: bool = False,
     ) -> None:
         self._check(a, b, out, add)
         self._own_lanes: list[Lane] = []
-        self.lanes = self._make_lanes(a, b, out, devices)
+        self.lanes = self._make_lanes(a, b, out, devices, urgent)
         operands = [as_operand(a, "a"), as_operand(b, "b")]
         m, k, n = operands[0].shape[0], operands[0].shape[1], operands[1].shape[1]
         self.out: Matrix = self._empty_out(a, b, m, n) if out is None else out
@@ -182,7 +189,7 @@ class Job:
         self._operands, self._target = operands, target
         self._factors = (alpha, beta)
         self.gemm = self._describe(m, n, k)
-        self.budget_bytes = _budget(memory, self.lanes)
+        self.budget_bytes = _budget(memory, self.lanes, share)
         self.lane_rates = [
             rates or measure_rates(lane, operands[0].store.dtype, self.budget_bytes) for lane in self.lanes
         ]
@@ -213,14 +220,19 @@ class Job:
             raise TilingError("out is an expanded tensor, several of its elements are one; give it memory of its own")
 
     def _make_lanes(
-        self, a: Matrix, b: Matrix, out: Matrix | None, devices: Sequence[str | torch.device | Lane] | None
+        self,
+        a: Matrix,
+        b: Matrix,
+        out: Matrix | None,
+        devices: Sequence[str | torch.device | Lane] | None,
+        urgent: bool,
     ) -> list[Lane]:
         places = {m.device for m in (a, b, out) if isinstance(m, torch.Tensor) and m.device.type != "cpu"}
         if devices is None:
             devices = list(places) or _default_devices()
         if not devices:
             raise TilingError("devices is empty; name at least one, such as 'cuda:0' or 'cpu'")
-        lanes = [make_lane(device) for device in devices]
+        lanes = [make_lane(device, urgent=urgent) for device in devices]
         self._own_lanes = [lane for lane, device in zip(lanes, devices) if lane is not device]
         if places and (len(lanes) > 1 or places != {lanes[0].device}):
             raise TilingError(
@@ -394,9 +406,29 @@ class Job:
                 lane.close()
 
 
+def run_side_by_side(jobs: Sequence[Job]) -> list[Report]:
+    """All jobs at once, so that where one waits for its link another multiplies; the urgent one's products go first.
+
+    Each runs on a thread that sees the caller's streams. Returns, or raises what the first failed one raised, when all
+    have ended.
+    """
+    devices = {lane.device for job in jobs for lane in job.lanes if lane.device.type == "cuda"}
+    streams = [torch.cuda.current_stream(device) for device in devices]
+
+    def run(job: Job) -> Report:
+        with ExitStack() as entered:
+            for stream in streams:
+                entered.enter_context(torch.cuda.stream(stream))
+            return job.run(progress=None if job is jobs[0] else False)  # one bar at most
+
+    with ThreadPoolExecutor(len(jobs), thread_name_prefix="outcore product") as threads:
+        return list(threads.map(run, jobs))
+
+
 def _drive(pipeline: Pipeline, queue: TaskQueue, index: int) -> None:
     """A lane's thread. Whatever stops it, its unfinished pieces go back, after nothing of it can write any more."""
     try:
+        pipeline.lane.enter_thread()
         pipeline.run(queue, index)
     except BaseException as error:
         pipeline.close()
@@ -439,8 +471,11 @@ def _default_devices() -> list[str]:
     return [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
 
 
-def _budget(memory: int | str | None, lanes: Sequence[Lane]) -> int:
-    """Bytes for slots on each lane: what the caller allows, or 80 % of what is free there (a quarter of the host's)."""
+def _budget(memory: int | str | None, lanes: Sequence[Lane], share: float) -> int:
+    """Bytes for slots on each lane, this job's share: of what the caller allows, or of 80 % of what is free there.
+
+    Of the host's memory a quarter.
+    """
     free = []
     for lane in lanes:
         if lane.device.type == "cuda":
@@ -448,8 +483,8 @@ def _budget(memory: int | str | None, lanes: Sequence[Lane]) -> int:
         else:
             free.append(psutil.virtual_memory().available // 4)
     if memory is None:
-        return min(free)
-    budget_bytes = parse_bytes(memory, of_bytes=min(free))
+        return int(min(free) * share)
+    budget_bytes = int(parse_bytes(memory, of_bytes=min(free)) * share)
     return slots_bytes(budget_bytes) if any(isinstance(lane, CudaLane) for lane in lanes) else budget_bytes
 
 

@@ -18,6 +18,7 @@ from enum import Enum
 from outcore.tiling.tiles import Task
 
 NUM_STRIPS = 16
+NUM_LOOKED_AT = 16  # tasks ahead among which a lane's second one is chosen
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class TaskQueue:
     """One counter over the tasks, a lock around it, and the books of who holds what."""
 
     def __init__(self, tasks: Sequence[Task], hints: Sequence[float], *, trusted: bool = False) -> None:
-        self._tasks = tasks
+        self._tasks = list(tasks)
         self._next_task = 0
         self._next_row = 0
         self._returned: list[Piece] = []
@@ -166,6 +167,7 @@ class TaskQueue:
         return spare >= max(self._spare(index, now_s) for index in alive)
 
     def _advance(self, lane: int, now_s: float) -> Piece:
+        self._bring_nearest(self.lanes[lane])
         task = self._tasks[self._next_task]
         first = self._next_row
         stop = min(task.num_rows, first + self._rows_to_take(task, lane, now_s))
@@ -173,6 +175,20 @@ class TaskQueue:
         if stop == task.num_rows:
             self._next_task, self._next_row = self._next_task + 1, 0
         return Piece(task, first, stop)
+
+    def _bring_nearest(self, state: LaneState) -> None:
+        """A lane's second task becomes the one with least to load beside its first.
+
+        Both are claimed while all lanes wait for their first blocks over what may be one link. In the order of the
+        tasks four pieces of two lanes want three slabs of A and two of B; so they want two and two. Later on the order
+        is better: it serves every lane's cache, and there is a whole piece's time to load the next.
+        """
+        if self._next_row or state.num_pieces or len(state.held) != 1 or len(self._alive()) == 1:
+            return
+        first = state.held[-1].task
+        ahead = range(self._next_task, min(len(self._tasks), self._next_task + NUM_LOOKED_AT))
+        nearest = min(ahead, key=lambda index: _num_new_lines(first, self._tasks[index]))
+        self._tasks.insert(self._next_task, self._tasks.pop(nearest))
 
     def _rows_to_take(self, task: Task, lane: int, now_s: float) -> int:
         if len(self._alive()) == 1:
@@ -182,3 +198,8 @@ class TaskQueue:
         if not self.lanes[lane].done_area and not self.lanes[lane].trusted:  # a small piece first: hints may be far off
             rows = min(rows, 2 * strip_rows)
         return max(strip_rows, rows // strip_rows * strip_rows)
+
+
+def _num_new_lines(held: Task, task: Task) -> int:
+    """Rows of A and columns of B that `task` needs and `held` does not."""
+    return (task.num_rows if task.row != held.row else 0) + (task.num_cols if task.col != held.col else 0)

@@ -33,6 +33,7 @@ GATHER_SLOWDOWN = 4
 ENQUEUE_S = 5e-5  # the host's share of a block product: slots, two waits, a launch, an event (given, not measured)
 MAX_SLOTS = 512  # of one operand: more are small blocks, whose loads and products cost more than they save
 NUM_OPENING_PARTS = (2, 4, 8, 16)
+MOST_SHARED_PARTS = 8  # of lanes that begin together: shorter rows cost more link than their earlier start is worth
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Tiles:
     keeps: str = "a"  # the operand whose band stays while the other streams
     band: int = 1  # how many block rows (columns) of it stay
     ramp: int = 1  # how many of the other's blocks the first band opens with, so that the first loads feed many tiles
-    opening: int = 1  # parts of each panel of a lane's first task: its product begins when the first part is there
+    opening: int = 1  # parts of each panel of a lane's first pieces: a product begins when its first part is there
     closing: int = 0  # rows of the last task that are multiplied after the others have begun to be stored
     num_lanes: int = 1
     prediction: Prediction | None = None
@@ -197,9 +198,14 @@ class Tiles:
         panels = [(start, min(start + self.depth, self.gemm.k)) for start in range(0, self.gemm.k, self.depth)]
         return panels[::-1] if (task.index + (first > 0)) % 2 else panels
 
-    def parts(self, task: Task, start: int, stop: int) -> list[tuple[int, int]]:
-        """The steps in which a panel is loaded and multiplied: one, but for the tasks that lanes begin with."""
-        step = -(-self.depth // self.opening) if task.index < self.num_lanes else self.depth
+    def parts(self, turn: int, start: int, stop: int) -> list[tuple[int, int]]:
+        """The steps in which a panel is loaded and multiplied: one, but for the pieces a lane begins with.
+
+        `turn` counts the lane's pieces. Lanes that share the work claim two each before any block has arrived, and
+        load them over a link that the others use as well: both go in parts.
+        """
+        num_opened = 1 if self.num_lanes == 1 else 2
+        step = -(-self.depth // self.opening) if turn < num_opened else self.depth
         return [(at, min(at + step, stop)) for at in range(start, stop, step)]
 
     def to_json(self) -> dict[str, Any]:
@@ -266,7 +272,8 @@ def simulate(tiles: Tiles, rates: Rates) -> Prediction:
         if gemm.reads_c and c_bytes:
             done_s = clocks.move("in", done_s, c_bytes, link["c"])
         for panel in tiles.panels(task, first):
-            done_s = _play_panel(tiles, rates, link, clocks, caches, task, stop_row - first, panel, done_s)
+            parts = tiles.parts(turn, *panel)
+            done_s = _play_panel(tiles, rates, link, clocks, caches, task, stop_row - first, parts, done_s)
         if tiles.has_sums:
             num_elements, element_bytes = (
                 (stop_row - first) * task.num_cols,
@@ -288,18 +295,18 @@ def _play_panel(
     caches: dict[str, SlotCache],
     task: Task,
     num_rows: int,
-    panel: tuple[int, int],
+    parts: list[tuple[int, int]],
     ready_s: float,
 ) -> float:
     """The loads of a panel's missing blocks and its products; when the last product is done."""
     held: list[tuple[str, Entry, int, bool]] = []
     for name, place, extent in (("a", task.row, task.num_rows), ("b", task.col, task.num_cols)):
         if name not in tiles.gemm.resident:
-            entry, hit = caches[name].acquire((place, panel[0]))
+            entry, hit = caches[name].acquire((place, parts[0][0]))
             if not hit:
                 entry.ready = max([0.0, *caches[name].claim_readers(entry)])
             held.append((name, entry, extent, hit))
-    for start, stop in tiles.parts(task, *panel):
+    for start, stop in parts:
         for name, entry, extent, hit in held:
             if not hit:
                 num_bytes = extent * (stop - start) * tiles.gemm.host_element_bytes
@@ -381,7 +388,9 @@ def plan_tiles(gemm: Gemm, rates: Rates, budget_bytes: int, num_lanes: int = 1) 
     for tiles in few[:NUM_SIMULATED]:
         for variant in _variants(tiles, rates):
             if num_steps < MAX_STEPS_PLAYED:
-                played.append(replace(variant, prediction=simulate(variant, rates), num_lanes=num_lanes))
+                opening = variant.opening if num_lanes == 1 else min(variant.opening, MOST_SHARED_PARTS)
+                prediction = simulate(variant, rates)
+                played.append(replace(variant, opening=opening, prediction=prediction, num_lanes=num_lanes))
                 num_steps += tiles.num_tasks * tiles.num_panels
     return min(played, key=lambda tiles: _score(tiles, tiles.prediction) if tiles.prediction else math.inf)
 

@@ -181,3 +181,26 @@ def test_a_layer_on_device_activations_equals_the_in_core_layer(dtype: torch.dty
     assert tiled.weight.grad is not None
     assert plain.weight.grad is not None
     torch.testing.assert_close(tiled.weight.grad, plain.weight.grad.cpu(), **tolerance)
+
+
+def test_a_layers_step_repeats_bit_for_bit_beside_other_work() -> None:
+    """Two products at once on the caller's stream: a missing wait between them and the caller would show."""
+    layer = TiledLinear(2048, 2048, bias=False, memory="400MiB", dtype=torch.bfloat16)
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(6):
+            torch.manual_seed(0)
+            noise = [torch.randn(2048, 2048, device="cuda") for _ in range(8)]
+            busy = sum(x @ x for x in noise)
+            del noise
+            x = torch.randn(1024, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            layer.weight.grad = None
+            layer(x).square().mean().backward()
+            assert x.grad is not None
+            assert layer.weight.grad is not None
+            seen.append((x.grad.cpu(), layer.weight.grad.clone()))
+            assert isinstance(busy, torch.Tensor)
+    assert [name for name, _ in layer.reports] == ["forward", "backward input", "backward weight"]
+    for dx, dw in seen[1:]:
+        assert torch.equal(dx, seen[0][0])
+        assert torch.equal(dw, seen[0][1])

@@ -15,7 +15,7 @@ from outcore.errors import BudgetTooSmall
 from outcore.tiling.lanes import CpuLane
 from outcore.tiling.operands import is_file_mapping
 from outcore.tiling.pipeline import Pipeline
-from outcore.tiling.product import Job, UnfinishedProduct
+from outcore.tiling.product import Job, UnfinishedProduct, run_side_by_side
 from outcore.tiling.streams import ThreadStream
 from tests.cpu.tiling.tiling_products import RATES, Failing, assert_product, lose, random_matrix
 
@@ -120,6 +120,35 @@ def test_blocks_come_from_peers_where_they_can() -> None:
         one.close()
     assert_product(job.out, a, b)
     assert sum(part.bytes_from_peers for part in report.lanes) > 0
+
+
+def test_a_product_side_by_side_with_one_that_waits_costs_no_time() -> None:
+    a, b = random_matrix(200, 64), random_matrix(64, 200)
+    slowed = {
+        "copy_in": ThreadStream("late loads", delay_s=0.02),
+        "compute": ThreadStream("late products", delay_s=0.02),
+    }
+    lanes = [CpuLane("loads", copy_in=slowed["copy_in"]), CpuLane("products", compute=slowed["compute"])]
+    jobs = [Job(a, b, memory="100KB", share=0.5, devices=[one], rates=RATES) for one in lanes]
+    started_s = time.monotonic()
+    reports = run_side_by_side(jobs)
+    took_s = time.monotonic() - started_s
+    for job, one in zip(jobs, lanes):
+        one.close()
+        assert_product(job.out, a, b)
+    assert took_s < 0.8 * sum(report.seconds for report in reports)
+    assert all(report.device_bytes <= 50_000 for report in reports)
+
+
+def test_of_two_products_side_by_side_one_may_fail_alone() -> None:
+    a, b = random_matrix(200, 64), random_matrix(64, 200)
+    lanes = [CpuLane("lost", compute=Failing("lost", 1)), CpuLane("good")]
+    jobs = [Job(a, b, memory="50KB", devices=[one], rates=RATES) for one in lanes]
+    with pytest.raises(UnfinishedProduct):
+        run_side_by_side(jobs)
+    for one in lanes:
+        one.close()
+    assert_product(jobs[1].out, a, b)
 
 
 def test_unequal_lanes_share_by_speed() -> None:

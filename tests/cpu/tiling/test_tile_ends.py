@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -30,6 +31,32 @@ def test_parts_and_a_cut_give_the_product_and_the_predicted_bytes(flips: tuple[b
     assert_product(job.out, a, b)
     assert report.lanes[0].num_pieces == tiles.num_tasks + 1
     assert (report.bytes_in, report.bytes_out) == (job.prediction.bytes_in, job.prediction.bytes_out)
+
+
+class Counting(ThreadStream):
+    """Counts products."""
+
+    num_products = 0
+
+    def run(self, operation: Callable[[], object], work: float = 0.0) -> None:
+        self.num_products += work > 0
+        super().run(operation, work)
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2, 3])
+def test_a_lane_begins_in_parts_whichever_tasks_it_gets(num_lanes: int) -> None:
+    """One piece of a lane alone, two of lanes that share: so many are claimed before their blocks are there."""
+    a, b = random_matrix(256, 64), random_matrix(64, 240)
+    counts = [Counting(f"lane {index}") for index in range(num_lanes)]
+    lanes = [CpuLane(f"lane {index}", compute=count) for index, count in enumerate(counts)]
+    job = Job(a, b, memory="200KB", devices=lanes, rates=RATES)
+    tiles = Tiles(job.gemm, job.budget_bytes, 32, 48, 64, 3, 3, 2, opening=4, num_lanes=num_lanes)
+    job = Job(a, b, memory="200KB", devices=lanes, rates=RATES, tiles=replace(tiles, prediction=simulate(tiles, RATES)))
+    report = job.run()
+    for lane, count, done in zip(lanes, counts, report.lanes):
+        lane.close()
+        assert count.num_products == done.num_pieces + 3 * min(done.num_pieces, 1 if num_lanes == 1 else 2)
+    assert_product(job.out, a, b)
 
 
 def test_the_budget_covers_what_cublas_takes() -> None:

@@ -12,7 +12,9 @@ from torch import nn
 
 import outcore
 from outcore.errors import TilingError
+from outcore.tiling import linear
 from outcore.tiling.linear import TiledLinear
+from outcore.tiling.product import Job, Report, run_side_by_side
 
 
 def twins(bias: bool = True, memory: str = "6KB") -> tuple[TiledLinear, nn.Linear]:
@@ -65,6 +67,33 @@ def test_training_equals_in_core_training_step_by_step() -> None:
             record.append(loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert losses[0][-1] < losses[0][0] / 2
+
+
+@pytest.mark.parametrize(("memory", "num_pairs"), [("6KB", 1), ("20", 0)])
+def test_the_backward_products_run_side_by_side_within_the_memory_of_one(
+    memory: str, num_pairs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a device; where half of the memory holds not even one element of each matrix, one after the other."""
+    pairs: list[tuple[Job, ...]] = []
+
+    def run_noted(jobs: tuple[Job, Job]) -> list[Report]:
+        pairs.append(jobs)
+        return run_side_by_side(jobs)
+
+    monkeypatch.setattr(linear, "_on_one_device", lambda dy, x: True)
+    monkeypatch.setattr(linear, "run_side_by_side", run_noted)
+    tiled, plain = twins(memory=memory)
+    shape = (5, 48) if num_pairs else (1, 48)
+    x = torch.randn(shape, requires_grad=True)
+    x_plain = x.detach().clone().requires_grad_()
+    tiled(x).square().sum().backward()
+    plain(x_plain).square().sum().backward()
+    torch.testing.assert_close(x.grad, x_plain.grad)
+    torch.testing.assert_close(tiled.weight.grad, plain.weight.grad)
+    assert [name for name, _ in tiled.reports] == ["forward", "backward input", "backward weight"]
+    assert len(pairs) == num_pairs
+    if num_pairs:
+        assert 0 < sum(report.device_bytes for _, report in tiled.reports[1:]) <= 6000
 
 
 def test_gradients_accumulate_over_several_backwards() -> None:

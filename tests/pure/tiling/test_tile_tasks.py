@@ -15,7 +15,8 @@ SIDE = 256
 
 
 def square_tasks(num_tasks: int) -> list[Task]:
-    return [Task(index, index * SIDE, SIDE, 0, SIDE) for index in range(num_tasks)]
+    """Two columns, so that a task has a neighbour in its row and many in its column."""
+    return [Task(index, index // 2 * SIDE, SIDE, index % 2 * SIDE, SIDE) for index in range(num_tasks)]
 
 
 def play(
@@ -92,6 +93,31 @@ def test_faster_lanes_take_more() -> None:
 def test_a_lane_a_thousand_times_slower_does_not_hold_up_the_end() -> None:
     speeds = [1.0, 1000.0]
     assert balance(play(64, speeds, speeds), speeds) >= 0.97
+
+
+@pytest.mark.parametrize("order", [(0, 1, 0, 1), (0, 0, 1, 1), (1, 0, 0, 1)])
+@pytest.mark.parametrize("wide", [False, True])
+def test_what_a_lane_claims_before_anything_arrives_shares_the_larger_block(order: tuple[int, ...], wide: bool) -> None:
+    num_rows, num_cols = (SIDE, 2 * SIDE) if wide else (2 * SIDE, SIDE)
+    places = [(i, j) for j in range(4) for i in range(4)]
+    tasks = [Task(index, i * num_rows, num_rows, j * num_cols, num_cols) for index, (i, j) in enumerate(places)]
+    queue = TaskQueue(tasks, [1.0, 2.0], trusted=True)
+    pieces: list[list[Piece]] = [[], []]
+    for lane in order:
+        piece = queue.pull(lane, 0.0)
+        assert isinstance(piece, Piece)
+        pieces[lane].append(piece)
+    for first, second in pieces:
+        assert first.task != second.task
+        assert first.task.col == second.task.col if wide else first.task.row == second.task.row
+    assert sum(piece.area for piece in queue.missing()) == queue.total_area
+    assert {piece.task for piece in queue.missing()} == set(tasks)
+
+
+def test_a_lane_alone_keeps_the_order_its_plan_was_played_in() -> None:
+    queue = TaskQueue(square_tasks(12), [1.0])
+    pieces = [queue.pull(0, 0.0) for _ in range(12)]
+    assert [piece.task.index for piece in pieces if isinstance(piece, Piece)] == list(range(12))
 
 
 def test_a_single_lane_takes_whole_tiles() -> None:
