@@ -22,40 +22,34 @@ from torch import Tensor
 
 Array = np.ndarray[Any, Any]
 
-SLOT_BYTES = 1 << 22  # a block; small enough to be still in a cache when the others read it
-NUM_SLOTS = 4  # blocks under way at once
+ROOM_BYTES = 1 << 22  # a block; with one at a time it is still in a cache when the others read it (four: 2 x slower)
 _HEAD_BYTES = mmap.PAGESIZE
 
 
-def _size_bytes(num_members: int, slot_bytes: int) -> int:
-    share_bytes = -(-slot_bytes // num_members // 64) * 64 + 64
-    return _HEAD_BYTES + NUM_SLOTS * num_members * (slot_bytes + share_bytes)
-
-
 class Window:
-    """`slots[s][m]` is member m's room for block s; a random word at the start proves whose memory it is.
+    """A room for every member's part of a block, one for its share of the sum, and a random word that proves whose.
 
-    Parts and sums have rooms of their own: a sum may still be read when the next block's parts are written.
+    Parts and sums lie apart: a sum may still be read when the next block's parts are written.
     """
 
-    def __init__(self, file: int, num_members: int, slot_bytes: int) -> None:
-        size_bytes = _size_bytes(num_members, slot_bytes)
+    def __init__(self, file: int, num_members: int, room_bytes: int) -> None:
+        size_bytes = _size_bytes(num_members, room_bytes)
         if os.fstat(file).st_size != size_bytes:
             raise OSError("another file has this number by now")
         whole: Array = np.frombuffer(mmap.mmap(file, size_bytes), dtype=np.uint8)
         self.word = whole[:8].view(np.int64)
-        self.slots: Array = whole[_HEAD_BYTES:].reshape(NUM_SLOTS, num_members, -1)
-        self.slot_bytes = slot_bytes
-        self._spare: Array = np.empty(slot_bytes + 64, dtype=np.uint8)
+        self._rooms: Array = whole[_HEAD_BYTES:].reshape(num_members, -1)
+        self.room_bytes = room_bytes
+        self._spare: Array = np.empty(room_bytes, dtype=np.uint8)
 
-    def rooms(self, tag: int, like: Array) -> list[Array]:
-        """Where every member writes its part of block `tag`, as long as `like` and of its kind."""
-        return [room[: like.nbytes].view(like.dtype) for room in self.slots[tag % NUM_SLOTS]]
+    def parts(self, like: Array) -> list[Array]:
+        """Where every member writes its part of a block, as long as `like` and of its kind."""
+        return [room[: like.nbytes].view(like.dtype) for room in self._rooms]
 
-    def sums(self, tag: int, likes: Sequence[Array]) -> list[Array]:
-        """Where every member writes the sum of its share of block `tag`."""
-        starts = self.slots[tag % NUM_SLOTS][:, self.slot_bytes :]
-        return [room[: like.nbytes].view(like.dtype) for room, like in zip(starts, likes)]
+    def sums(self, shares: Sequence[Array]) -> list[Array]:
+        """Where every member writes the sum of its share."""
+        after = self._rooms[:, self.room_bytes :]
+        return [room[: share.nbytes].view(share.dtype) for room, share in zip(after, shares)]
 
     def add_up(self, parts: Sequence[Array], out: Array) -> None:
         """out = the sum of all members' `parts` in the order of the tree: those past a power of two are added first."""
@@ -74,26 +68,31 @@ class Window:
             np.add(leaves[0][0], leaves[1][0], out=out)
             return
         middle, end_bytes = len(leaves) // 2, used_bytes + out.nbytes
-        # A share is 1 / P of a block and the tree log2 P deep, so that a block of spare room is enough for P >= 2.
+        # A share is 1 / P of a block and the tree log2 P deep: a block of spare room is enough.
         right = self._spare[used_bytes:end_bytes].view(out.dtype)
         self._add_tree(leaves[:middle], out, end_bytes)
         self._add_tree(leaves[middle:], right, end_bytes)
         np.add(out, right, out=out)
 
 
-def offer(num_members: int, slot_bytes: int) -> tuple[Window | None, Tensor]:
+def _size_bytes(num_members: int, room_bytes: int) -> int:
+    share_bytes = -(-room_bytes // num_members // 64) * 64 + 64
+    return _HEAD_BYTES + num_members * (room_bytes + share_bytes)
+
+
+def offer(num_members: int, room_bytes: int) -> tuple[Window | None, Tensor]:
     """A window of this process's own, and what the others need to find it; None where the system has no such thing."""
     try:
         file = os.memfd_create("outcore-elastic")
-        os.ftruncate(file, _size_bytes(num_members, slot_bytes))
-        window = Window(file, num_members, slot_bytes)
+        os.ftruncate(file, _size_bytes(num_members, room_bytes))
+        window = Window(file, num_members, room_bytes)
     except (AttributeError, OSError):
         return None, torch.tensor([-1.0, -1.0, 0.0], dtype=torch.float64)
     window.word[0] = secrets.randbits(52)  # exact in a float64
     return window, torch.tensor([os.getpid(), file, int(window.word[0])], dtype=torch.float64)
 
 
-def find(told: Tensor, num_members: int, slot_bytes: int) -> Window | None:
+def find(told: Tensor, num_members: int, room_bytes: int) -> Window | None:
     """The window another process offers; None where it is on another host, or may not be seen."""
     owner, number, word = (int(value) for value in told)
     try:
@@ -101,7 +100,7 @@ def find(told: Tensor, num_members: int, slot_bytes: int) -> Window | None:
     except OSError:
         return None
     try:
-        window = Window(file, num_members, slot_bytes)
+        window = Window(file, num_members, room_bytes)
     except (OSError, ValueError):
         return None
     finally:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -193,13 +193,13 @@ class Group:
 
     def _open_window(self) -> window.Window | None:
         """Memory all members see, or None for all of them: whether everyone found it is summed over the sockets."""
-        slot_bytes, told, mine = window.SLOT_BYTES, torch.zeros(3, dtype=torch.float64), None
+        room_bytes, told, mine = window.ROOM_BYTES, torch.zeros(3, dtype=torch.float64), None
         if self.index == 0:
-            mine, told = window.offer(self.size, slot_bytes)
+            mine, told = window.offer(self.size, room_bytes)
         try:
             self.tree_broadcast(told)
             if self.index != 0:
-                mine = window.find(told, self.size, slot_bytes)
+                mine = window.find(told, self.size, room_bytes)
             num_found = torch.tensor([float(mine is not None)])
             self.tree_sum(num_found)
         finally:
@@ -209,54 +209,51 @@ class Group:
 
     def _share(self, tensor: Tensor) -> None:
         assert self._window is not None
-        handed_bytes = 2 * (self.size - 1) * tensor.nbytes // self.size  # written here, read by the others
         self.traffic.num_messages += 2 * (self.size - 1)
-        self.traffic.num_bytes += handed_bytes
-        num_blocks = -(-tensor.nbytes // self._window.slot_bytes)
-        blocks = list(torch.split(tensor, -(-tensor.numel() // num_blocks)))
-        _pass_in_turn(blocks, self._share_block, window.NUM_SLOTS)
+        self.traffic.num_bytes += 2 * (self.size - 1) * tensor.nbytes // self.size  # written here, read by the others
+        num_blocks = -(-tensor.nbytes // self._window.room_bytes)
+        for block in torch.split(tensor, -(-tensor.numel() // num_blocks)):
+            self._share_block(block.numpy(), self._window)
 
-    def _share_block(self, block: Tensor, tag: int) -> Iterator[None]:
-        """Writes what others add up, adds up its own share for all, takes the others'; yields while words travel.
+    def _share_block(self, mine: np.ndarray[Any, Any], shared: window.Window) -> None:
+        """Writes what others add up, adds up its own share for all, takes the others'.
 
-        Parts are written again after the words of both rounds, sums after the first words of the slot's next block: by
-        then everyone has read what was there.
+        Parts are written again after the second words, sums after the first words of the next block: by then everyone
+        has read what was there.
         """
-        assert self._window is not None
-        mine: np.ndarray[Any, Any] = block.numpy()
         edges = [len(mine) * member // self.size for member in range(self.size + 1)]
         shares = [mine[first:last] for first, last in pairwise(edges)]
-        rooms, sums = self._window.rooms(tag, mine), self._window.sums(tag, shares)
+        parts, sums = shared.parts(mine), shared.sums(shares)
         first, last = edges[self.index : self.index + 2]
-        np.copyto(rooms[self.index][:first], mine[:first])
-        np.copyto(rooms[self.index][last:], mine[last:])
-        words = self._start_words(tag)
-        yield
-        self._finish_words(words)
-        rooms[self.index] = mine
-        self._window.add_up([room[first:last] for room in rooms], out=sums[self.index])
-        words = self._start_words(tag)
-        np.copyto(shares[self.index], sums[self.index])
-        yield
-        self._finish_words(words)
-        for member, share in enumerate(shares):
-            if member != self.index:
-                np.copyto(share, sums[member])
+        np.copyto(parts[self.index][:first], mine[:first])
+        np.copyto(parts[self.index][last:], mine[last:])
+        self._swap_words()
+        parts[self.index] = mine
+        shared.add_up([part[first:last] for part in parts], out=sums[self.index])
+        self._swap_words()
+        for share, total in zip(shares, sums):
+            np.copyto(share, total)
 
-    def _start_words(self, tag: int) -> list[tuple[int, tuple[Any, Any]]]:
-        """Tells every other member "written", and listens for the same from them."""
+    def _swap_words(self) -> None:
+        """Tells every other member "written", and hears the same from all of them."""
         peers = [peer for peer in range(self.size) if peer != self.index]
         sent, received = self._words
-        heard = [self._posted("recv", received[peer : peer + 1], peer, tag) for peer in peers]
-        told = [self._posted("send", sent[peer : peer + 1], peer, tag) for peer in peers]
-        return list(zip(peers, zip(heard, told)))
-
-    def _finish_words(self, words: list[tuple[int, tuple[Any, Any]]]) -> None:
-        for peer, both in words:
+        heard = [self._posted("recv", received[peer : peer + 1], peer, 0) for peer in peers]
+        told = [self._posted("send", sent[peer : peer + 1], peer, 0) for peer in peers]
+        for peer, both in zip(peers, zip(heard, told)):
             self._finish(both, peer)
 
     def _halve_and_double(self, tensor: Tensor, peers: list[int], dtype: torch.dtype | None) -> None:
-        _pass_in_turn(_blocks(tensor), lambda block, tag: self._pass_block(block, peers, dtype, tag), NUM_UNDER_WAY)
+        """Blocks advance in turn, each by one swap; every member takes them in the same order, so nobody waits for a
+        block that its partner has not begun."""
+        under_way: deque[Iterator[None]] = deque()
+        for tag, block in enumerate(_blocks(tensor)):
+            while len(under_way) == NUM_UNDER_WAY:  # blocks end in the order they began: then a slot's buffers are free
+                _advance(under_way)
+            under_way.append(self._pass_block(block, peers, dtype, tag))
+            next(under_way[-1])
+        while under_way:
+            _advance(under_way)
 
     def _pass_block(self, mine: Tensor, peers: list[int], dtype: torch.dtype | None, tag: int) -> Iterator[None]:
         """One block, halved with each peer and doubled on the way back; yields while its swaps travel."""
@@ -439,21 +436,8 @@ def _blocks(tensor: Tensor) -> list[Tensor]:
     return list(torch.tensor_split(tensor, max(1, for_lanes, -(-tensor.nbytes // BLOCK_BYTES))))
 
 
-def _pass_in_turn(blocks: list[Tensor], begin: Callable[[Tensor, int], Iterator[None]], num_under_way: int) -> None:
-    """Blocks advance in turn, each by one round; every member takes them in the same order, so nobody waits for a block
-    that its partner has not begun."""
-    under_way: deque[Iterator[None]] = deque()
-    for tag, block in enumerate(blocks):
-        while len(under_way) == num_under_way:  # blocks end in the order they began: then a slot's buffers are free
-            _advance(under_way)
-        under_way.append(begin(block, tag))
-        next(under_way[-1])
-    while under_way:
-        _advance(under_way)
-
-
 def _advance(under_way: deque[Iterator[None]]) -> None:
-    """Takes the block that waits longest one round further; one that is through is dropped."""
+    """Takes the block that waits longest one swap further; one that is through is dropped."""
     block = under_way.popleft()
     for _ in block:
         under_way.append(block)

@@ -99,7 +99,7 @@ def test_a_small_vector_is_swapped_whole_and_a_large_one_by_halves_or_shared(
 @pytest.mark.parametrize("num", [2, 3, 4])
 def test_more_blocks_than_are_under_way_at_once_rounded_or_not(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "BLOCK_BYTES", SEGMENT_BYTES // 8)
-    monkeypatch.setattr(window, "SLOT_BYTES", SEGMENT_BYTES // 8)
+    monkeypatch.setattr(window, "ROOM_BYTES", SEGMENT_BYTES // 8)
     town = Town(num)
 
     def act(rank: int) -> list[torch.Tensor]:
@@ -121,7 +121,7 @@ def test_more_blocks_than_are_under_way_at_once_rounded_or_not(num: int, monkeyp
 
 def test_shared_sums_of_changing_sizes_do_not_run_into_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits at the end of a sum: the next one, cut elsewhere, must leave what slower members still read."""
-    monkeypatch.setattr(window, "SLOT_BYTES", SEGMENT_BYTES // 2)
+    monkeypatch.setattr(window, "ROOM_BYTES", SEGMENT_BYTES // 2)
     town, sizes = Town(3), [NUM_ELEMENTS // (1 + step % 5) - step for step in range(40)]
 
     def act(rank: int) -> list[torch.Tensor]:
@@ -141,9 +141,9 @@ def test_shared_sums_of_changing_sizes_do_not_run_into_each_other(monkeypatch: p
 def test_where_one_member_cannot_see_the_memory_nobody_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     find, asked = window.find, []
 
-    def find_but_once(told: torch.Tensor, num_members: int, slot_bytes: int) -> window.Window | None:
+    def find_but_once(told: torch.Tensor, num_members: int, room_bytes: int) -> window.Window | None:
         asked.append(told)
-        return None if len(asked) == 1 else find(told, num_members, slot_bytes)
+        return None if len(asked) == 1 else find(told, num_members, room_bytes)
 
     monkeypatch.setattr(window, "find", find_but_once)
     town = Town(3)
@@ -164,14 +164,14 @@ def test_a_window_is_known_by_its_word_and_leaves_no_file_open() -> None:
     assert mine is not None
     theirs = window.find(told, 2, 4096)
     assert theirs is not None
-    mine.slots[1, 1, 5] = 7
-    assert theirs.slots[1, 1, 5] == 7
+    mine._rooms[1, 5] = 7
+    assert theirs._rooms[1, 5] == 7
     mine.word[0] += 1  # as if another process had this number now
     assert window.find(told, 2, 4096) is None
     assert window.find(told, 3, 4096) is None
     window.withdraw(told)
     assert window.find(told, 2, 4096) is None
-    assert mine.slots[1, 1, 5] == 7
+    assert mine._rooms[1, 5] == 7
     del mine, theirs
     assert len(os.listdir("/proc/self/fd")) == num_open
 
