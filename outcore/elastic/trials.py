@@ -52,6 +52,7 @@ class Trial:
     momentum: float = 0.0
     seed: int = 0
     num_snapshots: int = 12
+    num_judged: int | None = None  # test images for every snapshot [a fifth, and all of them for the last]
     max_steps: int | None = None
     limit_s: float = 60.0
     device: str = "cpu"
@@ -135,7 +136,7 @@ def run_trial(trial: Trial, digits: Digits, place: Place) -> Result:
         trainer.close()
     if place.rank != 0:
         return Result(asdict(trial), digits.name)
-    points, final_accuracy = _judge_all(net, snapshots, digits)
+    points, final_accuracy = _judge_all(net, snapshots, digits, trial.num_judged)
     return Result(
         trial=asdict(trial),
         data=digits.name,
@@ -186,18 +187,20 @@ def _batches(trial: Trial, shard: Tensor, rank: int) -> Iterator[Tensor]:
 
 
 def _judge_all(
-    net: nn.Module, snapshots: list[tuple[float, int, dict[str, Tensor]]], digits: Digits
+    net: nn.Module, snapshots: list[tuple[float, int, dict[str, Tensor]]], digits: Digits, num_judged: int | None
 ) -> tuple[list[Point], float]:
-    """Accuracy of every snapshot on the first fifth of the test set, of the last one on all of it.
+    """Accuracy of every snapshot on the first images of the test set, of the last one on all unless a number is given.
 
     The clock has stopped and the other workers idle, so this one borrows the whole partition's cores.
     """
-    few = len(digits.test_labels) // 5
+    few = num_judged or len(digits.test_labels) // 5
     points = []
     with _all_cores():
         for at_s, sent_bytes, state in snapshots:
             net.load_state_dict(state)
             points.append(Point(at_s, sent_bytes, accuracy(net, digits.test_images[:few], digits.test_labels[:few])))
+        if num_judged is not None:
+            return points, points[-1].accuracy
         return points, accuracy(net, digits.test_images, digits.test_labels)
 
 
