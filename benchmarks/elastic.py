@@ -271,6 +271,7 @@ def summarize_levels(rows: list[dict[str, Any]], num: int, batch: int) -> dict[s
         row["over_level_3"] = ratio(row["seconds_to_target"], best.get("seconds_to_target"))
         row["over_level_3_per_step"] = ratio(row["s_per_step"], best.get("s_per_step"))
         shares = f"{100 * row['communication_share']:5.1f} % (least {100 * row['least_share']:.1f} %)"
+        shares = "inside its backward" if name == "ddp" else shares
         print(
             f"      {name:30s} {row['over_level_3']:5.2f} x {row['over_level_3_per_step']:5.2f} x  "
             f"{1e3 * row['s_per_step']:7.2f} ms  {shares}  {100 * row['final_accuracy']:.1f} %"
