@@ -153,8 +153,9 @@ class Group:
 
     def tree_sum(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> None:
         """Every member's flat CPU `tensor` becomes the sum over members; sent as `dtype` where one is given."""
-        if dtype is None and self._can_share(tensor):
-            self._share(tensor)
+        shared = self._find_window(tensor) if dtype is None else None
+        if shared is not None:
+            self._share(tensor, shared)
             return
         folded = _power_of_two_below(self.size)
         if self.index >= folded:
@@ -182,14 +183,15 @@ class Group:
             self._finish(self._start_swap(sent, theirs, peer, 0), peer)
             add_into(tensor, theirs)
 
-    def _can_share(self, tensor: Tensor) -> bool:
+    def _find_window(self, tensor: Tensor) -> window.Window | None:
+        """The memory `tensor` passes through; None where it had better travel, or has to."""
         if SHARED_BYTES is None or tensor.nbytes <= SHARED_BYTES or self.size == 1:
-            return False
+            return None
         if not _is_plain(tensor) or not tensor.is_contiguous():
-            return False
+            return None
         if not self._looked_for_window:  # every member sums the same sizes in the same order: all come here together
             self._window, self._looked_for_window = self._open_window(), True
-        return self._window is not None
+        return self._window
 
     def _open_window(self) -> window.Window | None:
         """Memory all members see, or None for all of them: whether everyone found it is summed over the sockets."""
@@ -207,13 +209,12 @@ class Group:
                 window.withdraw(told)
         return mine if int(num_found) == self.size else None
 
-    def _share(self, tensor: Tensor) -> None:
-        assert self._window is not None
+    def _share(self, tensor: Tensor, shared: window.Window) -> None:
         self.traffic.num_messages += 2 * (self.size - 1)
         self.traffic.num_bytes += 2 * (self.size - 1) * tensor.nbytes // self.size  # written here, read by the others
-        num_blocks = -(-tensor.nbytes // self._window.room_bytes)
+        num_blocks = -(-tensor.nbytes // shared.room_bytes)
         for block in torch.split(tensor, -(-tensor.numel() // num_blocks)):
-            self._share_block(block.numpy(), self._window)
+            self._share_block(block.numpy(), shared)
 
     def _share_block(self, mine: np.ndarray[Any, Any], shared: window.Window) -> None:
         """Writes what others add up, adds up its own share for all, takes the others'.

@@ -37,8 +37,10 @@ def expected(num: int) -> torch.Tensor:
     return parts[0]
 
 
-@pytest.mark.parametrize("num", [1, 2, 3, 4, 6, 8])
-@pytest.mark.parametrize("shared_bytes", [None, 1 << 17])
+@pytest.mark.parametrize(
+    ("num", "shared_bytes"),
+    [*((num, 1 << 17) for num in (1, 2, 3, 4, 6, 8)), *((num, None) for num in (2, 3, 4, 6))],
+)
 def test_sums_have_one_order_whatever_the_route(
     num: int, shared_bytes: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
