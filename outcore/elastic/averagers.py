@@ -14,7 +14,6 @@ import io
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from outcore.elastic.flat import FlatModel
 from outcore.elastic.link import CenterLink
 from outcore.elastic.methods import Method, default_alpha
 from outcore.elastic.sync import SyncExchange
-from outcore.elastic.wire import PeerLost, Traffic
+from outcore.elastic.wire import PeerLost, Traffic, is_finite
 from outcore.errors import ElasticError
 
 _MAX_REGROUPS = 8
@@ -63,11 +62,6 @@ class Local:
         self.optimizer.state.clear()
         if self.velocity is not None:
             self.velocity.zero_()
-
-
-def is_finite(vector: Tensor) -> bool:
-    """One pass; a sum that overflows counts as lost, too."""
-    return bool(torch.isfinite(vector.sum(dtype=torch.float32)))
 
 
 def exchange_dtype(weights: Tensor) -> torch.dtype:
@@ -115,7 +109,6 @@ class _SyncAverager(Averager):
         self.velocity = torch.zeros_like(self.center)
         self.num_exchanges = -1
         self._saved_s = time.monotonic()
-        self._diverged = False
         self._load()
         self._agree()
         self._begin_from_center()
@@ -190,13 +183,6 @@ class _SyncAverager(Averager):
             self.velocity.copy_(saved.velocity)
             self.num_exchanges = saved.num_exchanges
 
-    def _begin_with(self, difference: Tensor, at_root: Callable[[Tensor], None] | None = None) -> None:
-        """Starts the sum of `difference`; a worker that diverged abstains with zeros."""
-        self._diverged = not is_finite(difference)
-        if self._diverged:
-            difference.zero_()
-        self.exchange.begin(difference, abstains=self._diverged, at_root=at_root)
-
     def _add_buffers(self, sum_difference: Tensor) -> None:
         cut = self.local.flat.num_params
         self.center[cut:].add_(sum_difference[cut:], alpha=1 / max(1, self.exchange.num_present))
@@ -240,7 +226,7 @@ class ElasticSync(_SyncAverager):
         if not self._pull:
             return
         self._pull = False
-        if self._diverged:
+        if self.exchange.abstained:
             self.local.start_again(self.center)
         else:
             cut = self.local.flat.num_params
@@ -261,7 +247,8 @@ class ElasticSync(_SyncAverager):
     def _begin(self) -> None:
         rules.difference(self.local.weights, self.center, out=self.difference)
         self._begun = True
-        self._begin_with(self.difference, at_root=self._turn_into_center if self.exchange.level == 1 else None)
+        at_root = self._turn_into_center if self.exchange.level == 1 else None
+        self.exchange.begin(self.difference, may_abstain=True, at_root=at_root)
 
     def _turn_into_center(self, sum_difference: Tensor) -> None:
         self._move_center(sum_difference.to(self.center.device))
@@ -280,7 +267,7 @@ class DiLoCo(_SyncAverager):
         local = self.local
         difference = rules.difference(local.weights, self.center)
         try:
-            self._begin_with(difference)
+            self.exchange.begin(difference, may_abstain=True)
             total = self.exchange.finish().to(self.center.device)
         except PeerLost:
             self._lost()
@@ -292,7 +279,7 @@ class DiLoCo(_SyncAverager):
         )
         self.center[:cut], self.velocity[:cut] = moved
         self._add_buffers(total)
-        if self._diverged:
+        if self.exchange.abstained:
             local.start_again(self.center)
         local.weights.copy_(self.center)
         self._settle()

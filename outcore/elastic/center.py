@@ -30,6 +30,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from outcore.elastic import rules
 from outcore.elastic.checkpoint import CenterState, load_center, save_center
+from outcore.elastic.cores import spare_cores
 from outcore.elastic.methods import Method, find_method
 from outcore.elastic.place import connect_store, raise_count, read_count, read_json, write_json
 from outcore.elastic.turns import Turns
@@ -252,8 +253,7 @@ def main() -> None:
     config = CenterConfig(**json.loads(sys.argv[1]))
     if hasattr(os, "sched_setaffinity"):
         # The starter may be pinned to its group of cores; the centre must not compete with that group alone.
-        cores = [int(core) for core in os.environ.get("OUTCORE_SPARE_CORES", "").split(",") if core]
-        os.sched_setaffinity(0, cores or range(os.cpu_count() or 1))
+        os.sched_setaffinity(0, spare_cores() or range(os.cpu_count() or 1))
     torch.set_num_threads(1)
     try:
         Center(config).run()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.command("launch", context_settings={"ignore_unknown_options": True})
 @click.option("--groups", "num_groups", type=click.IntRange(1), required=True, help="How many replicas to start.")
 @click.option("--max-restarts", default=3, show_default=True, help="How often one replica may be started again.")
-@click.option("--spare-cores", default=0, show_default=True, help="Cores left free, for the centre of async methods.")
+@click.option("--spare-cores", default=0, show_default=True, help="Cores no replica computes on: for messages.")
 @click.option("--pin/--no-pin", default=True, show_default=True, help="Whether each replica gets its own cores.")
 @click.option("--straggler-limit", default=120.0, show_default=True, help="Seconds the last may take after the others.")
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
@@ -39,8 +39,10 @@ def launch_command(
     """Starts pinned replicas of SCRIPT on this host, with ranks, rendezvous and restart.
 
     The cores are split into equal groups inside NUMA nodes; each replica is pinned before Python starts, with as many
-    threads as cores. Ranks come as with torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). A replica that dies is
-    started again alone, while its elastic partners train on.
+    threads as cores. Threads that communicate (gloo's, the overlapped exchange, the centre of asynchronous methods) run
+    on cores that belong to no group where some are left over or spared, else wherever one idles. Ranks come as with
+    torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). A replica that dies is started again alone, while its elastic
+    partners train on.
     """
     plan = LaunchPlan(
         command=[sys.executable, "-u", script, *arguments],

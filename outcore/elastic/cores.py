@@ -37,6 +37,16 @@ def all_cores() -> set[int]:
     return set(parse_list(os.environ.get("OUTCORE_ALL_CORES", "")))
 
 
+def spare_cores() -> set[int]:
+    """The cores the launcher gave to no group; empty without one."""
+    return set(parse_list(os.environ.get("OUTCORE_SPARE_CORES", "")))
+
+
+def cores_for_messages() -> set[int]:
+    """Where threads that communicate belong: beside the computing groups if a core is left, else wherever one idles."""
+    return spare_cores() or all_cores()
+
+
 def _core_of(system: Path, cpu: int) -> tuple[int, int]:
     folder = system / f"cpu/cpu{cpu}/topology"
     try:

@@ -16,13 +16,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from outcore.elastic.roster import Roster
-from outcore.elastic.wire import Group, PeerLost, Traffic, cut
+from outcore.elastic.wire import Group, PeerLost, Traffic, copy_into, cut, give_way, is_finite
 
 Reduction = Literal["tree", "ring"]
 NUM_WORDS = 2
@@ -47,7 +48,8 @@ class SyncExchange:
         self._reduction, self._wire_dtype, self._part_sizes = reduction, wire_dtype, part_sizes
         pin = on_device is None and torch.cuda.is_available()
         self.message = torch.zeros(num_elements + NUM_WORDS, dtype=dtype, pin_memory=pin, device=on_device or "cpu")
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="elastic-exchange")
+        self.abstained = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="elastic-exchange", initializer=give_way)
         self._running: Future[None] | None = None
         self.traffic = Traffic()
         self.busy_s = 0.0
@@ -62,20 +64,33 @@ class SyncExchange:
         """How many members the last sum is over: those that did not abstain."""
         return round(float(self.message[-2]))
 
-    def begin(self, vector: Tensor, *, abstains: bool = False, at_root: Callable[[Tensor], None] | None = None) -> None:
-        """Starts the sum of `vector`; at level 3 it runs beside whatever the caller does next.
+    def begin(
+        self, vector: Tensor, *, may_abstain: bool = False, at_root: Callable[[Tensor], None] | None = None
+    ) -> None:
+        """Starts the sum of `vector`; at level 3 it runs beside whatever the caller does next, who leaves `vector` be.
 
         At level 1 member 0 alone gets the sum, turns it into the new centre by `at_root` (in place), and sends that.
         """
-        self.message[:-NUM_WORDS].copy_(vector)
-        self.message[-2] = float(not abstains)
-        self.message[-1] = float(self.group.index == 0 and self.roster.someone_waits())
-        if self.message.is_cuda:  # the sum runs on a stream of its own and must see these writes
+        if vector.is_cuda:  # on the caller's stream, which the exchange's thread does not know
+            self._fill(vector, may_abstain)
             torch.cuda.current_stream().synchronize()
-        if self.level == 3:
-            self._running = self._thread.submit(self._sum, at_root)
+            fill = None
         else:
-            self._sum(at_root)
+            fill = partial(self._fill, vector, may_abstain)
+        if self.level == 3:
+            self._running = self._thread.submit(self._sum, fill, at_root)
+        else:
+            self._sum(fill, at_root)
+
+    def _fill(self, vector: Tensor, may_abstain: bool) -> None:
+        """The message: `vector` (zeros where it is no longer finite and may abstain), and the two words."""
+        self.abstained = may_abstain and not is_finite(vector)
+        if self.abstained:
+            self.message.zero_()
+        else:
+            copy_into(self.message[:-NUM_WORDS], vector)
+        self.message[-2] = float(not self.abstained)
+        self.message[-1] = float(self.group.index == 0 and self.roster.someone_waits())
 
     def finish(self) -> Tensor:
         """The sum, or at level 1 the new centre (valid until the next `begin`); PeerLost when a member was lost."""
@@ -93,8 +108,10 @@ class SyncExchange:
     def newcomers_wait(self) -> bool:
         return bool(self.message[-1] > 0)
 
-    def _sum(self, at_root: Callable[[Tensor], None] | None) -> None:
+    def _sum(self, fill: Callable[[], None] | None, at_root: Callable[[Tensor], None] | None) -> None:
         began_s = time.perf_counter()
+        if fill is not None:
+            fill()
         parts = self._parts() if self.group.size > 1 else []
         for part in parts:
             self._sum_one(part)

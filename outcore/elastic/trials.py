@@ -30,6 +30,7 @@ from outcore.elastic.compare import PEERS
 from outcore.elastic.cores import all_cores
 from outcore.elastic.digits import Digits, accuracy, lenet, load_digits
 from outcore.elastic.place import Place, connect_store, read_count, take_seat
+from outcore.elastic.wire import giving_way
 from outcore.elastic.worker import join
 
 # When the last reference to a DDP group goes, torch joins gloo's thread with the GIL held, while that thread may be
@@ -51,6 +52,7 @@ class Trial:
     momentum: float = 0.0
     seed: int = 0
     num_snapshots: int = 12
+    num_judged: int | None = None  # test images for every snapshot [a fifth, and all of them for the last]
     max_steps: int | None = None
     limit_s: float = 60.0
     device: str = "cpu"
@@ -73,7 +75,7 @@ class Result:
     num_steps: int = 0
     train_s: float = 0.0
     step_s: list[float] = field(default_factory=list)
-    wait_s: float = 0.0
+    waits_s: list[float] = field(default_factory=list)  # by rank: how long its loop stood still to communicate
     sent_bytes: int = 0
     num_messages: int = 0
     final_accuracy: float = 0.0
@@ -82,7 +84,17 @@ class Result:
 
     @property
     def communication_share(self) -> float:
-        return self.wait_s / self.train_s if self.train_s else 0.0
+        """Of the clock. Workers side by side: their mean, waiting for a slower one included. Where only one works at a
+        time (turns that cover the gradient), the exchanges of all lie one after the other on the clock: their sum."""
+        if not self.waits_s or not self.train_s:
+            return 0.0
+        at_once = 1 if self.trial.get("join", {}).get("turn") == "iteration" else len(self.waits_s)
+        return sum(self.waits_s) / at_once / self.train_s
+
+    @property
+    def least_share(self) -> float:
+        """The share of the worker that waited least: nearly all of it is communication, not a slower partner."""
+        return min(self.waits_s, default=0.0) / self.train_s if self.train_s else 0.0
 
     def seconds_to(self, wanted: float) -> float | None:
         """When the centre first was as accurate as `wanted`."""
@@ -117,20 +129,21 @@ def run_trial(trial: Trial, digits: Digits, place: Place) -> Result:
         _meet(place.store, "ready", trial.num_workers, trial.limit_s)
         snapshots, steps_s, train_s = _train(trainer, trial, digits, batches, num_steps, watch=place.rank == 0)
         costs = trainer.costs()
+        place.store.set(f"waited/{place.rank}", str(costs[0]))
         _meet(place.store, "trained", trial.num_workers, trial.limit_s)
         snapshots.append((train_s, costs[1], trainer.center()))
     finally:
         trainer.close()
     if place.rank != 0:
         return Result(asdict(trial), digits.name)
-    points, final_accuracy = _judge_all(net, snapshots, digits)
+    points, final_accuracy = _judge_all(net, snapshots, digits, trial.num_judged)
     return Result(
         trial=asdict(trial),
         data=digits.name,
         num_steps=num_steps,
         train_s=train_s,
         step_s=steps_s,
-        wait_s=costs[0],
+        waits_s=[float(place.store.get(f"waited/{rank}")) for rank in range(trial.num_workers)],
         sent_bytes=costs[1],
         num_messages=costs[2],
         final_accuracy=final_accuracy,
@@ -174,18 +187,20 @@ def _batches(trial: Trial, shard: Tensor, rank: int) -> Iterator[Tensor]:
 
 
 def _judge_all(
-    net: nn.Module, snapshots: list[tuple[float, int, dict[str, Tensor]]], digits: Digits
+    net: nn.Module, snapshots: list[tuple[float, int, dict[str, Tensor]]], digits: Digits, num_judged: int | None
 ) -> tuple[list[Point], float]:
-    """Accuracy of every snapshot on the first fifth of the test set, of the last one on all of it.
+    """Accuracy of every snapshot on the first images of the test set, of the last one on all unless a number is given.
 
     The clock has stopped and the other workers idle, so this one borrows the whole partition's cores.
     """
-    few = len(digits.test_labels) // 5
+    few = num_judged or len(digits.test_labels) // 5
     points = []
     with _all_cores():
         for at_s, sent_bytes, state in snapshots:
             net.load_state_dict(state)
             points.append(Point(at_s, sent_bytes, accuracy(net, digits.test_images[:few], digits.test_labels[:few])))
+        if num_judged is not None:
+            return points, points[-1].accuracy
         return points, accuracy(net, digits.test_images, digits.test_labels)
 
 
@@ -236,7 +251,8 @@ class Peer:
         self.num_steps, self.wait_s = 0, 0.0
         limit = timedelta(seconds=trial.limit_s)
         store, size = place.sub_store("peer"), trial.num_workers
-        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=size, timeout=limit)
+        with giving_way():  # the same cores for everybody's messages
+            dist.init_process_group("gloo", store=store, rank=place.rank, world_size=size, timeout=limit)
         _NEVER_FREED.append((self, dist.group.WORLD))
         self.period = 1 if trial.method == "ddp" else int(trial.join.get("period", 4))
         # A ring all-reduce sends 2 (P - 1) / P of the buffer; torch does not count for us.

@@ -11,6 +11,8 @@ per-layer sum agree bit for bit, every member holds the same bits, and reruns re
 Small vectors swap whole along a butterfly: log2 P messages. Large ones are halved on the way and put together again on
 the way back (recursive halving and doubling): twice the messages, but 2 (P - 1) / P of the bytes instead of log2 P.
 They pass in blocks, several under way at once over several connections, so that one is added while others travel.
+Where all members are on one host, the blocks pass through memory they share and gloo carries only the words that say
+so (window.py): the same bits again.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -30,7 +33,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from outcore.elastic.cores import all_cores
+from outcore.elastic import window
+from outcore.elastic.cores import cores_for_messages
 from outcore.elastic.simulate import WHOLE_BYTES
 from outcore.errors import ElasticError
 
@@ -41,6 +45,7 @@ MIN_BLOCK_BYTES = 1 << 19
 NUM_UNDER_WAY = 8  # blocks
 NUM_LANES = 4  # connections to each peer, each with a thread of gloo's: one thread moves about 4 GB/s
 STATUS_TAG = 1 << 20  # above the tag of any segment
+SHARED_BYTES: int | None = 1 << 17  # sums of more than this pass through shared memory where there is one; None: never
 
 
 class PeerLost(ElasticError):
@@ -69,8 +74,11 @@ class Group:
         self.index, self.ranks, self.limit_s = index, ranks, limit_s
         self.traffic = Traffic()
         self._staging: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._window: window.Window | None = None
+        self._looked_for_window = False
+        self._words = torch.zeros(2, len(ranks), dtype=torch.uint8)  # sent, received
         try:
-            with _giving_way():
+            with giving_way():
                 self._gloo: Any = ProcessGroupGloo(store, index, len(ranks), _gloo_options(limit_s, num_lanes, host))
         except Exception as error:
             raise PeerLost(None, f"among {ranks} did not connect within {limit_s:g} s ({error})") from None
@@ -82,6 +90,7 @@ class Group:
     def close(self) -> None:
         """Closes the sockets: whoever waits for this member hears of it at once."""
         self._gloo = None
+        self._window = None
 
     def _start_send(self, tensor: Tensor, to: int, tag: int = 0) -> Any:
         self.traffic.num_messages += tag == 0  # further segments are the same message
@@ -144,6 +153,10 @@ class Group:
 
     def tree_sum(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> None:
         """Every member's flat CPU `tensor` becomes the sum over members; sent as `dtype` where one is given."""
+        shared = self._find_window(tensor) if dtype is None else None
+        if shared is not None:
+            self._share(tensor, shared)
+            return
         folded = _power_of_two_below(self.size)
         if self.index >= folded:
             self._send_rounded(tensor, self.index - folded, dtype)
@@ -169,6 +182,67 @@ class Group:
                 tensor.copy_(sent)  # both sides add the two rounded halves, so both hold the same bits
             self._finish(self._start_swap(sent, theirs, peer, 0), peer)
             add_into(tensor, theirs)
+
+    def _find_window(self, tensor: Tensor) -> window.Window | None:
+        """The memory `tensor` passes through; None where it had better travel, or has to."""
+        if SHARED_BYTES is None or tensor.nbytes <= SHARED_BYTES or self.size == 1:
+            return None
+        if not _is_plain(tensor) or not tensor.is_contiguous():
+            return None
+        if not self._looked_for_window:  # every member sums the same sizes in the same order: all come here together
+            self._window, self._looked_for_window = self._open_window(), True
+        return self._window
+
+    def _open_window(self) -> window.Window | None:
+        """Memory all members see, or None for all of them: whether everyone found it is summed over the sockets."""
+        room_bytes, told, mine = window.ROOM_BYTES, torch.zeros(3, dtype=torch.float64), None
+        if self.index == 0:
+            mine, told = window.offer(self.size, room_bytes)
+        try:
+            self.tree_broadcast(told)
+            if self.index != 0:
+                mine = window.find(told, self.size, room_bytes)
+            num_found = torch.tensor([float(mine is not None)])
+            self.tree_sum(num_found)
+        finally:
+            if self.index == 0:
+                window.withdraw(told)
+        return mine if int(num_found) == self.size else None
+
+    def _share(self, tensor: Tensor, shared: window.Window) -> None:
+        self.traffic.num_messages += 2 * (self.size - 1)
+        self.traffic.num_bytes += 2 * (self.size - 1) * tensor.nbytes // self.size  # written here, read by the others
+        num_blocks = -(-tensor.nbytes // shared.room_bytes)
+        for block in torch.split(tensor, -(-tensor.numel() // num_blocks)):
+            self._share_block(block.numpy(), shared)
+
+    def _share_block(self, mine: np.ndarray[Any, Any], shared: window.Window) -> None:
+        """Writes what others add up, adds up its own share for all, takes the others'.
+
+        Parts are written again after the second words, sums after the first words of the next block: by then everyone
+        has read what was there.
+        """
+        edges = [len(mine) * member // self.size for member in range(self.size + 1)]
+        shares = [mine[first:last] for first, last in pairwise(edges)]
+        parts, sums = shared.parts(mine), shared.sums(shares)
+        first, last = edges[self.index : self.index + 2]
+        np.copyto(parts[self.index][:first], mine[:first])
+        np.copyto(parts[self.index][last:], mine[last:])
+        self._swap_words()
+        parts[self.index] = mine
+        shared.add_up([part[first:last] for part in parts], out=sums[self.index])
+        self._swap_words()
+        for share, total in zip(shares, sums):
+            np.copyto(share, total)
+
+    def _swap_words(self) -> None:
+        """Tells every other member "written", and hears the same from all of them."""
+        peers = [peer for peer in range(self.size) if peer != self.index]
+        sent, received = self._words
+        heard = [self._posted("recv", received[peer : peer + 1], peer, 0) for peer in peers]
+        told = [self._posted("send", sent[peer : peer + 1], peer, 0) for peer in peers]
+        for peer, both in zip(peers, zip(heard, told)):
+            self._finish(both, peer)
 
     def _halve_and_double(self, tensor: Tensor, peers: list[int], dtype: torch.dtype | None) -> None:
         """Blocks advance in turn, each by one swap; every member takes them in the same order, so nobody waits for a
@@ -319,14 +393,37 @@ def cut(vector: Tensor, part_sizes: list[int] | None) -> list[Tensor]:
     return [vector] if part_sizes is None else list(torch.split(vector, part_sizes))
 
 
+# The next three run in threads beside the one that computes, where torch would start a second OpenMP team.
+
+
 def add_into(total: Tensor, other: Tensor) -> None:
-    """total += other on this thread alone: torch would start a second OpenMP team beside the one that computes."""
-    if total.dtype == other.dtype and total.dtype in (torch.float32, torch.float64):
+    """total += other on this thread alone."""
+    if _is_plain(total) and total.dtype == other.dtype:
         mine: np.ndarray[Any, Any] = total.numpy()
         with np.errstate(all="ignore"):  # a diverging run overflows; torch would not comment on it either
             np.add(mine, other.numpy(), out=mine)
     else:
         total.add_(other)
+
+
+def copy_into(place: Tensor, vector: Tensor) -> None:
+    """place = vector on this thread alone."""
+    if _is_plain(place) and _is_plain(vector):
+        np.copyto(place.numpy(), vector.numpy())
+    else:
+        place.copy_(vector)
+
+
+def is_finite(vector: Tensor) -> bool:
+    """One pass on this thread alone; a sum that overflows counts as lost, too."""
+    if not _is_plain(vector):
+        return bool(torch.isfinite(vector.sum(dtype=torch.float32)))
+    with np.errstate(all="ignore"):
+        return bool(np.isfinite(vector.numpy().sum()))
+
+
+def _is_plain(vector: Tensor) -> bool:
+    return vector.device.type == "cpu" and vector.dtype in (torch.float32, torch.float64)
 
 
 def _segments(tensor: Tensor) -> list[Tensor]:
@@ -348,22 +445,28 @@ def _advance(under_way: deque[Iterator[None]]) -> None:
         break
 
 
-@contextmanager
-def _giving_way() -> Iterator[None]:
-    """Threads made inside never preempt others, and may run on any core of the launcher's, whichever is idle.
+def give_way() -> None:
+    """From now on this thread never preempts another, and runs on a core that is spare, or on any of the launcher's.
 
     gloo's thread polls while another one is inside a call on the same connection. When it preempts that very thread on
-    their one core, it polls a whole time slice away: 4 KiB both ways took 2.7 ms instead of 0.09. Threads inherit
-    policy and affinity from the one that makes them.
+    their one core, it polls a whole time slice away: 4 KiB both ways took 2.7 ms instead of 0.09. And an exchange that
+    shares its core with the computation is not hidden behind it.
     """
+    if hasattr(os, "SCHED_BATCH"):
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        os.sched_setaffinity(0, cores_for_messages() or os.sched_getaffinity(0))
+
+
+@contextmanager
+def giving_way() -> Iterator[None]:
+    """Threads made inside give way: policy and affinity are inherited from the thread that makes them."""
     if not hasattr(os, "SCHED_BATCH"):
         yield
         return
     policy, priority, mine = os.sched_getscheduler(0), os.sched_getparam(0), os.sched_getaffinity(0)
     try:
-        if policy == os.SCHED_OTHER:
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-        os.sched_setaffinity(0, all_cores() or mine)
+        give_way()
         yield
     finally:
         os.sched_setaffinity(0, mine)

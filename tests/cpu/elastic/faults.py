@@ -23,11 +23,13 @@ import torch
 from torch import nn
 from torch._C._distributed_c10d import TCPStore
 
+from outcore.elastic import wire
 from outcore.elastic.place import open_place
 from outcore.elastic.worker import Settings, join
 
 LIMIT_S = 2.0
 STEP_S = 0.01  # a step takes this long, so that a run lasts long enough to be hurt in the middle
+SHARED_BYTES = wire.SHARED_BYTES or 0
 FAULTS = ("kill", "stop", "stop_and_wake", "slow", "kill_center", "stop_center", "rejoin")
 SYNC_FAULTS = tuple(fault for fault in FAULTS if "center" not in fault)
 
@@ -39,6 +41,8 @@ def teach(folder: Path, rank: int, num_ranks: int, port: int, method: str, run_s
     torch.manual_seed(0)
     teacher = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+    # Ballast: enough for the sums to pass through shared memory, whose owner may be the one that dies.
+    net.register_buffer("ballast", torch.zeros(SHARED_BYTES // 2))
     settings = Settings(method=method, period=1 if method == "sync-sgd" else 4, limit_s=LIMIT_S, join_limit_s=30)
     place = open_place(rank, num_ranks, ("127.0.0.1", port), "soak", limit_s=10)
     (folder / f"pid-{rank}").write_text(str(os.getpid()))

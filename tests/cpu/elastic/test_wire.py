@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
 import torch
 
-from outcore.elastic import wire
+from outcore.elastic import window, wire
 from outcore.elastic.roster import Roster
 from outcore.elastic.wire import SEGMENT_BYTES, Group, PeerLost, Traffic
 
@@ -36,8 +37,14 @@ def expected(num: int) -> torch.Tensor:
     return parts[0]
 
 
-@pytest.mark.parametrize("num", [1, 2, 3, 4, 6, 8])
-def test_sums_have_one_order_whatever_the_route(num: int) -> None:
+@pytest.mark.parametrize(
+    ("num", "shared_bytes"),
+    [*((num, 1 << 17) for num in (1, 2, 3, 4, 6, 8)), *((num, None) for num in (2, 3, 4, 6))],
+)
+def test_sums_have_one_order_whatever_the_route(
+    num: int, shared_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "SHARED_BYTES", shared_bytes)
     town = Town(num)
 
     def act(rank: int) -> list[torch.Tensor]:
@@ -46,6 +53,7 @@ def test_sums_have_one_order_whatever_the_route(num: int) -> None:
         group.tree_sum(whole)
         for part in torch.split(layered, [5, 100_000, NUM_ELEMENTS - 100_005]):
             group.tree_sum(part)
+        assert (group._window is not None) == (shared_bytes is not None and num > 1)
         group.tree_reduce(reduced)
         group.tree_broadcast(reduced)
         return [whole, layered, reduced]
@@ -67,13 +75,18 @@ def test_a_broadcast_starts_anywhere(root: int) -> None:
     assert town.together(act) == [float(root) * NUM_ELEMENTS] * 5
 
 
-def test_a_small_vector_is_swapped_whole_and_a_large_one_by_halves() -> None:
-    """Messages do not count their blocks; halving sends 2 (P - 1) / P of the vector where swapping sends log2 P."""
+@pytest.mark.parametrize(("shared_bytes", "num_messages"), [(None, 4), (1 << 17, 6)])
+def test_a_small_vector_is_swapped_whole_and_a_large_one_by_halves_or_shared(
+    shared_bytes: int | None, num_messages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages do not count blocks; large vectors cost 2 (P - 1) / P of their bytes where swapping costs log2 P."""
+    monkeypatch.setattr(wire, "SHARED_BYTES", shared_bytes)
     town = Town(4)
 
     def act(rank: int) -> list[tuple[int, int]]:
         group, seen = make_group(town, rank), []
         for num_elements in (1000, 4 * (NUM_ELEMENTS // 4)):
+            group.tree_sum(torch.zeros(num_elements))  # the first one looks for memory to share
             group.traffic = Traffic()
             group.tree_sum(vector_of(rank)[:num_elements])
             seen.append((group.traffic.num_messages, group.traffic.num_bytes))
@@ -81,13 +94,14 @@ def test_a_small_vector_is_swapped_whole_and_a_large_one_by_halves() -> None:
 
     for small, large in town.together(act):
         assert small == (2, 2 * 4000)
-        assert large[0] == 4
+        assert large[0] == num_messages
         assert large[1] == pytest.approx(1.5 * 4 * NUM_ELEMENTS, rel=1e-3)
 
 
 @pytest.mark.parametrize("num", [2, 3, 4])
 def test_more_blocks_than_are_under_way_at_once_rounded_or_not(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "BLOCK_BYTES", SEGMENT_BYTES // 8)
+    monkeypatch.setattr(window, "ROOM_BYTES", SEGMENT_BYTES // 8)
     town = Town(num)
 
     def act(rank: int) -> list[torch.Tensor]:
@@ -105,6 +119,63 @@ def test_more_blocks_than_are_under_way_at_once_rounded_or_not(num: int, monkeyp
         assert torch.equal(rounded, layered)
         assert torch.equal(rounded, results[0][1])
         assert torch.allclose(rounded, whole, atol=0.1)
+
+
+def test_shared_sums_of_changing_sizes_do_not_run_into_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits at the end of a sum: the next one, cut elsewhere, must leave what slower members still read."""
+    monkeypatch.setattr(window, "ROOM_BYTES", SEGMENT_BYTES // 2)
+    town, sizes = Town(3), [NUM_ELEMENTS // (1 + step % 5) - step for step in range(40)]
+
+    def act(rank: int) -> list[torch.Tensor]:
+        group, seen = make_group(town, rank), []
+        for step, size in enumerate(sizes):
+            seen.append(vector_of(rank)[:size])
+            if step % 3 == rank:
+                time.sleep(0.002)
+            group.tree_sum(seen[-1])
+        return seen
+
+    wanted = expected(3)
+    for seen in town.together(act):
+        assert all(torch.equal(total, wanted[: len(total)]) for total in seen)
+
+
+def test_where_one_member_cannot_see_the_memory_nobody_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    find, asked = window.find, []
+
+    def find_but_once(told: torch.Tensor, num_members: int, room_bytes: int) -> window.Window | None:
+        asked.append(told)
+        return None if len(asked) == 1 else find(told, num_members, room_bytes)
+
+    monkeypatch.setattr(window, "find", find_but_once)
+    town = Town(3)
+
+    def act(rank: int) -> tuple[torch.Tensor, bool]:
+        group, vector = make_group(town, rank), vector_of(rank)
+        group.tree_sum(vector)
+        return vector, group._window is not None
+
+    for total, shares in town.together(act):
+        assert torch.equal(total, expected(3))
+        assert not shares
+
+
+def test_a_window_is_known_by_its_word_and_leaves_no_file_open() -> None:
+    num_open = len(os.listdir("/proc/self/fd"))
+    mine, told = window.offer(2, 4096)
+    assert mine is not None
+    theirs = window.find(told, 2, 4096)
+    assert theirs is not None
+    mine._rooms[1, 5] = 7
+    assert theirs._rooms[1, 5] == 7
+    mine.word[0] += 1  # as if another process had this number now
+    assert window.find(told, 2, 4096) is None
+    assert window.find(told, 3, 4096) is None
+    window.withdraw(told)
+    assert window.find(told, 2, 4096) is None
+    assert mine._rooms[1, 5] == 7
+    del mine, theirs
+    assert len(os.listdir("/proc/self/fd")) == num_open
 
 
 def test_a_member_that_leaves_is_named_at_once_and_a_silent_one_after_the_limit() -> None:

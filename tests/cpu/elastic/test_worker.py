@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import warnings
@@ -15,6 +16,7 @@ from torch import nn
 from outcore.elastic.checkpoint import CenterState, load_center, save_center
 from outcore.elastic.flat import FlatModel
 from outcore.elastic.place import poll
+from outcore.elastic.wire import NUM_LANES
 from outcore.elastic.worker import Settings, Worker, join
 from outcore.errors import BadFile, ElasticError
 
@@ -275,3 +277,20 @@ def test_a_centre_leaves_no_file_behind_and_keeps_the_one_it_was_given(tmp_path:
         del town.server  # the launcher ends
         assert poll(lambda path=path, given=given: path.exists() == (given is not None), 5)  # type: ignore[misc]
     assert load_center(tmp_path / "kept.npz", 10) is not None
+
+
+def test_messages_leave_the_computing_cores_where_some_are_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The overlapped exchange's thread and gloo's on the spare core, the one that computes where it was."""
+    before = os.sched_getaffinity(0)
+    spare = max(before)
+    monkeypatch.setenv("OUTCORE_ALL_CORES", ",".join(str(core) for core in before))
+    monkeypatch.setenv("OUTCORE_SPARE_CORES", str(spare))
+    town, settings = Town(1), Settings(method="sync-easgd", period=1, level=3, limit_s=10)
+    known = set(os.listdir("/proc/self/task"))
+    with town.worker(0, Net(), settings):
+        made = {int(thread) for thread in set(os.listdir("/proc/self/task")) - known}
+        moved = [thread for thread in made if os.sched_getaffinity(thread) == {spare}]
+        assert len(moved) >= 1 + NUM_LANES
+        assert all(os.sched_getscheduler(thread) == os.SCHED_BATCH for thread in moved)
+        assert os.sched_getaffinity(0) == before
+        assert os.sched_getscheduler(0) == os.SCHED_OTHER
