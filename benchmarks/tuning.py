@@ -45,8 +45,9 @@ from benchmarks.slowdown import about, hardware  # noqa: E402
 from outcore.limit import limit  # noqa: E402
 from outcore.tuning.batches import loss_of  # noqa: E402
 from outcore.tuning.choosing import Choosing, free_batches, refined  # noqa: E402
+from outcore.tuning.climbing import climb  # noqa: E402
 from outcore.tuning.curve import Curve, Point  # noqa: E402
-from outcore.tuning.probing import Bench, climb  # noqa: E402
+from outcore.tuning.probing import Bench  # noqa: E402
 from outcore.tuning.samples import Samples  # noqa: E402
 from outcore.units import format_bytes  # noqa: E402
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from outcore.errors import TuningError
+from outcore.tuning.climbing import Climb, round_batch
 from outcore.tuning.curve import KNEE_SHARE, Curve, Planned, Point, Predicted
-from outcore.tuning.probing import BUSY_S, Bench, Climb, Measured, Tell
+from outcore.tuning.probing import BUSY_S, Bench, Measured, Tell
 from outcore.tuning.scaling import Family
 
 NUM_CONFIRMED = 4  # batches that are tried with real steps, at most
@@ -126,13 +127,8 @@ def refined(curve: Curve) -> list[int]:
     batches, knee = curve.batches, curve.knee.micro_batch
     at = batches.index(knee)
     sides = [batches[side] for side in (at - 1, at + 1) if 0 <= side < len(batches)]
-    middles = {_round((knee + side) // 2) for side in sides}
+    middles = {round_batch((knee + side) // 2) for side in sides}
     return sorted(middles - set(batches) - {0})
-
-
-def _round(batch: int) -> int:
-    """Multiples of 8 are kind to every kernel."""
-    return batch if batch < 24 else batch // 8 * 8
 
 
 def divisors(batch: int, smallest: int) -> list[int]:

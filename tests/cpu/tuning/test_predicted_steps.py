@@ -10,7 +10,8 @@ import pytest
 
 from outcore.planning import plan
 from outcore.tuning import probing
-from outcore.tuning.probing import Bench, climb
+from outcore.tuning.climbing import climb
+from outcore.tuning.probing import Bench
 from outcore.tuning.scaling import Family, Recorded
 from outcore.units import MIB
 from outcore.values import Budget, Machine, Trace
