@@ -53,7 +53,10 @@ class Choosing:
                 break
 
     def add(self, batch: int) -> Point:
-        found = self.planned.at(batch)
+        return self.put(self.planned.at(batch))
+
+    def put(self, found: Predicted) -> Point:
+        batch = found.point.micro_batch
         self.predicted[batch] = found
         self.curve = self.curve.with_points([found.point])
         known = self.known.get(batch)
@@ -89,19 +92,17 @@ class Choosing:
         return best.micro_batch if worth_it else 0
 
     def confirm(self, batch: int) -> Point:
-        """Real steps of one batch; what they show of the cost of evicting goes into every other point."""
+        """Real steps of one batch; what the first beyond in-core show of the cost of swapping goes into every other."""
         before = self.predicted[batch]
         try:
             found = self.bench.confirm(before)
         except torch.OutOfMemoryError:
             self.curve = self.curve.with_points([replace(before.point, fits=False)])
             return self.curve.point(batch)
-        point = self.curve.point(batch)
-        evicted_bytes = point.swapped_bytes + point.recomputed_bytes
-        if evicted_bytes and not self.planned.evict_s_per_byte:
-            cost = max(0.0, (found.step_s - self.curve.seconds(batch)) / evicted_bytes)
-            self.planned = replace(self.planned, evict_s_per_byte=cost)
-            self.curve = self.curve.dearer(cost)
+        if not before.point.in_core and not self.curve.knows_swapping:
+            cost_s_per_byte = self.curve.swap_s_per_byte(batch, found.step_s)
+            self.planned = replace(self.planned, swap_s_per_byte=cost_s_per_byte)
+            self.curve = self.curve.dearer(cost_s_per_byte)
         self.curve = self.curve.measured(batch, found.step_s, found.peak_bytes)
         return self.curve.point(batch)
 

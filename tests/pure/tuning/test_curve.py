@@ -93,7 +93,22 @@ def test_what_real_steps_show_is_read_into_the_batches_between() -> None:
     assert beyond.rate(128) == pytest.approx(250)
 
 
-def test_what_evicting_costs_goes_to_those_that_evict() -> None:
+def test_what_a_swapped_byte_costs_is_measured_once_and_bounded() -> None:
+    recomputes = replace(point(256, 1000.0, in_core=False), swapped_bytes=0, recomputed_bytes=MIB)
+    curve = curve_of(point(64, 1000.0), point(128, 1000.0, in_core=False), recomputes)
+    assert not curve.knows_swapping
+    assert not curve.measured(64, 0.07, 1).knows_swapping
+    assert curve.measured(128, 0.2, 1).knows_swapping
+    assert curve.swap_s_per_byte(128, 0.13) == 0.0  # the line itself is not better known
+    assert curve.swap_s_per_byte(128, 0.12) == 0.0
+    assert curve.swap_s_per_byte(128, 0.192) == pytest.approx((0.192 - 1.03 * 0.128) / (128 * MIB))
+    assert curve.swap_s_per_byte(128, 99.0) == pytest.approx(0.128 / (128 * MIB))
+    assert curve.swap_s_per_byte(256, 0.4) == 0.0  # what runs again is simulated, not guessed from bytes
+    slow_in_core = curve.measured(64, 0.096, 1)  # all predictions are off by a half: no cost of swapping
+    assert slow_in_core.swap_s_per_byte(128, 0.192) == 0.0
+
+
+def test_what_swapping_costs_goes_to_those_that_swap() -> None:
     curve = curve_of(point(64, 1000.0), point(128, 1000.0, in_core=False))
     dearer = curve.dearer(0.128 / (128 * MIB))
     assert dearer.rate(64) == pytest.approx(1000)
