@@ -34,6 +34,7 @@ class Choosing:
     planned: Planned
     curve: Curve
     predicted: dict[int, Predicted] = field(default_factory=dict)
+    swap_s_per_byte: float = 0.0  # beyond what the simulator knows, as measured
     known: dict[int, Measured] = field(default_factory=dict)  # batches of which real steps ran on the way
 
     @classmethod
@@ -56,7 +57,9 @@ class Choosing:
         return self.put(self.planned.at(batch))
 
     def put(self, found: Predicted) -> Point:
+        """A planned batch, with what is known of it besides."""
         batch = found.point.micro_batch
+        found = replace(found, point=found.point.dearer(self.swap_s_per_byte))
         self.predicted[batch] = found
         self.curve = self.curve.with_points([found.point])
         known = self.known.get(batch)
@@ -100,9 +103,8 @@ class Choosing:
             self.curve = self.curve.with_points([replace(before.point, fits=False)])
             return self.curve.point(batch)
         if not before.point.in_core and not self.curve.knows_swapping:
-            cost_s_per_byte = self.curve.swap_s_per_byte(batch, found.step_s)
-            self.planned = replace(self.planned, swap_s_per_byte=cost_s_per_byte)
-            self.curve = self.curve.dearer(cost_s_per_byte)
+            self.swap_s_per_byte = self.curve.swap_s_per_byte(batch, found.step_s)
+            self.curve = self.curve.dearer(self.swap_s_per_byte)
         self.curve = self.curve.measured(batch, found.step_s, found.peak_bytes)
         return self.curve.point(batch)
 

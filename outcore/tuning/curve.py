@@ -46,6 +46,10 @@ class Point:
         """Measured over predicted seconds; None where no real step ran."""
         return None if self.measured_step_s is None else self.measured_step_s / self.step_s
 
+    def dearer(self, swap_s_per_byte: float) -> Point:
+        step_s = self.step_s + swap_s_per_byte * self.swapped_bytes
+        return replace(self, step_s=step_s, samples_per_s=self.micro_batch / step_s)
+
 
 @dataclass(frozen=True)
 class Curve(Saved):
@@ -115,16 +119,12 @@ class Curve(Saved):
         it takes turns with compute. At most it doubles a step: whatever takes longer is something else.
         """
         predicted_s, swapped_bytes = self.seconds(micro_batch), self.point(micro_batch).swapped_bytes
-        beyond_s = min(step_s - (1 + SURE_SHARE) * predicted_s, predicted_s)
-        return max(0.0, beyond_s) / swapped_bytes if swapped_bytes else 0.0
+        beyond_s = min(step_s - predicted_s, predicted_s)
+        return beyond_s / swapped_bytes if swapped_bytes and beyond_s > SURE_SHARE * predicted_s else 0.0
 
     def dearer(self, swap_s_per_byte: float) -> Curve:
         """The same with every byte that is swapped costing so much more than was simulated."""
-        found = []
-        for point in self.points:
-            step_s = point.step_s + swap_s_per_byte * point.swapped_bytes
-            found.append(replace(point, step_s=step_s, samples_per_s=point.micro_batch / step_s))
-        return self.with_points(found)
+        return self.with_points(point.dearer(swap_s_per_byte) for point in self.points)
 
     def measured(self, micro_batch: int, step_s: float, peak_bytes: int) -> Curve:
         found = replace(self.point(micro_batch), measured_step_s=step_s, measured_peak_bytes=peak_bytes)
@@ -168,7 +168,6 @@ class Planned:
     budget: Budget
     optimizer_s: float
     resident_bytes: int = 0  # there besides the recorded step: gradients, while they are accumulated
-    swap_s_per_byte: float = 0.0  # beyond what the simulator knows, as measured
 
     def at(self, batch: int) -> Predicted:
         trace = self.family.at(batch)
@@ -181,7 +180,7 @@ class Planned:
         schedule = lower(trace, made, self.machine)
         verify(trace, schedule)
         found = simulate(trace, schedule, self.machine)
-        step_s = found.step_s + found.swapped_bytes * self.swap_s_per_byte + self.optimizer_s
+        step_s = found.step_s + self.optimizer_s
         in_core = found.swapped_bytes + found.recomputed_bytes == 0
         kept, swapped, recomputed = found.kept_bytes, found.swapped_bytes, found.recomputed_bytes
         rate = batch / step_s

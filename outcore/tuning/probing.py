@@ -36,7 +36,7 @@ MAX_TIMED = 12
 NUM_TRIED = 6  # steps until one was watched under a plan
 NUM_ROUNDS = 2  # of timing recorded batches in turn
 NUM_RECORDINGS = 2  # on the CPU, where the first one also pays for the first touch of memory
-SETTLE_S = 20.0  # for `limit` to find a room in which the allocator does not start over
+SETTLE_S = 12.0  # for `limit` to find a room in which the allocator does not start over
 UNTIMED_S = 1e3  # of an op, until it is timed: longer than any
 
 

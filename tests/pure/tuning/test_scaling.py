@@ -57,8 +57,8 @@ def test_noise_of_single_ops_does_not_touch_the_step() -> None:
 
 
 def test_between_recorded_batches_the_nearest_two_count() -> None:
-    """Small batches take their overhead; a line through the large ones would promise too little. Where the overhead ends
-    is not known better than to lie between two batches: half-way between going on as before, and the chord."""
+    """Small batches take their overhead; a line through the large ones would promise too little. Where between two
+    batches the overhead ends is not known: half-way between going on as before, and the chord."""
     overhead_s = {2: 0.05, 8: 0.05, 16: 0.06, 32: 0.12}
     recorded = []
     for batch, total_s in overhead_s.items():
