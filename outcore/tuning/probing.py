@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from outcore.errors import TuningError
+from outcore.errors import BudgetTooSmall, TuningError
 from outcore.limit import NUM_MEASURED, Kind, Limited, limit
 from outcore.running.allocator import count_restarts
 from outcore.running.room import FIRST_SHARE
@@ -120,7 +120,10 @@ class Bench:
         found = self._confirmed(predicted, predicted.plan)
         if predicted.point.in_core or not found.num_restarts:
             return found
-        return min(found, self._confirmed(predicted, None), key=lambda measured: measured.step_s)
+        try:
+            return min(found, self._confirmed(predicted, None), key=lambda measured: measured.step_s)
+        except (torch.OutOfMemoryError, BudgetTooSmall):
+            return found
 
     def _confirmed(self, predicted: Predicted, plan: Plan | None) -> Measured:
         batch = predicted.point.micro_batch
