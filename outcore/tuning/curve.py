@@ -112,19 +112,10 @@ class Curve(Saved):
         """Whether real steps beyond in-core ran."""
         return any(point.measured_step_s is not None and not point.in_core for point in self.points)
 
-    def swap_s_per_byte(self, micro_batch: int, step_s: float) -> float:
-        """What real steps show of the cost of a swapped byte beyond what was simulated.
-
-        Ops that run again are simulated with their own seconds; a copy is not always as hidden as it seems: on the CPU
-        it takes turns with compute. At most it doubles a step: whatever takes longer is something else.
-        """
-        predicted_s, swapped_bytes = self.seconds(micro_batch), self.point(micro_batch).swapped_bytes
-        beyond_s = min(step_s - predicted_s, predicted_s)
-        return beyond_s / swapped_bytes if swapped_bytes and beyond_s > SURE_SHARE * predicted_s else 0.0
-
-    def dearer(self, swap_s_per_byte: float) -> Curve:
-        """The same with every byte that is swapped costing so much more than was simulated."""
-        return self.with_points(point.dearer(swap_s_per_byte) for point in self.points)
+    @property
+    def in_core_error(self) -> float:
+        """Measured over predicted seconds of the largest in-core batch that ran; 1 where none did."""
+        return next((p.error for p in reversed(self.points) if p.in_core and p.error is not None), 1.0)
 
     def measured(self, micro_batch: int, step_s: float, peak_bytes: int) -> Curve:
         found = replace(self.point(micro_batch), measured_step_s=step_s, measured_peak_bytes=peak_bytes)
@@ -148,6 +139,21 @@ class Curve(Saved):
             return math.exp((low or high or (0.0, 0.0))[1])
         part = (at - low[0]) / (high[0] - low[0])
         return math.exp(low[1] + part * (high[1] - low[1]))
+
+
+def swap_s_per_byte(simulated: Iterable[Point], measured_s: Iterable[float], in_core_error: float) -> float:
+    """What batches that ran beyond in-core show of the cost of a swapped byte, beyond what was simulated.
+
+    Ops that run again are simulated with their own seconds; a copy is not always as hidden as it seems: on the CPU it
+    takes turns with compute. At most it doubles a step: whatever takes longer is something else.
+    """
+    beyond_s, whole_s, swapped_bytes = 0.0, 0.0, 0
+    for point, step_s in zip(simulated, measured_s):
+        expected_s = in_core_error * point.step_s
+        beyond_s += min(step_s - expected_s, expected_s)
+        whole_s += expected_s
+        swapped_bytes += point.swapped_bytes
+    return beyond_s / swapped_bytes if swapped_bytes and beyond_s > SURE_SHARE * whole_s else 0.0
 
 
 @dataclass(frozen=True)
