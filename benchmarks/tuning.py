@@ -1,13 +1,15 @@
 """How true are predicted batches, how good is the batch that is chosen, and does a batch beyond in-core pay?
 
-    python -m benchmarks.tuning                                       # curve, choice, headline
+    python -m benchmarks.tuning                                       # curve (with the headline), choice
     python -m benchmarks.tuning --only accuracy,noise,workers         # see benchmarks/tuning_accuracy.py
     python -m benchmarks.tuning --only curve --networks resnet50 --limit-s 60
 
-`curve`     peak and samples per second, predicted from small batches, against real steps at each batch.
+`curve`     peak and samples per second, predicted from small batches, against real steps at each batch: with nearly all
+            the memory of the device, and under a tight budget, where it ends with the verdict of `headline`.
 `choice`    the batch `tune` chooses against an exhaustive sweep of real runs, and what both cost. A run of the sweep is
             what benchmarks/slowdown.py takes to measure one batch: recorded, planned, settled, then ten steps timed.
 `headline`  the best batch under a plan against the largest in-core one: ratio of batches and of samples per second.
+            The tight part of `curve`, alone.
 
 On the CPU one thread computes, seconds are CPU seconds of this process with all its threads (a neighbour's load does
 not count; a copy to the swap file does, though it could be hidden on an idle core), and the C library keeps the memory
@@ -22,12 +24,15 @@ import ctypes
 import gc
 import importlib
 import json
+import multiprocessing
 import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -45,8 +50,9 @@ from benchmarks.slowdown import about, hardware  # noqa: E402
 from outcore.limit import limit  # noqa: E402
 from outcore.tuning.batches import loss_of  # noqa: E402
 from outcore.tuning.choosing import Choosing, free_batches, refined  # noqa: E402
-from outcore.tuning.curve import Curve, Point  # noqa: E402
-from outcore.tuning.probing import Bench, climb  # noqa: E402
+from outcore.tuning.climbing import climb  # noqa: E402
+from outcore.tuning.curve import Curve, Planned, Predicted  # noqa: E402
+from outcore.tuning.probing import Bench  # noqa: E402
 from outcore.tuning.samples import Samples  # noqa: E402
 from outcore.units import format_bytes  # noqa: E402
 
@@ -60,6 +66,8 @@ BATCHES = (32, 64, 128, 256, 512, 1024, 2048) if ON_GPU else (4, 8, 16, 24, 32, 
 MEMORY = {"resnet50": "16GiB", "vit_b": "16GiB", "digits_resnet": "64MiB", "small_vit": "32MiB"}
 NUM_WARM = 12 if ON_GPU else 5  # ours: recorded, timed again, planned, watched, fitted to the allocator
 NUM_STEPS = 10
+WIDE = "90%" if ON_GPU else "4GiB"  # of memory: nearly every batch is in-core
+NUM_PLANNERS = 6 if ON_GPU else 0  # processes; here a CPU's cores are what is measured
 
 
 # --- networks ---------------------------------------------------------------------------------------------------------
@@ -138,69 +146,144 @@ def clean() -> None:
 
 
 def curve(settings: argparse.Namespace) -> Iterator[Row]:
-    """In-core with nearly all the memory of the device, then under a tight budget."""
-    for name in settings.networks.split(","):
-        for memory in (settings.memory,) if settings.memory else ("90%" if ON_GPU else "4GiB", MEMORY[name]):
+    """Under a tight budget and with nearly all the memory of the device, for each network."""
+    names = settings.networks.split(",")
+    cases = [(name, memory) for name in names for memory in (MEMORY[name], WIDE)]
+    if settings.memory:
+        cases = [(name, settings.memory) for name in names]
+    yield from _curves(cases, settings)
+
+
+def headline(settings: argparse.Namespace) -> Iterator[Row]:
+    name = settings.networks.split(",")[0]
+    yield from _curves([(name, settings.memory or MEMORY[name])], settings)
+
+
+def _curves(cases: Sequence[tuple[str, str]], settings: argparse.Namespace) -> Iterator[Row]:
+    deadline_s = time.perf_counter() + settings.limit_s
+    with planners() as pool:
+        for name, memory in cases:
             try:
-                yield from _curve_of(name, memory, settings)
+                yield from _curve_of(name, memory, settings, deadline_s, pool)
             except Exception as error:
                 traceback.print_exc(limit=-4)
                 yield {"network": name, "memory": memory, "error": f"{type(error).__name__}: {error}"[:300]}
             clean()
 
 
-def _curve_of(name: str, memory: str, settings: argparse.Namespace) -> Iterator[Row]:
+@contextmanager
+def planners() -> Iterator[Executor | None]:
+    """Processes that plan while the device is at work: a plan takes seconds of one core, and a GPU has many by it."""
+    if NUM_PLANNERS == 0:
+        yield None
+        return
+    with ProcessPoolExecutor(NUM_PLANNERS, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for _ in range(NUM_PLANNERS):
+            pool.submit(int)  # they start while the first batches are recorded
+        try:
+            yield pool
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _result(future: Future[tuple[Predicted, float]] | None, planned: Planned, batch: int) -> tuple[Predicted, float]:
+    try:
+        return future.result() if future else planned_at(planned, batch)
+    except BrokenProcessPool:
+        return planned_at(planned, batch)
+
+
+def planned_at(planned: Planned, batch: int) -> tuple[Predicted, float]:
+    began_s = time.perf_counter()
+    return planned.at(batch), time.perf_counter() - began_s
+
+
+def _curve_of(
+    name: str, memory: str, settings: argparse.Namespace, deadline_s: float, pool: Executor | None
+) -> Iterator[Row]:
+    if time.perf_counter() > deadline_s:
+        yield {"network": name, "memory": memory, "error": "not reached in time"}
+        return
     bench, began_s = bench_of(name, memory), time.perf_counter()
-    wide = memory == "4GiB"
     try:
         found = climb(bench, max(settings.batches), lambda what, part: None)
         if found.family is None:
             raise RuntimeError("the recorded batches do different work")
         probed = [recorded.batch for recorded in found.family.recorded]
         row = {"network": name, "memory_bytes": bench.budget.device_bytes, "probed": probed}
-        yield {**row, "what": "probes", "seconds": time.perf_counter() - began_s}
+        probes_ms = [round(1e3 * measured.step_s, 2) for measured in found.measured]
+        yield {**row, "what": "probes", "seconds": time.perf_counter() - began_s, "probes_ms": probes_ms}
         choosing = Choosing.start(bench, found.family)
         edge = choosing.planned.largest_in_core(max(settings.batches))
         choosing.curve = replace(choosing.curve, largest_in_core=edge)
-        batches = settings.batches if wide or ON_GPU else [edge, *(b for b in settings.batches if b > edge)]
-        for batch in batches:
-            if time.perf_counter() - began_s > settings.limit_s:
+        batches = settings.batches if memory == WIDE else around(edge, max(settings.batches))
+        todo = {batch: pool.submit(planned_at, choosing.planned, batch) if pool else None for batch in batches}
+        for batch, future in todo.items():
+            if time.perf_counter() > deadline_s:
                 yield {**row, "batch": batch, "error": "not reached in time"}
                 continue
-            yield row | _compared(choosing, batch)
+            yield row | _compared(choosing, *_result(future, choosing.planned, batch))
+        if memory != WIDE:
+            yield _verdict(name, memory, choosing.curve)
     finally:
         bench.close()
 
 
-def _compared(choosing: Choosing, batch: int) -> Row:
-    """Predicted before the batch ran; the first one that evicts shows what evicting costs and is no prediction."""
-    began_s = time.perf_counter()
-    before = choosing.add(batch)
-    planned_s = time.perf_counter() - began_s
+def around(edge: int, largest: int) -> list[int]:
+    """The largest in-core batch and some beyond, as far as Guo et al. went."""
+    beyond = [int(edge * times) // 8 * 8 for times in (1.5, 2.0, 3.0, 4.2)]
+    return [edge, *(batch for batch in beyond if edge < batch <= largest)]
+
+
+def _compared(choosing: Choosing, predicted: Predicted, plan_s: float) -> Row:
+    """Predicted before the batch ran; the first one that evicts shows what swapping costs and is no prediction."""
+    before, began_s = choosing.put(predicted), time.perf_counter()
     row: Row = {
-        "batch": batch,
-        "was_probed": batch in choosing.curve.probed,
+        "batch": before.micro_batch,
+        "was_probed": before.micro_batch in choosing.curve.probed,
         "in_core": before.in_core,
         "fits": before.fits,
-        "plan_s": planned_s,
+        "plan_s": plan_s,
     }
     rate = before.samples_per_s  # not corrected by batches measured before this one
     row |= {"predicted_peak_bytes": before.peak_bytes, "predicted_samples_per_s": rate}
     if not before.fits:
         return row
-    calibrates = not before.in_core and not choosing.planned.evict_s_per_byte
-    after = choosing.confirm(batch)
-    assert after.measured_step_s is not None
-    assert after.measured_peak_bytes is not None
+    calibrates = not before.in_core and not choosing.curve.knows_swapping
+    after = choosing.confirm(before.micro_batch)
+    if after.measured_step_s is None or after.measured_peak_bytes is None:
+        return row | {"error": "ran out of memory"}
     return row | {
         "measured_peak_bytes": after.measured_peak_bytes,
-        "measured_samples_per_s": batch / after.measured_step_s,
+        "measured_samples_per_s": before.micro_batch / after.measured_step_s,
         "peak_error": before.peak_bytes / after.measured_peak_bytes - 1,
-        "throughput_error": rate * after.measured_step_s / batch - 1,
+        "throughput_error": rate * after.measured_step_s / before.micro_batch - 1,
         "calibrates": calibrates,
+        "swap_s_per_gib": choosing.swap_s_per_byte * 2**30,
         "swapped_bytes": before.swapped_bytes,
         "recomputed_bytes": before.recomputed_bytes,
-        "confirm_s": time.perf_counter() - began_s - planned_s,
+        "confirm_s": time.perf_counter() - began_s,
+    }
+
+
+def _verdict(name: str, memory: str, found: Curve) -> Row:
+    """Does a batch beyond in-core pay?"""
+    rates = {p.micro_batch: p.micro_batch / p.measured_step_s for p in found.points if p.measured_step_s is not None}
+    edge = found.largest_in_core
+    beyond = [batch for batch in rates if batch > edge]
+    best = max(beyond, key=lambda batch: rates[batch], default=edge)
+    return {
+        "network": name,
+        "memory": memory,
+        "what": "verdict",
+        "largest_in_core": edge,
+        "in_core_samples_per_s": rates[edge],
+        "best_beyond": best,
+        "batch_ratio": best / edge,
+        "throughput_ratio": rates[best] / rates[edge],
+        "largest_that_ran": max(rates),
+        "largest_ratio": max(rates) / edge,
+        "pays": rates[best] > rates[edge],
     }
 
 
@@ -290,59 +373,10 @@ def _now_s() -> float:
     return Bench.clock()
 
 
-# --- headline ---------------------------------------------------------------------------------------------------------
-
-
-def headline(settings: argparse.Namespace) -> Iterator[Row]:
-    """Real steps at the largest in-core batch and at batches beyond it, up to what any plan fits."""
-    name = settings.networks.split(",")[0]
-    memory = settings.memory or MEMORY[name]
-    bench, began_s = bench_of(name, memory), time.perf_counter()
-    try:
-        found = climb(bench, 1 << 12, lambda what, part: None)
-        assert found.family is not None
-        choosing = Choosing.start(bench, found.family)
-        edge = choosing.planned.largest_in_core(1 << 12)
-        choosing.curve = replace(choosing.curve, largest_in_core=edge)
-        measured: dict[int, Point] = {}
-        for times in (1.0, 1.5, 2.0, 3.0, 4.2, 6.0, 8.0):
-            batch = int(edge * times) // 8 * 8 if times > 1 else edge
-            row = {"network": name, "memory": memory, "batch": batch, "times_in_core": batch / edge}
-            if time.perf_counter() - began_s > settings.limit_s:
-                yield {**row, "error": "not reached in time"}
-                continue
-            yield row | _compared(choosing, batch)
-            point = choosing.curve.point(batch)
-            if not point.fits:
-                break
-            measured[batch] = point
-        yield _verdict(name, memory, edge, measured)
-    finally:
-        bench.close()
-
-
-def _verdict(name: str, memory: str, edge: int, measured: dict[int, Point]) -> Row:
-    rates = {batch: batch / (point.measured_step_s or 1.0) for batch, point in measured.items()}
-    beyond = [batch for batch in rates if batch > edge]
-    best = max(beyond, key=lambda batch: rates[batch], default=edge)
-    return {
-        "network": name,
-        "memory": memory,
-        "what": "verdict",
-        "largest_in_core": edge,
-        "in_core_samples_per_s": rates[edge],
-        "best_beyond": best,
-        "batch_ratio": best / edge,
-        "throughput_ratio": rates[best] / rates[edge],
-        "largest_that_ran": max(rates),
-        "largest_ratio": max(rates) / edge,
-        "pays": rates[best] > rates[edge],
-    }
-
-
 # --- running ----------------------------------------------------------------------------------------------------------
 
 OURS: dict[str, Callable[[Any], Iterable[Row]]] = {"curve": curve, "choice": choice, "headline": headline}
+USUAL = "curve,choice"
 ELSEWHERE = ("accuracy", "noise", "workers")
 
 
@@ -375,7 +409,7 @@ def summary(row: Row) -> str:
             text = f"{100 * part:+.2f} %" if key.endswith("_error") else f"{part:.4g}"
         else:
             text = format_bytes(part) if key.endswith("_bytes") else str(part)
-        if not isinstance(part, dict | list) or key == "probed":
+        if not isinstance(part, dict | list) or key in ("probed", "probes_ms"):
             parts.append(f"{key} {text}")
     return ", ".join(parts)
 
@@ -390,6 +424,9 @@ def errors_of(rows: list[Row]) -> Row:
         if kind:
             found[f"{name}_throughput_error"] = max(abs(row["throughput_error"]) for row in kind)
             found[f"{name}_throughput_median_error"] = statistics.median(abs(row["throughput_error"]) for row in kind)
+    first = [row["throughput_error"] for row in told if row["calibrates"]]
+    if first:  # also predicted, but what swapping costs was not known yet
+        found["first_planned_throughput_error"] = max(first, key=abs)
     again = [row for row in told if row["was_probed"]]
     if again:  # the same step timed twice, minutes apart: what the machine itself is good for
         found["repeat_throughput_error"] = max(abs(row["throughput_error"]) for row in again)
@@ -408,13 +445,13 @@ def hold_memory() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(OURS), help=f"sections of {', '.join((*OURS, *ELSEWHERE))}")
+    parser.add_argument("--only", default=USUAL, help=f"sections of {', '.join((*OURS, *ELSEWHERE))}")
     parser.add_argument("--networks", default=",".join(NETWORKS))
     parser.add_argument("--memory", help="budget instead of the ones of the networks")
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)), help="of `curve`")
     parser.add_argument("--largest", type=int, default=1024 if ON_GPU else 192, help="batch of `choice`")
     parser.add_argument("--sweep-step", type=int, default=128 if ON_GPU else 8, help="between batches of `choice`")
-    parser.add_argument("--limit-s", type=float, default=90.0, help="no batch is begun after this, per network")
+    parser.add_argument("--limit-s", type=float, default=150.0, help="no batch is begun after this, per section")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--data", default="digits", help="of `accuracy`: digits, or a folder")
     parser.add_argument("--num-seeds", type=int, default=3, help="of `accuracy`")

@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -52,6 +52,10 @@ from outcore.tuning.shares import Shares, gather, of_ideal  # noqa: E402
 from outcore.tuning.tune import tune  # noqa: E402
 
 SEARCH_SEED = 1000  # the search must not be judged on the seed it chose by
+FINDER_SHARES = {"default": 0.1, "accelerate": 0.1, "lightning": 0.25, "outcore": 0.3}  # of the time, at most
+SEARCH_SHARE = (
+    0.3  # kept for the search and its runs, which come last: they may be cut, what they are compared with not
+)
 
 
 # --- who decides ------------------------------------------------------------------------------------------------------
@@ -81,6 +85,18 @@ def by_accelerate(case: Case) -> Setting:
     return Setting(batch, OPTIMIZERS[case.optimizer][1], spent_s=case.now_s() - began_s, told="batch only")
 
 
+class Rows(TensorDataset):
+    """Whole batches by index: sample by sample, batches of thousands would take a finder longer than its steps."""
+
+    def __getitems__(self, rows: list[int]) -> tuple[Tensor, ...]:
+        at = torch.tensor(rows, device=self.tensors[0].device)
+        return tuple(tensor[at] for tensor in self.tensors)
+
+
+def _same(given: Any) -> Any:
+    return given
+
+
 def by_lightning(case: Case) -> Setting:
     """BatchSizeFinder ("power"), then lr_find, both with their own defaults."""
     import logging
@@ -104,7 +120,7 @@ def by_lightning(case: Case) -> Setting:
             return case.make_optimizer(self.parameters(), self.lr)
 
         def train_dataloader(self) -> Any:
-            return DataLoader(TensorDataset(case.train_x.cpu(), case.train_y.cpu()), self.batch_size, shuffle=True)
+            return DataLoader(Rows(case.train_x, case.train_y), self.batch_size, shuffle=True, collate_fn=_same)
 
     began_s = case.now_s()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):  # its progress bars
@@ -190,39 +206,50 @@ def accuracy(settings: Any) -> list[Row]:
 
 
 def _accuracy_of_case(case: Case, settings: Any) -> list[Row]:
-    limit_s = _asked(settings, "limit_s", 150.0)
+    limit_s, began_s = _asked(settings, "limit_s", 150.0), time.monotonic()
+    num_trials = _asked(settings, "num_trials", 16)
     _warm_up_device(case)
     deciders: dict[str, Callable[[Case], Setting]] = {
         "default": by_default,
         "accelerate": by_accelerate,
-        "outcore": by_advice,
         "lightning": by_lightning,
+        "outcore": by_advice,
     }
     rows: dict[str, Row] = {}
     for name, decide in deciders.items():
-        rows[name] = _decided(case, name, partial(decide, case), limit_s / 4)
+        rows[name] = _decided(case, name, partial(decide, case), limit_s * FINDER_SHARES[name])
     advised = rows["outcore"].get("setting")
     if advised is not None:
         grown = min(16 * advised.batch, case.num_train // 4)
         if grown >= 2 * advised.batch and advised.batch % 2 == 0:
             larger = replace(advised, largest_batch=grown, told="")
             rows["outcore adaptive"] = _decided(case, "outcore adaptive", lambda: larger)
-    num_trials = _asked(settings, "num_trials", 16)
+    seeds = range(case.first_seed, case.first_seed + _asked(settings, "num_seeds", 3))
+    search_s = limit_s * SEARCH_SHARE if num_trials else 0.0
+    _train_all(case, rows, seeds, began_s + limit_s - search_s)
     if num_trials:
         start = [(advised.batch, advised.lr)] if advised is not None else []
-        try:
-            fastest, best = by_search(case, num_trials, limit_s / 4, start)
-            rows["search, fastest"] = _decided(case, "search, fastest", lambda: fastest)
-            rows["search, best"] = _decided(case, "search, best", lambda: best)
-        except Exception as error:
-            rows["search"] = _failed(case, "search", error)
-    end_s = time.monotonic() + limit_s / 2
-    seeds = range(case.first_seed, case.first_seed + _asked(settings, "num_seeds", 3))
-    for seed in seeds:  # seeds outside: a cut leaves every method as many runs
+        searched = _searched(case, num_trials, max(search_s, began_s + limit_s - time.monotonic()) / 2, start)
+        _train_all(case, searched, seeds, max(began_s + limit_s, time.monotonic() + search_s / 2))
+        rows |= searched
+    return [_summed(row) for row in rows.values()]
+
+
+def _train_all(case: Case, rows: dict[str, Row], seeds: Iterable[int], end_s: float) -> None:
+    """Seeds outside: a cut leaves every method as many runs."""
+    for seed in seeds:
         for row in rows.values():
             if "setting" in row and time.monotonic() < end_s:
                 row["runs"].append(run(case, row["setting"], seed))
-    return [_summed(row) for row in rows.values()]
+
+
+def _searched(case: Case, num_trials: int, limit_s: float, start: list[tuple[int, float]]) -> dict[str, Row]:
+    try:
+        fastest, best = by_search(case, num_trials, limit_s, start)
+    except Exception as error:
+        return {"search": _failed(case, "search", error)}
+    found = {"search, fastest": fastest, "search, best": best}
+    return {name: _decided(case, name, partial(_same, setting)) for name, setting in found.items()}
 
 
 def _warm_up_device(case: Case) -> None:
@@ -485,7 +512,7 @@ def main() -> None:
     parser.add_argument(
         "--limit-s",
         type=float,
-        help="per data set and optimizer, in `accuracy`: half of it for runs, at most a quarter for each finder [150]",
+        help="per data set and optimizer, in `accuracy`: finders, then their runs, then the search and its runs [150]",
     )
     parser.add_argument("--out", type=Path, help="results file")
     parser.add_argument("--pack-cifar", nargs=2, metavar=("ARCHIVE", "OUT"))

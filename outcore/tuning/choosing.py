@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from outcore.errors import TuningError
-from outcore.tuning.curve import KNEE_SHARE, Curve, Planned, Point, Predicted
-from outcore.tuning.probing import BUSY_S, Bench, Climb, Measured, Tell
+from outcore.tuning.climbing import Climb, round_batch
+from outcore.tuning.curve import KNEE_SHARE, Curve, Planned, Point, Predicted, swap_s_per_byte
+from outcore.tuning.probing import BUSY_S, Bench, Measured, Tell
 from outcore.tuning.scaling import Family
 
 NUM_CONFIRMED = 4  # batches that are tried with real steps, at most
@@ -33,6 +34,8 @@ class Choosing:
     planned: Planned
     curve: Curve
     predicted: dict[int, Predicted] = field(default_factory=dict)
+    beyond_s: dict[int, float] = field(default_factory=dict)  # batches beyond in-core: what a real step took
+    swap_s_per_byte: float = 0.0  # beyond what the simulator knows, as measured
     known: dict[int, Measured] = field(default_factory=dict)  # batches of which real steps ran on the way
 
     @classmethod
@@ -52,13 +55,18 @@ class Choosing:
                 break
 
     def add(self, batch: int) -> Point:
-        found = self.planned.at(batch)
+        return self.put(self.planned.at(batch))
+
+    def put(self, found: Predicted) -> Point:
+        """A planned batch, with what is known of it besides."""
+        batch = found.point.micro_batch
         self.predicted[batch] = found
-        self.curve = self.curve.with_points([found.point])
+        point = found.point.dearer(self.swap_s_per_byte)
+        self.curve = self.curve.with_points([point])
         known = self.known.get(batch)
         if known is not None and found.point.in_core:
             self.curve = self.curve.measured(batch, known.step_s, known.peak_bytes)
-        return found.point
+        return point
 
     def _best_rate(self) -> float:
         return max(point.samples_per_s for point in self.curve.points)
@@ -88,21 +96,27 @@ class Choosing:
         return best.micro_batch if worth_it else 0
 
     def confirm(self, batch: int) -> Point:
-        """Real steps of one batch; what they show of the cost of evicting goes into every other point."""
+        """Real steps of one batch; what they show of the cost of swapping goes into every other."""
         before = self.predicted[batch]
         try:
             found = self.bench.confirm(before)
         except torch.OutOfMemoryError:
             self.curve = self.curve.with_points([replace(before.point, fits=False)])
             return self.curve.point(batch)
-        point = self.curve.point(batch)
-        evicted_bytes = point.swapped_bytes + point.recomputed_bytes
-        if evicted_bytes and not self.planned.evict_s_per_byte:
-            cost = max(0.0, (found.step_s - self.curve.seconds(batch)) / evicted_bytes)
-            self.planned = replace(self.planned, evict_s_per_byte=cost)
-            self.curve = self.curve.dearer(cost)
         self.curve = self.curve.measured(batch, found.step_s, found.peak_bytes)
+        if not before.point.in_core:
+            self.beyond_s[batch] = found.step_s
+            self._learn_swapping()
         return self.curve.point(batch)
+
+    def _learn_swapping(self) -> None:
+        simulated = [self.predicted[batch].point for batch in self.beyond_s]
+        self.swap_s_per_byte = swap_s_per_byte(simulated, self.beyond_s.values(), self.curve.in_core_error)
+        points = []
+        for point in self.curve.points:
+            dearer = self.predicted[point.micro_batch].point.dearer(self.swap_s_per_byte)
+            points.append(replace(point, step_s=dearer.step_s, samples_per_s=dearer.samples_per_s))
+        self.curve = self.curve.with_points(points)
 
 
 def _fastest(curve: Curve) -> int:
@@ -126,13 +140,8 @@ def refined(curve: Curve) -> list[int]:
     batches, knee = curve.batches, curve.knee.micro_batch
     at = batches.index(knee)
     sides = [batches[side] for side in (at - 1, at + 1) if 0 <= side < len(batches)]
-    middles = {_round((knee + side) // 2) for side in sides}
+    middles = {round_batch((knee + side) // 2) for side in sides}
     return sorted(middles - set(batches) - {0})
-
-
-def _round(batch: int) -> int:
-    """Multiples of 8 are kind to every kernel."""
-    return batch if batch < 24 else batch // 8 * 8
 
 
 def divisors(batch: int, smallest: int) -> list[int]:

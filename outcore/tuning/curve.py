@@ -22,6 +22,7 @@ from outcore.values import Budget, Machine, Plan, Trace
 from outcore.values.codec import Saved
 
 KNEE_SHARE = 0.98  # of the best samples per second
+SURE_SHARE = 0.03  # of a step: a smaller difference may be the line's error and is no cost of swapping
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,10 @@ class Point:
     def error(self) -> float | None:
         """Measured over predicted seconds; None where no real step ran."""
         return None if self.measured_step_s is None else self.measured_step_s / self.step_s
+
+    def dearer(self, swap_s_per_byte: float) -> Point:
+        step_s = self.step_s + swap_s_per_byte * self.swapped_bytes
+        return replace(self, step_s=step_s, samples_per_s=self.micro_batch / step_s)
 
 
 @dataclass(frozen=True)
@@ -102,13 +107,15 @@ class Curve(Saved):
         merged = {point.micro_batch: point for point in (*self.points, *points)}
         return replace(self, points=tuple(merged[batch] for batch in sorted(merged)))
 
-    def dearer(self, evict_s_per_byte: float) -> Curve:
-        """The same with every byte that is swapped or recomputed costing so much more than was simulated."""
-        found = []
-        for point in self.points:
-            step_s = point.step_s + evict_s_per_byte * (point.swapped_bytes + point.recomputed_bytes)
-            found.append(replace(point, step_s=step_s, samples_per_s=point.micro_batch / step_s))
-        return self.with_points(found)
+    @property
+    def knows_swapping(self) -> bool:
+        """Whether real steps beyond in-core ran."""
+        return any(point.measured_step_s is not None and not point.in_core for point in self.points)
+
+    @property
+    def in_core_error(self) -> float:
+        """Measured over predicted seconds of the largest in-core batch that ran; 1 where none did."""
+        return next((p.error for p in reversed(self.points) if p.in_core and p.error is not None), 1.0)
 
     def measured(self, micro_batch: int, step_s: float, peak_bytes: int) -> Curve:
         found = replace(self.point(micro_batch), measured_step_s=step_s, measured_peak_bytes=peak_bytes)
@@ -134,6 +141,21 @@ class Curve(Saved):
         return math.exp(low[1] + part * (high[1] - low[1]))
 
 
+def swap_s_per_byte(simulated: Iterable[Point], measured_s: Iterable[float], in_core_error: float) -> float:
+    """What batches that ran beyond in-core show of the cost of a swapped byte, beyond what was simulated.
+
+    Ops that run again are simulated with their own seconds; a copy is not always as hidden as it seems: on the CPU it
+    takes turns with compute. At most it doubles a step: whatever takes longer is something else.
+    """
+    beyond_s, whole_s, swapped_bytes = 0.0, 0.0, 0
+    for point, step_s in zip(simulated, measured_s):
+        expected_s = in_core_error * point.step_s
+        beyond_s += min(step_s - expected_s, expected_s)
+        whole_s += expected_s
+        swapped_bytes += point.swapped_bytes
+    return beyond_s / swapped_bytes if swapped_bytes and beyond_s > SURE_SHARE * whole_s else 0.0
+
+
 @dataclass(frozen=True)
 class Predicted:
     """A point with the trace and the plan behind it, ready to be run."""
@@ -152,7 +174,6 @@ class Planned:
     budget: Budget
     optimizer_s: float
     resident_bytes: int = 0  # there besides the recorded step: gradients, while they are accumulated
-    evict_s_per_byte: float = 0.0  # what swapping and recomputing cost beyond what the simulator knows, as measured
 
     def at(self, batch: int) -> Predicted:
         trace = self.family.at(batch)
@@ -165,9 +186,8 @@ class Planned:
         schedule = lower(trace, made, self.machine)
         verify(trace, schedule)
         found = simulate(trace, schedule, self.machine)
-        evicted_bytes = found.swapped_bytes + found.recomputed_bytes
-        step_s = found.step_s + evicted_bytes * self.evict_s_per_byte + self.optimizer_s
-        in_core = evicted_bytes == 0
+        step_s = found.step_s + self.optimizer_s
+        in_core = found.swapped_bytes + found.recomputed_bytes == 0
         kept, swapped, recomputed = found.kept_bytes, found.swapped_bytes, found.recomputed_bytes
         rate = batch / step_s
         point = Point(batch, found.peak_bytes, step_s, rate, kept, swapped, recomputed, in_core, fits=True)

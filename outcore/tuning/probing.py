@@ -1,9 +1,8 @@
 """The user's model, loss, data and optimizer -> recorded steps of a few small batches, and real steps of larger ones.
 
-`climb` records batches from two samples upward and stops when the last one only confirmed what the two before it
-predicted: from there on a step grows along a line, which is checked once, far up. `confirm` runs real steps at a batch
-that a plan says fits, and they follow that plan from the first one on. Nothing here looks for memory by running out of
-it.
+`record` runs a batch in the leanest state and then times it. `confirm` runs real steps at a batch that a plan says
+fits, and they follow that plan from the first one on; where everything is kept, their ops are timed one by one too.
+Nothing here looks for memory by running out of it.
 
 While steps are tried the learning rate is zero: weights stay where they are, and no step slows down because numbers
 overflow.
@@ -22,25 +21,23 @@ import torch
 
 from outcore.errors import BudgetTooSmall, TuningError
 from outcore.limit import NUM_MEASURED, Kind, Limited, limit
+from outcore.running.allocator import count_restarts
 from outcore.running.room import FIRST_SHARE
 from outcore.tuning.batches import LossFn, loss_of
 from outcore.tuning.curve import Planned, Predicted
 from outcore.tuning.samples import Samples
-from outcore.tuning.scaling import Family, Recorded, difference, fastest, stretched
-from outcore.units import format_bytes
-from outcore.values import Budget, Machine, Trace
+from outcore.tuning.scaling import Family, fastest, stretched
+from outcore.values import Budget, Machine, Plan, Trace
 
 Tell = Callable[[str, float], None]
 BUSY_S = 0.02  # shorter steps are mostly overhead: their times tell little about larger batches
-SETTLED = 0.03  # a batch whose seconds the two before it predicted this well ends the climb
-CLIMB_S = 25.0  # no further batch is recorded when it would take longer than this in all
 NUM_TIMED, TIMED_S = 3, 0.15  # real steps that are timed: at least so many, and for so long
 MAX_TIMED = 12
-REACH = 8  # times the last recorded batch: so far the line is trusted before real steps are run on it
 NUM_TRIED = 6  # steps until one was watched under a plan
-NUM_UNLIKE = 3  # batches whose steps do different work, before it is given up
 NUM_ROUNDS = 2  # of timing recorded batches in turn
 NUM_RECORDINGS = 2  # on the CPU, where the first one also pays for the first touch of memory
+SETTLE_S = 12.0  # for `limit` to find a room in which the allocator does not start over
+UNTIMED_S = 1e3  # of an op, until it is timed: longer than any
 
 
 @dataclass(frozen=True)
@@ -52,6 +49,7 @@ class Measured:
     peak_bytes: int
     trace: Trace  # op seconds add up to what a step with everything kept takes
     followed: bool = True  # the steps did what the trace says
+    num_restarts: int = 0  # of the allocator, in the steps that were timed
 
     def retimed(self, step_s: float, optimizer_s: float) -> Measured:
         """The same with other seconds, and the op seconds to go with them."""
@@ -102,7 +100,7 @@ class Bench:
         traces: list[Trace] = []
         for again in range(NUM_RECORDINGS if self.device.type == "cpu" else 1):
             if again:
-                self._newest_kind.trace = None
+                _newest_kind(self.ooc).trace = None
             self._step(self.ooc, data)
             if self.ooc.trace is None or not any(tick.kind == "unpack" for tick in self.ooc.trace.ticks):
                 raise TuningError(
@@ -110,21 +108,33 @@ class Bench:
                     "from the model's output"
                 )
             traces.append(self.ooc.trace)
-        self._newest_kind.trace = fastest(traces)
+        _newest_kind(self.ooc).trace = fastest(traces)
         return self._watched(self.ooc, batch, data)
 
-    @property
-    def _newest_kind(self) -> Kind:
-        return next(reversed(self.ooc.kinds.values()))
-
     def confirm(self, predicted: Predicted) -> Measured:
-        """Real steps that follow a predicted plan from the first one on."""
+        """Real steps that follow a predicted plan from the first one on.
+
+        Where the allocator starts over in them, a training would not stay with that plan: `limit` goes on to the room
+        it settles on, and the faster of the two is what a training gets.
+        """
+        found = self._confirmed(predicted, predicted.plan)
+        if predicted.point.in_core or not found.num_restarts:
+            return found
+        try:
+            return min(found, self._confirmed(predicted, None), key=lambda measured: measured.step_s)
+        except (torch.OutOfMemoryError, BudgetTooSmall):
+            return found
+
+    def _confirmed(self, predicted: Predicted, plan: Plan | None) -> Measured:
         batch = predicted.point.micro_batch
-        ooc = self._limited(plan=predicted.plan)
+        ooc = self._limited(plan=plan)
         ooc.expect(predicted.trace)
         self._advance()  # there are no gradients, but whose state has to be counted is known from here on
         try:
-            return self._watched(ooc, batch, self.samples.any_batch(batch))
+            data, end_s = self.samples.any_batch(batch), time.perf_counter() + SETTLE_S
+            while plan is None and not ooc.settled and time.perf_counter() < end_s:
+                self._step(ooc, data)
+            return self._watched(ooc, batch, data, times_ops=predicted.point.in_core and self.device.type == "cuda")
         finally:
             ooc.close()
             self._tidy()
@@ -138,11 +148,11 @@ class Bench:
                 best_s[at] = min(best_s[at], self._time(self.ooc, data, for_s=0.0))
         return [found.retimed(step_s, self.optimizer_s) for found, step_s in zip(measured, best_s)]
 
-    def _watched(self, ooc: Limited, batch: int, data: Any) -> Measured:
+    def _watched(self, ooc: Limited, batch: int, data: Any, *, times_ops: bool = False) -> Measured:
         """Steps under a plan: one is watched closely, for the peak, and the others are timed."""
         for _ in range(NUM_TRIED):  # more than once where a step left its plan and was recorded anew
             self._step(ooc, data)
-            kind = next(reversed(ooc.kinds.values()))
+            kind = _newest_kind(ooc)
             if ooc.timeline is not None:
                 break
         kind.num_steps = max(kind.num_steps, NUM_MEASURED)  # one tells the peak; to watch more takes time
@@ -151,8 +161,28 @@ class Bench:
             raise TuningError(
                 "steps of the same batch keep doing different work, so none can be planned ahead; see the warning above"
             )
-        found = Measured(batch, predicted.step_s + self.optimizer_s, measured.peak_bytes, trace, kind.num_left == 0)
-        return found.retimed(self._time(ooc, data, for_s=TIMED_S), self.optimizer_s)
+        step_s = predicted.step_s
+        if times_ops and kind.num_left == 0:
+            trace = self._timed(ooc, kind, data)
+            step_s = sum(op.seconds for op in trace.ops)
+        num_restarts = count_restarts(self.device)
+        timed_s = self._time(ooc, data, for_s=TIMED_S)
+        num_restarts = count_restarts(self.device) - num_restarts
+        followed = kind.num_left == 0
+        found = Measured(batch, step_s + self.optimizer_s, measured.peak_bytes, trace, followed, num_restarts)
+        return found.retimed(timed_s, self.optimizer_s)
+
+    def _timed(self, ooc: Limited, kind: Kind, data: Any) -> Trace:
+        """The trace of steps that keep everything, with seconds of this batch: on a GPU those of small batches say
+        little about an op, whose launch takes longer than its work."""
+        assert kind.trace is not None
+        expected, kind.timed_again = kind.trace, False
+        kind.trace = replace(expected, ops=tuple(replace(op, seconds=UNTIMED_S) for op in expected.ops))
+        self._step(ooc, data)
+        if kind.trace is None or any(op.seconds == UNTIMED_S for op in kind.trace.ops):
+            kind.trace = expected  # it ran other ops than expected
+        kind.timed_again, kind.stale = True, False  # everything is kept, however long ops take
+        return kind.trace
 
     def _time(self, ooc: Limited, data: Any, for_s: float) -> float:
         """Seconds of a step, the least of those tried: what else the machine does only ever adds."""
@@ -222,109 +252,5 @@ class Bench:
         self._tidy()
 
 
-# --- which batches to record ------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Climb:
-    """What was recorded on the way up."""
-
-    bench: Bench
-    largest: int  # there are no more samples, or no more are wanted
-    measured: list[Measured]
-
-    @property
-    def family(self) -> Family | None:
-        """The batches that do the same work as the largest one; tiny ones may be wired differently."""
-        if not self.measured:
-            return None
-        last = self.measured[-1]
-        alike = [found for found in self.measured if not difference(found.trace, last.trace)]
-        return Family(tuple(Recorded(m.batch, m.trace) for m in alike)) if len(alike) > 1 else None
-
-    def settled(self) -> bool:
-        """Would the batches before the last one have predicted it?"""
-        family = self.family
-        if family is None or len(family.recorded) < 3 or self.measured[-1].step_s < BUSY_S:
-            return False
-        self.measured[-3:] = self.bench.time_again(self.measured[-3:])
-        family = self.family
-        assert family is not None  # the same work, only other seconds
-        before, last = Family(family.recorded[:-1]), family.recorded[-1]
-        return abs(before.step_s(last.batch) / last.total_s - 1) < SETTLED
-
-    def next(self) -> int:
-        """Twice the last batch, or four times while steps are too short to tell anything.
-
-        Once two are known, no further than everything can be kept: a step that swaps or recomputes says less about the
-        seconds of its own ops.
-        """
-        last, family = self.measured[-1], self.family
-        batch = min(self.largest, last.batch * (4 if last.step_s < BUSY_S / 2 else 2))
-        if family is None:
-            return batch
-        return max(last.batch, self.bench.planned(family).largest_in_core(batch))
-
-
-def climb(bench: Bench, largest: int, tell: Tell) -> Climb:
-    """Records batches from two samples upward until the next one would teach nothing new."""
-    began_s, found = time.perf_counter(), Climb(bench, largest, [])
-    _first_step(bench, found, tell)
-    while found.measured[-1].batch < found.largest and not found.settled():
-        spent_s = time.perf_counter() - began_s
-        if found.family is not None and len(found.measured) > 2 and 3 * spent_s > CLIMB_S:
-            break
-        batch = found.next()
-        if batch == found.measured[-1].batch or (found.family is None and len(found.measured) >= NUM_UNLIKE):
-            break
-        tell(f"recording a batch of {batch}", min(0.9, spent_s / CLIMB_S))
-        try:
-            found.measured.append(bench.record(batch))
-        except BudgetTooSmall:
-            found.largest = batch - 1
-    _reach(found, tell)
-    return found
-
-
-def _reach(found: Climb, tell: Tell) -> None:
-    """Real steps far up the line, without recording them: where caches or kernels bend it, it is drawn anew."""
-    family, last = found.family, found.measured[-1].batch
-    if family is None:
-        return
-    planned = found.bench.planned(family)
-    batch = planned.largest_in_core(min(found.largest, REACH * last))
-    if batch < 1.5 * last:
-        return
-    tell(f"real steps with a batch of {batch}", 0.9)
-    measured = found.bench.confirm(planned.at(batch))
-    if measured.followed:
-        found.measured.append(measured)
-
-
-def _first_step(bench: Bench, found: Climb, tell: Tell) -> None:
-    """Two samples; one where two do not fit. Optimizer state is there from here on."""
-    for batch in (2, 1) if found.largest > 1 else (1,):
-        tell(f"recording a batch of {batch}", 0.0)
-        try:
-            bench.warm_up(batch)
-            found.measured.append(bench.record(batch))
-            return
-        except BudgetTooSmall as error:
-            too_small, found.largest = error, batch - 1
-        except ValueError as error:
-            if "more than 1 value per channel" in str(error):
-                raise cannot_run_one(bench.budget.device_bytes if found.largest == 1 else None) from None
-            raise
-    needed, enough = format_bytes(too_small.needed_bytes), format_bytes(1.02 * too_small.needed_bytes)
-    raise TuningError(
-        f"even one sample needs {needed} with everything swapped or recomputed, and memory is "
-        f"{format_bytes(bench.budget.device_bytes)}; raise it to {enough} or make the model or its input smaller"
-    )
-
-
-def cannot_run_one(budget_bytes: int | None) -> TuningError:
-    why = f"only one sample fits {format_bytes(budget_bytes)} and " if budget_bytes is not None else ""
-    return TuningError(
-        f"{why}this model cannot train on a batch of 1: its BatchNorm needs more than one value per channel; allow a "
-        "batch of 2 or more, or use GroupNorm"
-    )
+def _newest_kind(ooc: Limited) -> Kind:
+    return next(reversed(ooc.kinds.values()))

@@ -10,7 +10,8 @@ the last two. Two kinds of numbers are treated with care:
   of less than 4 KiB, so that they seem to live long: batches from a few thousand bytes per tensor on tell the truth,
   smaller ones err on the side of too much.
 - *Seconds* of one op are noisy, those of the whole step are not. The lines of the ops only share out the line of the
-  step, which is drawn through steps that really ran.
+  step, which is drawn through steps that really ran. A step takes the longer of the host's seconds and the device's:
+  that bends upward where the device takes over, and between two batches on both sides of a bend lies below their line.
 
 AccUDNN (arXiv 1901.06773) models a step's time per layer and batch with formulas of its network framework; here nothing
 is known about an op but what was recorded.
@@ -26,6 +27,7 @@ from outcore.values import Op, Storage, Tick, Trace
 
 GRAIN_BYTES = 512  # the CUDA allocator's
 LEAST_SHARE = 0.25  # of an op's recorded seconds that noise may not take away from it
+BEND = 0.07  # between a chord and the lines on both sides of it: less may be noise
 
 
 @dataclass(frozen=True)
@@ -69,17 +71,30 @@ class Family:
         for recorded in self.recorded:
             if recorded.batch == batch:
                 return recorded.trace
-        return _between(*self._nearest(batch), batch)
+        at = self._above(batch)
+        return _between(self.recorded[at - 1], self.recorded[at], batch, self.step_s(batch))
 
     def step_s(self, batch: int) -> float:
-        """Seconds of the step with everything kept."""
-        low, high = self._nearest(batch)
-        line = _Line(low.batch, high.batch, batch)
-        return max(line.number(low.total_s, high.total_s), LEAST_SHARE * min(low.total_s, high.total_s))
+        """Seconds of the step with everything kept: in the middle of what is possible where there is a bend."""
+        least_s, most_s = self.bounds_s(batch)
+        return most_s if most_s < (1 + BEND) * least_s else (least_s + most_s) / 2
 
-    def _nearest(self, batch: int) -> tuple[Recorded, Recorded]:
-        at = next((at for at, high in enumerate(self.recorded) if at and batch <= high.batch), len(self.recorded) - 1)
-        return self.recorded[at - 1], self.recorded[at]
+    def bounds_s(self, batch: int) -> tuple[float, float]:
+        """Of a step that bends upward: the lines of the batches beside the nearest two, and the chord between these.
+        Both are the line where there is nothing on both sides."""
+        at = self._above(batch)
+        chord_s = self._line_s(at, batch)
+        if not 2 <= at < len(self.recorded) - 1 or batch in (recorded.batch for recorded in self.recorded):
+            return chord_s, chord_s
+        return min(chord_s, max(self._line_s(at - 1, batch), self._line_s(at + 1, batch))), chord_s
+
+    def _line_s(self, at: int, batch: int) -> float:
+        low, high = self.recorded[at - 1 : at + 1]
+        return _Line(low.batch, high.batch, batch).seconds(low.total_s, high.total_s)
+
+    def _above(self, batch: int) -> int:
+        """The higher one of the nearest two; the last beyond it."""
+        return next((at for at, high in enumerate(self.recorded) if at and batch <= high.batch), len(self.recorded) - 1)
 
 
 @dataclass(frozen=True)
@@ -107,12 +122,11 @@ class _Line:
         return high if high < low else self.bytes(low, high, grain)
 
 
-def _between(low: Recorded, high: Recorded, batch: int) -> Trace:
+def _between(low: Recorded, high: Recorded, batch: int, total_s: float) -> Trace:
     line = _Line(low.batch, high.batch, batch)
     pair = low.trace, high.trace
     grain = 1 if pair[1].device == "cpu" else GRAIN_BYTES
     ops = tuple(_op(line, grain, *ops) for ops in zip(pair[0].ops, pair[1].ops))
-    total_s = line.seconds(low.total_s, high.total_s)
     shared_s = sum(op.seconds for op in ops)
     return replace(
         pair[1],

@@ -28,10 +28,11 @@ from outcore.tuning.choosing import (
     single_curve,
     ways_to,
 )
+from outcore.tuning.climbing import cannot_run_one, climb
 from outcore.tuning.curve import Curve
 from outcore.tuning.goodput import RULES, best_batch, beta2_for, lr_factor, num_warm_up_steps
 from outcore.tuning.noise import Noise, noise_here
-from outcore.tuning.probing import Bench, Tell, cannot_run_one, climb
+from outcore.tuning.probing import Bench, Tell
 from outcore.tuning.race import Race, Runner
 from outcore.tuning.ranges import range_test
 from outcore.tuning.reasons import why_batch_kept, why_last_batch, why_loading, why_micro_batch

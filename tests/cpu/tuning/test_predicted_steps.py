@@ -10,10 +10,12 @@ import pytest
 
 from outcore.planning import plan
 from outcore.tuning import probing
-from outcore.tuning.probing import Bench, climb
+from outcore.tuning.climbing import climb
+from outcore.tuning.curve import Predicted
+from outcore.tuning.probing import Bench, Measured
 from outcore.tuning.scaling import Family, Recorded
 from outcore.units import MIB
-from outcore.values import Budget, Machine, Trace
+from outcore.values import Budget, Machine, Plan, Trace
 from tests.cpu.tuning.nets import NETS, bench_of, quiet
 
 PEAK, THROUGHPUT = 0.03, 0.07  # the bars
@@ -120,3 +122,49 @@ def errors_of_predicted_seconds(folder: str) -> list[float]:
         errors.append(predicted.point.step_s / bench.confirm(predicted).step_s - 1)
     bench.close()
     return errors
+
+
+@pytest.mark.usefixtures("_untimed")
+def test_where_the_allocator_starts_over_the_settled_plan_counts(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU has no such allocator: a counter that goes up stands for it. Then `limit` plans for itself."""
+    bench = bench_of("convnet", "1GiB", folder)
+    family = small_family(bench)
+    edge_bytes = bench.planned(family).in_core_bytes(BATCH)
+    bench.close()
+    tight = bench_of("convnet", 9 * edge_bytes // 10, folder)
+    tight.warm_up(4)
+    plans: list[Plan | None] = []
+    confirmed = Bench._confirmed
+
+    def noted(self: Bench, predicted: Predicted, given: Plan | None) -> Measured:
+        plans.append(given)
+        return confirmed(self, predicted, given)
+
+    monkeypatch.setattr(Bench, "_confirmed", noted)
+    beyond = tight.planned(family).at(BATCH)
+    assert not beyond.point.in_core
+    assert tight.confirm(beyond).followed
+    assert plans == [beyond.plan]
+    counts = iter(range(100))
+    monkeypatch.setattr(probing, "count_restarts", lambda device: next(counts))
+    found = tight.confirm(beyond)
+    assert plans == [beyond.plan, beyond.plan, None]
+    assert found.followed
+    assert found.peak_bytes <= tight.budget.device_bytes
+    tight.close()
+
+
+@pytest.mark.usefixtures("_untimed")
+def test_ops_that_were_not_timed_keep_the_seconds_expected_of_them(folder: str) -> None:
+    """Nothing but a CUDA device times ops again: here the trace has to come back as it was."""
+    bench = bench_of("convnet", "1GiB", folder)
+    predicted = bench.planned(small_family(bench)).at(48)
+    ooc = bench._limited(plan=predicted.plan)
+    ooc.expect(predicted.trace)
+    found = bench._watched(ooc, 48, bench.samples.any_batch(48), times_ops=True)
+    assert found.followed
+    factor = (found.step_s - bench.optimizer_s) / sum(op.seconds for op in predicted.trace.ops)
+    expected_s = [factor * op.seconds for op in predicted.trace.ops]
+    assert [op.seconds for op in found.trace.ops] == pytest.approx(expected_s)
+    ooc.close()
+    bench.close()

@@ -8,7 +8,7 @@ import pytest
 
 from outcore.errors import TuningError
 from outcore.planning import lower, simulate, verify
-from outcore.tuning.curve import KNEE_SHARE, Curve, Planned, Point
+from outcore.tuning.curve import KNEE_SHARE, Curve, Planned, Point, swap_s_per_byte
 from outcore.tuning.reasons import why_batch_kept, why_last_batch, why_loading, why_micro_batch
 from outcore.units import MIB
 from outcore.values import Budget
@@ -93,11 +93,34 @@ def test_what_real_steps_show_is_read_into_the_batches_between() -> None:
     assert beyond.rate(128) == pytest.approx(250)
 
 
-def test_what_evicting_costs_goes_to_those_that_evict() -> None:
-    curve = curve_of(point(64, 1000.0), point(128, 1000.0, in_core=False))
-    dearer = curve.dearer(0.128 / (128 * MIB))
-    assert dearer.rate(64) == pytest.approx(1000)
-    assert dearer.rate(128) == pytest.approx(500)
+def test_what_a_swapped_byte_costs_is_measured_and_bounded() -> None:
+    swaps = point(128, 1000.0, in_core=False)
+    assert swap_s_per_byte([swaps], [0.13], 1.0) == 0.0  # the line itself is not better known
+    assert swap_s_per_byte([swaps], [0.12], 1.0) == 0.0
+    assert swap_s_per_byte([swaps], [0.192], 1.0) == pytest.approx(0.064 / (128 * MIB))
+    assert swap_s_per_byte([swaps], [99.0], 1.0) == pytest.approx(0.128 / (128 * MIB))
+    assert swap_s_per_byte([swaps], [0.192], 1.5) == 0.0  # in-core steps were off by as much
+    recomputes = replace(swaps, swapped_bytes=0, recomputed_bytes=MIB)
+    assert swap_s_per_byte([recomputes], [0.2], 1.0) == 0.0  # what runs again is simulated, not guessed from bytes
+
+
+def test_batches_that_swap_more_say_more_about_it() -> None:
+    few, many = point(128, 1000.0, in_core=False), replace(point(256, 1000.0, in_core=False), swapped_bytes=384 * MIB)
+    both = swap_s_per_byte([few, many], [0.228, 0.416], 1.0)
+    assert both == pytest.approx((0.1 + 0.16) / (512 * MIB))
+    dearer = many.dearer(both)
+    assert dearer.step_s == pytest.approx(0.256 + 0.75 * 0.26)
+    assert dearer.samples_per_s == pytest.approx(256 / dearer.step_s)
+    assert point(64, 1000.0).dearer(both) == point(64, 1000.0)
+
+
+def test_only_real_steps_count_as_known() -> None:
+    curve = curve_of(point(32, 1000.0), point(64, 1000.0), point(128, 1000.0, in_core=False))
+    assert curve.in_core_error == 1.0
+    assert not curve.measured(64, 0.08, 1).knows_swapping
+    known = curve.measured(32, 0.048, 1).measured(64, 0.08, 1).measured(128, 0.2, 1)
+    assert known.in_core_error == pytest.approx(0.08 / 0.064)
+    assert known.knows_swapping
 
 
 def test_accumulation_pays_for_one_optimizer_step() -> None:

@@ -57,7 +57,8 @@ def test_noise_of_single_ops_does_not_touch_the_step() -> None:
 
 
 def test_between_recorded_batches_the_nearest_two_count() -> None:
-    """Small batches take their overhead; a line through the large ones would promise too little."""
+    """Small batches take their overhead; a line through the large ones would promise too little. Where between two
+    batches the overhead ends is not known: half-way between going on as before, and the chord."""
     overhead_s = {2: 0.05, 8: 0.05, 16: 0.06, 32: 0.12}
     recorded = []
     for batch, total_s in overhead_s.items():
@@ -66,7 +67,9 @@ def test_between_recorded_batches_the_nearest_two_count() -> None:
         recorded.append(Recorded(batch, replace(trace, ops=ops)))
     family = Family(tuple(recorded))
     assert family.step_s(4) == pytest.approx(0.05)
-    assert family.step_s(12) == pytest.approx(0.055)
+    assert family.bounds_s(12) == pytest.approx((0.05, 0.055))
+    assert family.step_s(12) == pytest.approx(0.0525)
+    assert sum(op.seconds for op in family.at(12).ops) == pytest.approx(0.0525)
     assert family.step_s(64) == pytest.approx(0.24)
 
 

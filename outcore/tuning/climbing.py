@@ -1,0 +1,183 @@
+"""Bench -> Climb: the few batches from which a step is known at every other one.
+
+Two laws are looked for, and they show at different batches. *Bytes* lie on a line from the first samples on: three
+small batches are recorded, wide apart, so that what an allocator rounds up is divided by many samples. *Seconds* lie on
+a line only where the device and not the host decides: an H200 takes 23 ms for 8 samples of ResNet-50 and 27 for 32, the
+time in which a step's kernels are launched. So real steps climb on, up to the largest batch that is in-core or
+that takes `RUNG_S`: in small strides while a step hardly grows, so that the last two are beyond the bend, and in large
+ones from there on, to see whether caches bend the line once more.
+
+A step takes the longer of the host's seconds and the device's. Such a curve only bends upward: between two batches it
+lies below their chord and above the lines of their neighbours. Where those leave it open, one batch between is run.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import time
+from dataclasses import dataclass
+
+from outcore.errors import BudgetTooSmall, TuningError
+from outcore.tuning.probing import BUSY_S, Bench, Measured, Tell
+from outcore.tuning.scaling import BEND, Family, Recorded, difference
+from outcore.units import format_bytes
+
+NUM_RECORDED = 3  # batches; real steps, which cost less, tell the rest
+CLIMB_S = 25.0  # no further batch is recorded when it would take longer than this in all
+LONG_S = 0.25  # after a step this long the next batch that is recorded is twice as large, not four times
+STRIDE, FAR_STRIDE = 4, 8  # times the last batch: while a step hardly grows, and once it does
+FLAT = 1.4  # times the samples per second for twice the batch: most of such a step does not depend on its batch
+RUNG_S = 0.3  # no longer step is run to find the line
+LEVER = 1.5  # between two batches that a line is drawn through, at least
+SETTLED = 0.03  # a batch whose seconds the ones before it predicted this well ends the climb
+NUM_UNLIKE = 3  # batches whose steps do different work, before it is given up
+
+
+@dataclass
+class Climb:
+    """What ran on the way up, in ascending order."""
+
+    bench: Bench
+    largest: int  # there are no more samples, or no more are wanted
+    measured: list[Measured]
+
+    @property
+    def family(self) -> Family | None:
+        """The batches that do the same work as the largest one; tiny ones may be wired differently."""
+        if not self.measured:
+            return None
+        last = self.measured[-1]
+        alike = [found for found in self.measured if not difference(found.trace, last.trace)]
+        return Family(tuple(Recorded(m.batch, m.trace) for m in alike)) if len(alike) > 1 else None
+
+    def next(self) -> int:
+        """The next batch to record; the last one: there is no other.
+
+        Once two are known, no further than everything can be kept: a step that swaps or recomputes says less about the
+        seconds of its own ops.
+        """
+        last, family = self.measured[-1], self.family
+        wide = last.step_s < LONG_S and STRIDE * last.batch <= self.largest
+        batch = min(self.largest, last.batch * (STRIDE if wide else 2))
+        if family is None:
+            return batch
+        return max(last.batch, self.bench.planned(family).largest_in_core(batch))
+
+    def run(self, family: Family, batch: int) -> bool:
+        """Real steps of a batch that is in-core, which is not recorded; whether they did what was expected."""
+        found = self.bench.confirm(self.bench.planned(family).at(batch))
+        if found.followed:
+            bisect.insort(self.measured, found, key=lambda measured: measured.batch)
+        return found.followed
+
+
+def climb(bench: Bench, largest: int, tell: Tell) -> Climb:
+    """Records small batches, then runs larger ones until the next would teach nothing new."""
+    began_s, found = time.perf_counter(), Climb(bench, largest, [])
+    _first_step(bench, found, tell)
+    while not _is_recorded(found, time.perf_counter() - began_s):
+        batch = found.next()
+        if batch == found.measured[-1].batch:
+            break
+        tell(f"recording a batch of {batch}", len(found.measured) / (NUM_RECORDED + 3))
+        try:
+            found.measured.append(bench.record(batch))
+        except BudgetTooSmall:
+            found.largest = batch - 1
+    found.measured[-2:] = bench.time_again(found.measured[-2:])
+    _reach(found, tell)
+    return found
+
+
+def _is_recorded(found: Climb, spent_s: float) -> bool:
+    num = len(found.measured)
+    if found.measured[-1].batch >= found.largest:
+        return True
+    if found.family is None:
+        return num >= NUM_UNLIKE
+    return num >= NUM_RECORDED or 3 * spent_s > CLIMB_S
+
+
+def _reach(found: Climb, tell: Tell) -> None:
+    """Real steps up to where the device decides, and once where the curve bends."""
+    family, longest_s = found.family, 2 * found.measured[-1].step_s
+    while family is not None:
+        edge = found.bench.planned(family).largest_in_core(min(found.largest, STRIDE**2 * family.largest))
+        batch = next_rung(family, edge, max(RUNG_S, longest_s))
+        if batch == family.largest:
+            break
+        tell(f"real steps with a batch of {batch}", 0.7)
+        if not found.run(family, batch):
+            return
+        before, family, longest_s = family, found.family, 0.0
+        assert family is not None  # the same work, at one more batch
+        if abs(before.step_s(batch) / family.recorded[-1].total_s - 1) < SETTLED and not is_flat(family):
+            break
+    if family is not None and (batch := open_bend(family)):
+        tell(f"real steps with a batch of {batch}", 0.9)
+        found.run(family, batch)
+
+
+def is_flat(family: Family) -> bool:
+    """Whether a larger batch than the last would still be nearly free."""
+    before, last = family.recorded[-2:]
+    gain = (last.batch / last.total_s) / (before.batch / before.total_s)
+    return bool(gain > FLAT ** math.log2(last.batch / before.batch))
+
+
+def next_rung(family: Family, edge: int, longest_s: float) -> int:
+    """The next batch for real steps, at most the largest in-core one; the last one: there is none worth it."""
+    last = family.largest
+    batch = min(edge, FAR_STRIDE * last)
+    if is_flat(family):
+        half = math.sqrt(last * edge)  # the edge is near: two strides that are alike
+        batch = edge if half < LEVER * last else round_batch(int(min(STRIDE * last, half)))
+    while batch > last and family.step_s(batch) > longest_s:
+        batch = round_batch(batch * 9 // 10)
+    return batch if batch >= LEVER * last else last
+
+
+def open_bend(family: Family) -> int:
+    """The batch between two others whose seconds are least known; 0: none is open."""
+    widest, found = 1 + BEND, 0
+    for low, high in zip(family.recorded, family.recorded[1:]):
+        middle = round_batch(int(math.sqrt(low.batch * high.batch)))
+        least_s, most_s = family.bounds_s(middle)
+        if most_s > BUSY_S and most_s / least_s > widest and middle > low.batch:
+            widest, found = most_s / least_s, middle
+    return found
+
+
+def round_batch(batch: int) -> int:
+    """Multiples of 8 are kind to every kernel."""
+    return batch if batch < 24 else batch // 8 * 8
+
+
+def _first_step(bench: Bench, found: Climb, tell: Tell) -> None:
+    """Two samples; one where two do not fit. Optimizer state is there from here on."""
+    for batch in (2, 1) if found.largest > 1 else (1,):
+        tell(f"recording a batch of {batch}", 0.0)
+        try:
+            bench.warm_up(batch)
+            found.measured.append(bench.record(batch))
+            return
+        except BudgetTooSmall as error:
+            too_small, found.largest = error, batch - 1
+        except ValueError as error:
+            if "more than 1 value per channel" in str(error):
+                raise cannot_run_one(bench.budget.device_bytes if found.largest == 1 else None) from None
+            raise
+    needed, enough = format_bytes(too_small.needed_bytes), format_bytes(1.02 * too_small.needed_bytes)
+    raise TuningError(
+        f"even one sample needs {needed} with everything swapped or recomputed, and memory is "
+        f"{format_bytes(bench.budget.device_bytes)}; raise it to {enough} or make the model or its input smaller"
+    )
+
+
+def cannot_run_one(budget_bytes: int | None) -> TuningError:
+    why = f"only one sample fits {format_bytes(budget_bytes)} and " if budget_bytes is not None else ""
+    return TuningError(
+        f"{why}this model cannot train on a batch of 1: its BatchNorm needs more than one value per channel; allow a "
+        "batch of 2 or more, or use GroupNorm"
+    )
