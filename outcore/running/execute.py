@@ -151,6 +151,7 @@ class Execution:
         self.on_plan = True
         self.left_plan_because = ""
         self._tick = 0
+        self._ticks, self._num_ticks = program.ticks, len(program.ticks)
         self._num_ops = 0
         self._cells: dict[int, weakref.ref[Cell]] = {}
         self._recipes: dict[int, weakref.ref[Recipe]] = {}
@@ -177,19 +178,21 @@ class Execution:
         if writes_unsaid(func):
             for tensor in tensors_in((*args, *kwargs.values())):
                 forget_cell(tensor)
-        index = self._num_ops
-        if index > self.program.last_watched or not self.on_plan:
+        index, program = self._num_ops, self.program
+        if index > program.last_watched or not self.on_plan:
             self.wants_ops = self.wants_ops and not (self._stops_watching and self.on_plan)
             result = func(*args, **kwargs)
         else:
             self._num_ops = index + 1
-            if op_name(func) != self.program.names[index]:
-                self.leave_plan(f"op {index} is {func}, not {self.program.names[index]}")
+            if op_name(func) != program.names[index]:
+                self.leave_plan(f"op {index} is {func}, not {program.names[index]}")
                 result = func(*args, **kwargs)
-            elif index in self.program.captured:
+            elif index in program.captured:
                 result = self._capture(index, func, args, kwargs)
-            else:
+            elif index in program.aside:
                 result = self._call(index, func, args, kwargs)
+            else:
+                result = func(*args, **kwargs)
         if self.meter is not None:
             self._meter(result)
         return result
@@ -245,7 +248,7 @@ class Execution:
 
     def pack(self, tensor: torch.Tensor) -> Handle | Kept:
         tick = self._next_tick()
-        if tick is None or not tick.is_pack or tensor.shape != tick.shape or tensor.dtype is not tick.dtype:
+        if tick is None or not tick.is_pack or tensor.dtype is not tick.dtype or tensor.shape != tick.shape:
             if self.on_plan:
                 self.leave_plan(
                     f"autograd saved {tensor.dtype} {tuple(tensor.shape)} where the plan has another tensor"
@@ -331,10 +334,11 @@ class Execution:
     # -- the schedule's actions ---------------------------------------------------------------------------------------
 
     def _next_tick(self) -> PlannedTick | None:
-        if not self.on_plan or self._tick >= len(self.program.ticks):
+        at = self._tick
+        if not self.on_plan or at >= self._num_ticks:
             return None
-        self._tick += 1
-        return self.program.ticks[self._tick - 1]
+        self._tick = at + 1
+        return self._ticks[at]
 
     def _act(self, action: Action) -> None:
         if self.log is None:
@@ -476,6 +480,9 @@ def rerun(recipe: Recipe, values: Sequence[int], *, in_place: bool, see: Callabl
 
 def bring(cell: Cell, see: Callable[[torch.Tensor | None], None] = lambda tensor: None) -> torch.Tensor:
     """The data of a cell, whatever it takes. What is brought along the way is let go after its last reader."""
+    if cell.data is not None:
+        cell.arrive()
+        return cell.data
     order = _makers(cell)
     brought = {id(wanted) for wanted in order if wanted.data is None}
     num_readers: dict[int, int] = {}

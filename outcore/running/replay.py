@@ -272,6 +272,10 @@ def outputs_of(
     func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The tensors an op made: those on storages of their own, and the arguments it wrote into."""
+    if type(result) is torch.Tensor and not kwargs and result.layout is torch.strided and not writes_unsaid(func):
+        plain = _outputs_of_plain(func, args, result)
+        if plain is not None:
+            return plain
     asked = [args[index] for index in tensor_args(func) if index < len(args)]
     everything = [tensor for tensor in tensors_in((*asked, *kwargs.values())) if tensor.layout is torch.strided]
     given = {tensor.untyped_storage()._cdata for tensor in everything}
@@ -288,6 +292,21 @@ def outputs_of(
     written = [args[index] for index in written_args(func) if index < len(args)]
     written += [kwargs[name] for name in out_names(func) if name in kwargs]
     return fresh, [tensor for tensor in tensors_in(written) if tensor.layout is torch.strided]
+
+
+def _outputs_of_plain(
+    func: OpOverload, args: Sequence[Any], result: torch.Tensor
+) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+    """The same where one tensor was made from tensors: most ops, and this is asked for each of them."""
+    storage, is_fresh = result.untyped_storage()._cdata, True
+    for index in tensor_args(func):
+        arg = args[index] if index < len(args) else None
+        if isinstance(arg, torch.Tensor) and arg.layout is torch.strided:
+            is_fresh = is_fresh and arg.untyped_storage()._cdata != storage
+        elif arg is not None:
+            return None
+    written = written_args(func)
+    return [result] if is_fresh else [], [args[index] for index in written if index < len(args)] if written else []
 
 
 @cache
@@ -390,15 +409,24 @@ _ABOVE = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.Di
 )
 
 
-@contextmanager
-def below_everything() -> Iterator[None]:
-    """Below autograd, autocast and modes: where kernels are."""
-    with (
-        torch._C._DisableTorchDispatch(),
-        torch._C._AutoDispatchBelowAutograd(),
-        torch._C._ExcludeDispatchKeyGuard(_ABOVE),
-    ):
-        yield
+class below_everything:
+    """Below autograd, autocast and modes: where kernels are. A class, since a generator would take longer than most of
+    what is done inside."""
+
+    __slots__ = ("guards",)
+
+    def __enter__(self) -> None:
+        self.guards = (
+            torch._C._DisableTorchDispatch(),
+            torch._C._AutoDispatchBelowAutograd(),
+            torch._C._ExcludeDispatchKeyGuard(_ABOVE),
+        )
+        for guard in self.guards:
+            guard.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        for guard in reversed(self.guards):
+            guard.__exit__(*error)
 
 
 def refuse_changed(cell: Cell, func: OpOverload) -> None:
