@@ -129,6 +129,7 @@ def run_method(
 
     gc.collect()
     torch.cuda.empty_cache()
+    torch._C._host_emptyCache()  # a peer's pinned memory is not there for the next one otherwise
     torch.cuda.reset_peak_memory_stats()
     return row
 

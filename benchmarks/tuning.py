@@ -270,6 +270,8 @@ def _verdict(name: str, memory: str, found: Curve) -> Row:
     """Does a batch beyond in-core pay?"""
     rates = {p.micro_batch: p.micro_batch / p.measured_step_s for p in found.points if p.measured_step_s is not None}
     edge = found.largest_in_core
+    if edge not in rates:
+        return {"network": name, "memory": memory, "what": "verdict", "error": "not reached in time"}
     beyond = [batch for batch in rates if batch > edge]
     best = max(beyond, key=lambda batch: rates[batch], default=edge)
     return {

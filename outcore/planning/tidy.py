@@ -17,7 +17,8 @@ from outcore.planning.terrain import terrain_of
 from outcore.values import Machine, Plan, Trace
 
 RESTART_S = 0.02  # what one start over costs, about, on an H200
-DRAW_WORK = 250_000  # neighbours drawn x (ops + ticks): a few seconds
+DRAW_WORK = 600_000  # neighbours drawn x (ops + ticks): a few seconds
+MOST_DRAWS = 400
 NEAR = 2e-3  # as fast as the plan was: good enough
 
 
@@ -39,7 +40,8 @@ def tidy(trace: Trace, machine: Machine, plan: Plan, memory_bytes: int) -> Tidie
     terrain, budget = terrain_of(trace), plan.budget
     best, flips = score(terrain, machine, budget, plan.decisions), Flips(terrain, budget)
     best_s, enough_s = best.step_s + _restarts_s(trace, machine, plan, memory_bytes), best.step_s * (1 + NEAR)
-    for _ in range(DRAW_WORK // trace.num_slots if plan.planner == "hybrid" else 0):
+    num_draws = min(MOST_DRAWS, DRAW_WORK // trace.num_slots) if plan.planner == "hybrid" else 0
+    for _ in range(num_draws):
         if best_s <= enough_s:
             break
         changed = flips.draw(best)
