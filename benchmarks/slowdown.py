@@ -129,7 +129,8 @@ def run_method(
 
     gc.collect()
     torch.cuda.empty_cache()
-    torch._C._host_emptyCache()  # a peer's pinned memory is not there for the next one otherwise
+    if hasattr(torch._C, "_host_emptyCache"):  # a peer's pinned memory is not there for the next one otherwise
+        torch._C._host_emptyCache()
     torch.cuda.reset_peak_memory_stats()
     return row
 
