@@ -58,7 +58,9 @@ def offload_activations(network: Network) -> Around:
     return OffloadActivations  # type: ignore[no-any-return]
 
 
-def training_step(network: Network, around: Around, optimizer: torch.optim.Optimizer, *, ours: bool) -> Tensor:
+def training_step(
+    network: Network, around: Around, optimizer: torch.optim.Optimizer, *, ours: bool, wait: bool = True
+) -> Tensor:
     """One whole step, and waits for it. Peers wrap the forward alone, ours the backward too."""
     with around():
         loss = network.loss()
@@ -68,7 +70,8 @@ def training_step(network: Network, around: Around, optimizer: torch.optim.Optim
         loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    torch.cuda.synchronize()
+    if wait:
+        torch.cuda.synchronize()
     return loss.detach()
 
 
