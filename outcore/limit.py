@@ -327,11 +327,12 @@ class Limited:
 
     def _make_plan(self, kind: Kind, before_bytes: int) -> None:
         assert kind.trace is not None
+        grown = kind.plan is not None and before_bytes > kind.plan.before_bytes + MIB
         if kind.plan is not None:  # what lies around between steps may come and go: plan for the most
             before_bytes = max(before_bytes, kind.plan.before_bytes)
         if self._tries_rooms:
             torch.cuda.empty_cache()  # what the allocator reserves from here on is the plan's own doing
-            if kind.room is None or before_bytes > kind.trace.before_bytes + MIB:
+            if kind.room is None or grown:
                 kind.room = Room(self.budget.device_bytes)
             kind.room.begin()
         trace = kind.trace = dataclasses.replace(kind.trace, before_bytes=before_bytes)
@@ -377,7 +378,8 @@ class Limited:
             if found is not None or room.attempts:
                 return found
         largest = int(memory_bytes * (1 - margin))
-        rooms = [largest] if room is None else [room.room_bytes] if room.attempts else [room.room_bytes, largest]
+        is_first = room is not None and not room.attempts and not room.crowded
+        rooms = [largest] if room is None else [room.room_bytes, largest] if is_first else [room.room_bytes]
         for room_bytes in rooms:
             try:
                 made = plan_in(room_bytes)
@@ -434,11 +436,13 @@ class Limited:
     def _correct_pace(self, kind: Kind) -> None:
         """Ops timed one by one run at a better clock than a whole step of them: Llama's add up to 4 % less on an H200.
         What the plan's own steps took corrects them all by one factor, and so the prediction for the steps to come."""
-        assert kind.room is not None
-        if not kind.room.attempts or kind.room.best.num_restarts or kind.trace is None or kind.predicted is None:
+        room = kind.room
+        assert room is not None
+        if room.is_paced or not room.attempts or room.best.num_restarts or kind.trace is None or kind.predicted is None:
             return
+        room.is_paced = True
         waited_s = kind.predicted.stall_s
-        pace = (kind.room.best.step_s - waited_s) / max(kind.predicted.step_s - waited_s, 1e-9)
+        pace = (room.best.step_s - waited_s) / max(kind.predicted.step_s - waited_s, 1e-9)
         if not 1 < pace < MOST_PACE:  # otherwise something else is wrong, and should be seen
             return
         ops = tuple(
@@ -453,6 +457,7 @@ class Limited:
             predicted_step_s=kind.predicted.step_s,
             in_core_step_s=pace * kind.plan.in_core_step_s,
         )
+        room.keep_best((kind.plan, kind.schedule, kind.predicted, kind.program))
 
     def _ran_out(self, kind: Kind | None) -> None:
         """A step ran out of memory: no plan of this size again."""

@@ -45,7 +45,8 @@ def mapped(trace: Trace, schedule: Schedule, budget_bytes: int, aside: Collectio
     device = Device(int(USED_SHARE * budget_bytes))
     restarts = [0]
     try:
-        device.take("before", trace.before_bytes)
+        if trace.before_bytes >= SMALL_BYTES:
+            device.take("before", trace.before_bytes)
         for _ in range(NUM_STEPS):
             for kind, who, num_bytes in events:
                 if kind == "give":

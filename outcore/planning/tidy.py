@@ -24,7 +24,7 @@ NEAR = 2e-3  # as fast as the plan was: good enough
 
 @dataclass(frozen=True)
 class Tidied:
-    """A plan, and what its steps should take, the allocator's own time included."""
+    """A plan, and what its steps should take, the allocator's own time included; infinite where memory runs out."""
 
     plan: Plan
     step_s: float
@@ -40,8 +40,8 @@ def tidy(trace: Trace, machine: Machine, plan: Plan, memory_bytes: int) -> Tidie
     terrain, budget = terrain_of(trace), plan.budget
     best, flips = score(terrain, machine, budget, plan.decisions), Flips(terrain, budget)
     best_s, enough_s = best.step_s + _restarts_s(trace, machine, plan, memory_bytes), best.step_s * (1 + NEAR)
-    num_draws = min(MOST_DRAWS, DRAW_WORK // trace.num_slots) if plan.planner == "hybrid" else 0
-    for _ in range(num_draws):
+    can_draw = plan.planner == "hybrid" and terrain.evictable
+    for _ in range(min(MOST_DRAWS, DRAW_WORK // trace.num_slots) if can_draw else 0):
         if best_s <= enough_s:
             break
         changed = flips.draw(best)

@@ -305,8 +305,8 @@ def _outputs_of_plain(
             is_fresh = is_fresh and arg.untyped_storage()._cdata != storage
         elif arg is not None:
             return None
-    written = written_args(func)
-    return [result] if is_fresh else [], [args[index] for index in written if index < len(args)] if written else []
+    written = [args[index] for index in written_args(func) if index < len(args) and args[index] is not None]
+    return [result] if is_fresh else [], written
 
 
 @cache
@@ -409,24 +409,16 @@ _ABOVE = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.Di
 )
 
 
-class below_everything:
-    """Below autograd, autocast and modes: where kernels are. A class, since a generator would take longer than most of
-    what is done inside."""
-
-    __slots__ = ("guards",)
-
-    def __enter__(self) -> None:
-        self.guards = (
-            torch._C._DisableTorchDispatch(),
-            torch._C._AutoDispatchBelowAutograd(),
-            torch._C._ExcludeDispatchKeyGuard(_ABOVE),
-        )
-        for guard in self.guards:
-            guard.__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: object) -> None:
-        for guard in reversed(self.guards):
-            guard.__exit__(*error)
+@contextmanager
+def below_everything() -> Iterator[None]:
+    """Below autograd, autocast and modes: where kernels are. By `with` alone: an interrupt between two lines of ours
+    would leave a guard on."""
+    with (
+        torch._C._DisableTorchDispatch(),
+        torch._C._AutoDispatchBelowAutograd(),
+        torch._C._ExcludeDispatchKeyGuard(_ABOVE),
+    ):
+        yield
 
 
 def refuse_changed(cell: Cell, func: OpOverload) -> None:

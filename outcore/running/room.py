@@ -11,9 +11,10 @@ restarts a room never changes: what could be gained is a percent, what could be 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outcore.errors import BudgetTooSmall
@@ -44,12 +45,14 @@ class Attempt:
 @dataclass
 class Room:
     """The part of `memory_bytes` that plans may use. `settled`: no other will be tried. `again`: the next plan is for
-    the same room. `crowded`: the allocator had to start over in a plan's steps, or ran out."""
+    the same room. `is_paced`: predictions were corrected by what was measured. `crowded`: the allocator had to start
+    over in a plan's steps, or ran out."""
 
     memory_bytes: int
     room_bytes: int = 0
     settled: bool = False
     again: bool = False
+    is_paced: bool = False
     crowded: bool = False
     attempts: list[Attempt] = field(default_factory=list)
     _looked: dict[int, Tidied] = field(default_factory=dict)
@@ -64,6 +67,10 @@ class Room:
     def best(self) -> Attempt:
         return min(self.attempts, key=lambda attempt: attempt.step_s)
 
+    def keep_best(self, made: Any) -> None:
+        """The best plan in other words."""
+        self.attempts[self.attempts.index(self.best)] = replace(self.best, made=made)
+
     def is_hopeless(self, predicted_s: float) -> bool:
         """Whether a plan cannot beat what was measured already, even if everything goes as predicted."""
         return bool(self.attempts) and predicted_s >= self.best.step_s
@@ -71,23 +78,39 @@ class Room:
     def another(self, look: Callable[[int], Tidied]) -> Plan | None:
         """The next plan to try, and `room_bytes` for it. None: no room is left that could be faster. `look` plans for a
         room and asks the model of the allocator."""
-        tried = {attempt.room_bytes for attempt in self.attempts}
-        room, left = self._largest_bytes, dict[int, Tidied]()
-        while room >= LEAST_SHARE * self.memory_bytes and len(left) < NUM_LOOKS:
-            if room not in tried:
-                try:
-                    seen = self._looked[room] = self._looked.get(room) or look(room)
-                except BudgetTooSmall:
-                    break
-                if not self.is_hopeless(seen.plan.predicted_step_s):
-                    left[room] = seen
-                    if not seen.restarts:
-                        break
-            room -= int(LOOK_SHARE * self.memory_bytes)
-        if not left:
+        left = self._untried(look)
+        known = {room: seen for room, seen in left.items() if seen.step_s < math.inf}
+        if known:
+            self.room_bytes = min(known, key=lambda room: known[room].step_s)
+            return known[self.room_bytes].plan
+        # The model runs out of memory everywhere: it knows too little of this step. Down, as after running out.
+        lowest = min((attempt.room_bytes for attempt in self.attempts), default=self._largest_bytes)
+        smaller = [room for room in left if room <= lowest - 0.9 * SHRINK_SHARE * self.memory_bytes]
+        if not smaller:
             return None
-        self.room_bytes = min(left, key=lambda room: left[room].step_s)
+        self.room_bytes = max(smaller)
         return left[self.room_bytes].plan
+
+    def _untried(self, look: Callable[[int], Tidied]) -> dict[int, Tidied]:
+        """Rooms that could be faster than what was measured, from the largest down to the first without restarts."""
+        tried = {attempt.room_bytes for attempt in self.attempts[1:]}  # the first was not planned for a crowd
+        room, found, num_looks, num_known = self._largest_bytes, dict[int, Tidied](), 0, 0
+        while room >= LEAST_SHARE * self.memory_bytes and num_looks < NUM_LOOKS and num_known < NUM_LOOKS:
+            if room not in tried:
+                if room not in self._looked:
+                    num_looks += 1
+                    try:
+                        self._looked[room] = look(room)
+                    except BudgetTooSmall:
+                        break
+                if self.is_hopeless(self._looked[room].plan.predicted_step_s):
+                    break  # smaller ones are slower
+                found[room] = self._looked[room]
+                num_known += found[room].step_s < math.inf
+                if not found[room].restarts:
+                    break
+            room -= int(LOOK_SHARE * self.memory_bytes)
+        return found
 
     def begin(self) -> None:
         """A new plan is about to be followed."""
@@ -110,6 +133,8 @@ class Room:
         self.attempts.append(Attempt(self.room_bytes, step_s, num_restarts, reserved_bytes, made))
         if len(self.attempts) < NUM_ATTEMPTS and (again or num_restarts > 0):
             self.again = again
+            if again:
+                self._looked.clear()  # copies are slower than was thought then
             return True
         self.settle()
         return False

@@ -32,7 +32,7 @@ ALIGN_BYTES = 4096
 class PinnedSlab:
     """One registered piece of host memory."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, device: torch.device | None = None) -> None:
         self.map = mmap.mmap(-1, num_bytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self.map.madvise(mmap.MADV_HUGEPAGE)  # 512 times fewer pages to fault in and to pin
@@ -42,7 +42,7 @@ class PinnedSlab:
         self.given: deque[tuple[int, int]] = deque()  # returned, perhaps in the middle of a `take`
         if pin(self.bytes.data_ptr(), num_bytes):
             # Also where nobody closes it: memory that is unmapped but still registered can never be registered again.
-            self._unpin: weakref.finalize[..., PinnedSlab] | None = weakref.finalize(self, _unpin, self.bytes)
+            self._unpin: weakref.finalize[..., PinnedSlab] | None = weakref.finalize(self, _unpin, self.bytes, device)
             self._unpin.atexit = False
         else:
             self._unpin = None
@@ -143,7 +143,7 @@ class Store:
 
     def _add_slab(self, num_bytes: int) -> PinnedSlab:
         page = 2 * 1024 * 1024
-        self.slabs.append(PinnedSlab(-(-num_bytes // page) * page))
+        self.slabs.append(PinnedSlab(-(-num_bytes // page) * page, self.device))
         return self.slabs[-1]
 
     def _take(self, num_bytes: int, tiers: tuple[str, ...]) -> Parcel | None:
@@ -283,9 +283,11 @@ class Store:
         self.slabs, self.file, self._lanes = [], None, {}
 
 
-def _unpin(host: torch.Tensor) -> None:
-    torch.cuda.synchronize()  # a copy may be on its way
-    unpin(host.data_ptr())
+def _unpin(host: torch.Tensor, device: torch.device | None) -> None:
+    try:
+        torch.cuda.synchronize(device)  # a copy may be on its way
+    finally:
+        unpin(host.data_ptr())
 
 
 def _close_lanes(lanes: tuple[DiskLane, ...]) -> None:

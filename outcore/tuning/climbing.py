@@ -18,6 +18,8 @@ import math
 import time
 from dataclasses import dataclass
 
+import torch
+
 from outcore.errors import BudgetTooSmall, TuningError
 from outcore.tuning.probing import BUSY_S, Bench, Measured, Tell
 from outcore.tuning.scaling import BEND, Family, Recorded, difference
@@ -66,7 +68,11 @@ class Climb:
 
     def run(self, family: Family, batch: int) -> bool:
         """Real steps of a batch that is in-core, which is not recorded; whether they did what was expected."""
-        found = self.bench.confirm(self.bench.planned(family).at(batch))
+        try:
+            found = self.bench.confirm(self.bench.planned(family).at(batch))
+        except (torch.OutOfMemoryError, BudgetTooSmall):
+            self.largest = batch - 1
+            return False
         if found.followed:
             bisect.insort(self.measured, found, key=lambda measured: measured.batch)
         return found.followed
@@ -84,7 +90,7 @@ def climb(bench: Bench, largest: int, tell: Tell) -> Climb:
         try:
             found.measured.append(bench.record(batch))
         except BudgetTooSmall:
-            found.largest = batch - 1
+            found.largest = (found.measured[-1].batch + batch) // 2
     found.measured[-2:] = bench.time_again(found.measured[-2:])
     _reach(found, tell)
     return found

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -135,6 +136,10 @@ class Bench:
             while plan is None and not ooc.settled and time.perf_counter() < end_s:
                 self._step(ooc, data)
             return self._watched(ooc, batch, data, times_ops=predicted.point.in_core and self.device.type == "cuda")
+        except torch.OutOfMemoryError as error:
+            traceback.clear_frames(error.__traceback__)  # they hold the step's graph, and that what was swapped
+            gc.collect()
+            raise
         finally:
             ooc.close()
             self._tidy()

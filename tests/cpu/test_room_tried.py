@@ -162,3 +162,44 @@ def test_bystanders_go_aside_once_the_allocator_had_to_start_over(monkeypatch: p
     assert room.attempts[1].made[3].aside
     assert any(moved)
     ooc.close()
+
+
+def test_memory_that_creeps_is_planned_for_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A little less than a MiB a step: a plan seen earlier was made for less memory around it than there is by now."""
+    always_restarts(monkeypatch)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[part for _ in range(12) for part in (nn.Linear(512, 512), nn.Tanh())])
+    x, ooc = torch.randn(4096, 512), limit(model, 120 * MIB)
+    ooc._tries_rooms = True
+    really, extra = ooc._before_bytes, [0]
+    monkeypatch.setattr(ooc, "_before_bytes", lambda inputs: really(inputs) + extra[0])
+    for step in range(26):
+        if step > 7:
+            extra[0] += int(0.9 * MIB)
+        with ooc.step():
+            model(x).sum().backward()
+        model.zero_grad()
+        if ooc.plan is not None:
+            assert ooc.plan.before_bytes + MIB >= really((x,)) + extra[0]
+    ooc.close()
+
+
+def test_seconds_are_corrected_once_however_often_the_best_plan_is_gone_back_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory_bytes = int(0.8 * roomy_bytes())
+    model, loss_of = build("resnet")
+    ooc = limit(model, memory_bytes)
+    ooc._tries_rooms = True
+    train(model, loss_of, ooc, 12)
+    assert ooc.settled
+    (kind,) = ooc.kinds.values()
+    assert kind.room is not None
+    assert kind.trace is not None
+    before_s = sum(op.seconds for op in kind.trace.ops)
+    plan = kind.plan
+    for _ in range(3):
+        ooc._go_back(kind)
+    assert sum(op.seconds for op in kind.trace.ops) == before_s
+    assert kind.plan is plan
+    ooc.close()

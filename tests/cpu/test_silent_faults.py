@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from outcore.errors import BudgetTooSmall, OutcoreError, ReplayError
 from outcore.limit import limit
+from outcore.running import replay
 
 
 def gradients(model: nn.Module, loss_of: Callable[[int], Tensor], ooc: Any, num_steps: int = 4) -> list[Tensor]:
@@ -221,3 +223,53 @@ def test_a_given_plan_must_fit_the_budget() -> None:
     with pytest.raises(BudgetTooSmall):
         gradients(model, loss_of, ooc, 2)
     ooc.close()
+
+
+@pytest.mark.parametrize("line", range(1, 9))
+def test_an_interrupt_below_everything_leaves_autograd_on(line: int) -> None:
+    """Ctrl-C may come between any two lines of ours, and a notebook goes on after it."""
+    lines_left = [line]
+
+    def interrupt(frame: Any, event: str, arg: Any) -> Any:
+        if frame.f_code.co_filename != replay.__file__:
+            return None
+        if event == "line":
+            lines_left[0] -= 1
+            if not lines_left[0]:
+                raise KeyboardInterrupt
+        return interrupt
+
+    sys.settrace(interrupt)
+    try:
+        with replay.below_everything():
+            pass
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    assert (2 * torch.ones(3, requires_grad=True)).requires_grad
+
+
+def test_an_argument_that_may_be_written_may_also_be_missing() -> None:
+    library = torch.library.Library("outcore_test", "DEF")
+    library.define("scaled(Tensor x, Tensor(a!)? count, float by) -> Tensor")
+    library.impl("scaled", lambda x, count, by: x * by, "CPU")
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            found: Tensor = torch.ops.outcore_test.scaled(x, None, 2.0)
+            return found
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return 2 * gradient
+
+    linear = nn.Linear(256, 256)
+
+    def loss_of(step: int) -> Tensor:
+        hidden = torch.relu(linear(data(step, 512, 256)))
+        loss: Tensor = linear(Scaled.apply(hidden)).sum()  # type: ignore[no-untyped-call]
+        return loss
+
+    assert_same(linear, loss_of)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 
 from outcore.planning import plan
-from outcore.tuning import probing
+from outcore.tuning import batches, probing
 from outcore.tuning.climbing import climb
 from outcore.tuning.curve import Predicted
 from outcore.tuning.probing import Bench, Measured
@@ -168,3 +171,33 @@ def test_ops_that_were_not_timed_keep_the_seconds_expected_of_them(folder: str) 
     assert [op.seconds for op in found.trace.ops] == pytest.approx(expected_s)
     ooc.close()
     bench.close()
+
+
+def test_a_second_look_that_runs_out_of_memory_leaves_the_first(monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+    """What the failed step swapped is held by its traceback: closing must not stumble over it."""
+    roomy = bench_of("convnet", "1GiB", folder)
+    family = small_family(roomy)
+    in_core_bytes = roomy.planned(family).in_core_bytes(BATCH)
+    roomy.close()
+    tight = bench_of("convnet", int(0.75 * in_core_bytes), folder)
+    tight.warm_up(4)
+    restarts, really, looks_again = itertools.count(), Bench._confirmed, [False]
+    monkeypatch.setattr(probing, "count_restarts", lambda device: next(restarts))
+
+    def confirmed(self: Bench, predicted: Predicted, plan: Plan | None) -> Measured:
+        looks_again[0] = plan is None
+        return really(self, predicted, plan)
+
+    def loss_of(*args: Any) -> torch.Tensor:
+        loss = batches.loss_of(*args)
+        if looks_again[0]:
+            raise torch.OutOfMemoryError("pretend: the device is full")
+        return loss
+
+    monkeypatch.setattr(Bench, "_confirmed", confirmed)
+    monkeypatch.setattr(probing, "loss_of", loss_of)
+    beyond = tight.planned(family).at(BATCH)
+    assert not beyond.point.in_core
+    assert tight.confirm(beyond).step_s > 0
+    assert looks_again[0]
+    tight.close()

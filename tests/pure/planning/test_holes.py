@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from outcore.planning import lower, plan, simulate, verify
 from outcore.planning import tidy as tidying
 from outcore.planning.holes import PAGE_BYTES, Device, Mapped, allocations, mapped
+from outcore.planning.terrain import terrain_of
 from outcore.planning.tidy import RESTART_S, tidy
 from outcore.units import GIB, MIB
 from outcore.values import Budget, Machine, Plan, Trace
@@ -153,3 +154,14 @@ def test_where_every_plan_restarts_the_fastest_stays(monkeypatch: pytest.MonkeyP
     assert found.restarts
     assert found.step_s == pytest.approx(found.plan.predicted_step_s + RESTART_S)
     assert found.plan.predicted_step_s <= made.predicted_step_s
+
+
+def test_a_plan_that_leaves_nothing_to_decide_is_left_as_it_is() -> None:
+    large = large_chain()
+    storages = tuple(replace(storage, movable=False) for storage in large.storages)
+    trace = replace(large, storages=storages, before_bytes=0)
+    made = planned(trace, 10**9)
+    assert not terrain_of(trace).evictable
+    found = tidy(trace, MACHINE, made, 100 * MIB)
+    assert found.plan.decisions == made.decisions
+    assert found.step_s > made.predicted_step_s

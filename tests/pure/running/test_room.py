@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 
 from outcore.errors import BudgetTooSmall
@@ -109,6 +111,61 @@ def test_no_more_rooms_are_planned_for_than_one_can_wait_for() -> None:
     assert len(looked) == NUM_LOOKS  # nothing was tried in between: what was seen still holds
 
 
+def test_a_room_in_which_the_model_runs_out_is_never_chosen() -> None:
+    def look(room_bytes: int) -> Tidied:
+        return Tidied(plan_in(room_bytes), math.inf if room_bytes > 0.85 * MEMORY_BYTES else 0.1)
+
+    room = Room(MEMORY_BYTES, crowded=True)
+    room.another(look)
+    follow(room, 1.0, 1)
+    room.judge("first")
+    assert room.another(look) is not None
+    assert room.room_bytes <= 0.85 * MEMORY_BYTES
+
+
+def test_where_the_model_runs_out_everywhere_rooms_shrink_as_they_always_did() -> None:
+    room, rooms = Room(MEMORY_BYTES), []
+    while True:
+        follow(room, 1.0, 1)
+        rooms.append(room.room_bytes / MEMORY_BYTES)
+        if not room.judge("made") or room.another(lambda size: Tidied(plan_in(size), math.inf)) is None:
+            break
+    assert len(rooms) == NUM_ATTEMPTS
+    assert all(abs(before - after - 0.04) < 0.001 for before, after in itertools.pairwise(rooms))
+
+
+def test_looking_ends_at_the_first_room_that_cannot_be_faster() -> None:
+    looked: list[int] = []
+
+    def look(room_bytes: int) -> Tidied:
+        looked.append(room_bytes)
+        return Tidied(plan_in(room_bytes, predicted_s=2.0), 2.0)
+
+    room = Room(MEMORY_BYTES)
+    follow(room, 1.0, 1)
+    assert room.judge("first")
+    assert room.another(look) is None
+    assert len(looked) == 1
+
+
+def test_what_was_seen_is_forgotten_when_copies_turn_out_slower() -> None:
+    looked: list[int] = []
+
+    def look(room_bytes: int) -> Tidied:
+        looked.append(room_bytes)
+        return crowded(room_bytes)
+
+    room = Room(MEMORY_BYTES, crowded=True)
+    room.another(look)
+    num_looked = len(looked)
+    follow(room, 1.0, 0)
+    assert room.judge("first", again=True)
+    assert room.again
+    room.again = False
+    room.another(look)
+    assert len(looked) > num_looked
+
+
 def test_rooms_too_small_to_plan_in_end_the_looking() -> None:
     def look(room_bytes: int) -> Tidied:
         if room_bytes < 0.93 * MEMORY_BYTES:
@@ -131,7 +188,7 @@ def test_a_room_that_ran_out_is_followed_by_smaller_ones_only() -> None:
     assert room.room_bytes < FIRST_SHARE * MEMORY_BYTES
 
 
-def test_a_room_never_grows() -> None:
+def test_a_room_without_restarts_never_changes() -> None:
     room = settle(lambda share: (2.0 - share, 0, share + 0.005))
     assert abs(room.room_bytes / MEMORY_BYTES - FIRST_SHARE) < 1e-6
 
