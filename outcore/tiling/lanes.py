@@ -10,13 +10,13 @@ not.
 from __future__ import annotations
 
 import ctypes
-from contextlib import suppress
 from functools import cache
 from typing import Any
 
 import torch
 
 from outcore.errors import TilingError
+from outcore.pinning import pin, unpin
 from outcore.tiling.operands import Span, Store, TensorStore, is_file_mapping
 from outcore.tiling.streams import CudaStream, Stream, ThreadStream
 from outcore.tiling.tiles import SHORTEST_ROW_BYTES
@@ -254,10 +254,6 @@ def _pitch(tensor: torch.Tensor) -> int:
     return tensor.stride(0) if tensor.shape[0] > 1 else max(tensor.stride(0), tensor.shape[1])
 
 
-def _cudart() -> Any:
-    return torch.cuda.cudart()
-
-
 class Pins:
     """Page-locks tensors in place for as long as it is open, and counts what could not be locked."""
 
@@ -273,10 +269,8 @@ class Pins:
         if is_file_mapping(tensor):
             return False
         storage = tensor.untyped_storage()
-        status = _cudart().cudaHostRegister(storage.data_ptr(), storage.nbytes(), 1)
-        if int(status) != 0:
+        if not pin(storage.data_ptr(), storage.nbytes()):
             self.num_failed += 1
-            _clear_last_error()
             return False
         self._locked.append(tensor)
         self.locked_bytes += storage.nbytes()
@@ -284,19 +278,10 @@ class Pins:
 
     def close(self) -> None:
         while self._locked:
-            _cudart().cudaHostUnregister(self._locked.pop().untyped_storage().data_ptr())
+            unpin(self._locked.pop().untyped_storage().data_ptr())
 
     def __enter__(self) -> Pins:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _clear_last_error() -> None:
-    """A refused registration leaves its code behind in the runtime, where the next kernel launch would trip over it."""
-    if cuda_runtime() is not None:
-        cuda_runtime().cudaGetLastError()
-        return
-    with suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
