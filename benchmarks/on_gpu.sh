@@ -51,7 +51,7 @@ for part in "${@:-check}"; do
             --methods in-core,checkpoint,selective,hybrid --out "$out/fit.json"
         ;;
     cores)
-        run elastic 280 python benchmarks/elastic.py --data "$data/mnist" --only messages,levels,scaling,partition \
+        run elastic 290 python benchmarks/elastic.py --data "$data/mnist" --only messages,levels,scaling,partition \
             --out "$out/elastic.json"
         ;;
     matmul)
