@@ -61,13 +61,13 @@ def replayed(path: Path, cap_bytes: int) -> str:
     device, restarts = Device(cap_bytes), []
     for part in (False, True):
         there = sum(size for what, _, size, stream in events if what == "there" and bool(stream) == part)
-        device.take(("there", part), there, part=part)
+        device.take(("there", part), there, aside=part)
     for step in range(NUM_STEPS):
         before, owners = device.num_restarts, dict[int, object]()
         for at, (what, address, size, stream) in enumerate(events):
             if what == "alloc" and size >= SMALL_BYTES:
                 owners[address] = step, at
-                device.take((step, at), size, part=bool(stream))
+                device.take((step, at), size, aside=bool(stream))
             elif what == "free_completed":
                 device.give(owners.pop(address, None))
         for owner in owners.values():

@@ -2,7 +2,7 @@
 # Everything that needs a GPU machine, in parts with a time limit each, in the order in which a doubt should stop it:
 #
 #   bash benchmarks/on_gpu.sh check speed peers fit cores matmul tuning accuracy
-#   seconds, about:           160   330   170   130 280   100    290    130
+#   seconds, about:           160   330   170   130 290   100    290    130
 #
 # Results and logs go to $OUT (default: benchmarks/results), one file a part. `cores` uses all CPU cores, the others but
 # `check` the whole GPU: run nothing beside them. MNIST and CIFAR-10 are looked for in $DATA (default: .carry).
@@ -59,7 +59,7 @@ for part in "${@:-check}"; do
             --out "$out/matmul.json"
         ;;
     tuning)
-        run tuning 290 python -m benchmarks.tuning --only headline,curve,choice --networks resnet50,vit_b --limit-s 35 \
+        run tuning 290 python -m benchmarks.tuning --only curve,choice --networks resnet50,vit_b --limit-s 35 \
             --out "$out/tuning.json"
         ;;
     accuracy)

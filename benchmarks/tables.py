@@ -294,13 +294,18 @@ def draw(found: list[Result], plot: Path) -> bool:
 
 def _draw_panel(panel: Any, network: str, rows: list[Row]) -> None:
     named: set[str] = set()  # a method measured several times has its name once
+    most_gib = max(row["peak_gib"] for row in rows)
     for row in rows:
         ours = row["method"] in OURS
         x_gib, y_percent = row["peak_gib"], 100 * row["slowdown"]
         panel.plot([x_gib], [y_percent], "o" if ours else "x", color="#2f6fde" if ours else "#808890")
         label = "" if row["method"] in named else row["method"]
         named.add(label)
-        panel.annotate(label, (x_gib, y_percent), textcoords="offset points", xytext=(5, 4), fontsize=7)
+        side, shift = ("right", -5) if x_gib > 0.7 * most_gib else ("left", 5)  # names stay inside the panel
+        near = [other for other in rows if 0 < other["peak_gib"] - x_gib < 0.3 * most_gib]
+        below = any(abs(100 * other["slowdown"] - y_percent) < 0.1 * y_percent for other in near)
+        place = {"xytext": (shift, -9 if below else 4), "ha": side, "fontsize": 7}
+        panel.annotate(label, (x_gib, y_percent), textcoords="offset points", **place)
     panel.set_title(network, fontsize=10)
     panel.set_xlabel("peak GiB", fontsize=8)
     panel.set_ylabel("step, % over in-core", fontsize=8)

@@ -358,6 +358,7 @@ class Limited:
         self.store.reserve(kind.predicted.host_peak_bytes)
 
     def _plan_for(self, trace: Trace, room: Room | None) -> Plan | None:
+        """None: what was tried already is the best there is."""
         given = self._given_plan
         if given is not None and given.fingerprint == trace.fingerprint:
             self._given_fits = True
@@ -377,9 +378,9 @@ class Limited:
             found = room.another(lambda size: tidy(trace, self.machine, plan_in(size), memory_bytes))
             if found is not None or room.attempts:
                 return found
-        largest = int(memory_bytes * (1 - margin))
-        is_first = room is not None and not room.attempts and not room.crowded
-        rooms = [largest] if room is None else [room.room_bytes, largest] if is_first else [room.room_bytes]
+        rooms = [room.room_bytes] if room is not None else []
+        if room is None or not (room.attempts or room.crowded):
+            rooms.append(int(memory_bytes * (1 - margin)))
         for room_bytes in rooms:
             try:
                 made = plan_in(room_bytes)

@@ -52,7 +52,7 @@ def mapped(trace: Trace, schedule: Schedule, budget_bytes: int, aside: Collectio
                 if kind == "give":
                     device.give(who)
                 elif num_bytes >= SMALL_BYTES:
-                    device.take(who, num_bytes, part=who in aside)
+                    device.take(who, num_bytes, aside=who in aside)
             device.give_all(but="before")  # the gradients, after the optimizer
             restarts.append(device.num_restarts)
     except MemoryError:
@@ -69,8 +69,8 @@ class Device:
         self._rows = (Row(), Row())
         self._owned: dict[object, tuple[Row, int, int]] = {}
 
-    def take(self, who: object, num_bytes: int, *, part: bool = False) -> None:
-        row, num_bytes = self._rows[part], -(-num_bytes // ROUND_BYTES) * ROUND_BYTES
+    def take(self, who: object, num_bytes: int, *, aside: bool = False) -> None:
+        row, num_bytes = self._rows[aside], -(-num_bytes // ROUND_BYTES) * ROUND_BYTES
         address = row.best_fit(num_bytes)
         if address is None:
             address = self._map(row, num_bytes)

@@ -141,8 +141,8 @@ class Kept:
     __slots__ = ("__weakref__", "pack", "run", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, pack: int, run: Any) -> None:
-        self.tensor = tensor if tensor.is_leaf else alias(tensor)  # a leaf has no graph
-        self.version = 0 if tensor.is_inference() else tensor._version
+        self.tensor = alias(tensor)
+        self.version = version_of(self.tensor)
         self.pack = pack
         self.run = run
 

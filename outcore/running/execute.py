@@ -151,7 +151,6 @@ class Execution:
         self.on_plan = True
         self.left_plan_because = ""
         self._tick = 0
-        self._ticks, self._num_ticks = program.ticks, len(program.ticks)
         self._num_ops = 0
         self._cells: dict[int, weakref.ref[Cell]] = {}
         self._recipes: dict[int, weakref.ref[Recipe]] = {}
@@ -189,10 +188,8 @@ class Execution:
                 result = func(*args, **kwargs)
             elif index in program.captured:
                 result = self._capture(index, func, args, kwargs)
-            elif index in program.aside:
-                result = self._call(index, func, args, kwargs)
             else:
-                result = func(*args, **kwargs)
+                result = self._call(index, func, args, kwargs)
         if self.meter is not None:
             self._meter(result)
         return result
@@ -334,11 +331,10 @@ class Execution:
     # -- the schedule's actions ---------------------------------------------------------------------------------------
 
     def _next_tick(self) -> PlannedTick | None:
-        at = self._tick
-        if not self.on_plan or at >= self._num_ticks:
+        if not self.on_plan or self._tick >= len(self.program.ticks):
             return None
-        self._tick = at + 1
-        return self._ticks[at]
+        self._tick += 1
+        return self.program.ticks[self._tick - 1]
 
     def _act(self, action: Action) -> None:
         if self.log is None:

@@ -272,10 +272,6 @@ def outputs_of(
     func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The tensors an op made: those on storages of their own, and the arguments it wrote into."""
-    if type(result) is torch.Tensor and not kwargs and result.layout is torch.strided and not writes_unsaid(func):
-        plain = _outputs_of_plain(func, args, result)
-        if plain is not None:
-            return plain
     asked = [args[index] for index in tensor_args(func) if index < len(args)]
     everything = [tensor for tensor in tensors_in((*asked, *kwargs.values())) if tensor.layout is torch.strided]
     given = {tensor.untyped_storage()._cdata for tensor in everything}
@@ -292,21 +288,6 @@ def outputs_of(
     written = [args[index] for index in written_args(func) if index < len(args)]
     written += [kwargs[name] for name in out_names(func) if name in kwargs]
     return fresh, [tensor for tensor in tensors_in(written) if tensor.layout is torch.strided]
-
-
-def _outputs_of_plain(
-    func: OpOverload, args: Sequence[Any], result: torch.Tensor
-) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
-    """The same where one tensor was made from tensors: most ops, and this is asked for each of them."""
-    storage, is_fresh = result.untyped_storage()._cdata, True
-    for index in tensor_args(func):
-        arg = args[index] if index < len(args) else None
-        if isinstance(arg, torch.Tensor) and arg.layout is torch.strided:
-            is_fresh = is_fresh and arg.untyped_storage()._cdata != storage
-        elif arg is not None:
-            return None
-    written = [args[index] for index in written_args(func) if index < len(args) and args[index] is not None]
-    return [result] if is_fresh else [], written
 
 
 @cache

@@ -1,12 +1,13 @@
 """Measured steps -> how much of a CUDA budget plans may use.
 
 A plan counts what is allocated, a budget also what the allocator has mapped and cannot use: holes. How many there will
-be nobody can tell beforehand. When no hole is long enough and the budget allows no further page, the allocator gives
-every free page back and starts over, which drains the device for 15 ms and more; another plan often costs less than
-that. So the room is found by trying: a plan is followed for a few steps, and where the allocator started over another
-one is tried, as long as it could be faster than the best so far: the largest with which a model of the allocator need
-not start over (`outcore.planning.tidy`), or else the one that loses least by it. The fastest, measured, stays. Without
-restarts a room never changes: what could be gained is a percent, what could be lost is a step that runs out of memory.
+be is known for sure only when a plan was followed. When no hole is long enough and the budget allows no further page,
+the allocator gives every free page back and starts over, which drains the device for 15 ms and more; another plan often
+costs less than that. So the room is found by trying: a plan is followed for a few steps, and where the allocator
+started over another one is tried, as long as it could be faster than the best so far: the largest with which a model of
+the allocator need not start over (`outcore.planning.tidy`), or else the one that loses least by it. The fastest,
+measured, stays. Without restarts a room never changes: what could be gained is a percent, what could be lost is a step
+that runs out of memory.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LARGEST_SHARE = 0.94  # for one that the model of the allocator has seen
 LEAST_SHARE = 0.70
 LOOK_SHARE = 0.02  # between rooms that are looked at
 NUM_LOOKS = 4  # rooms planned for and looked at before one is tried
-SHRINK_SHARE = 0.04  # after a step that ran out of memory
+SHRINK_SHARE = 0.04  # after running out of memory, in a step or in the model
 NUM_ATTEMPTS = 6
 NUM_STEPS = 3  # a plan is followed this long before it is judged; the first step maps memory and does not count
 
