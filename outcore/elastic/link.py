@@ -78,10 +78,6 @@ class CenterLink:
                 if time.monotonic() > end_s:
                     raise ElasticError(f"rank {self._place.rank} reached no centre in {limit_s:g} s: {error}") from None
 
-    @property
-    def is_connected(self) -> bool:
-        return self._group is not None
-
     def begin(self, vector: Tensor, clock: int, alpha: float) -> None:
         """Posts one exchange; it runs in gloo's threads until `finish`."""
         self._adopt()
