@@ -297,7 +297,8 @@ def seconds_to(row: dict[str, Any], target: float) -> float | None:
 
 
 def scaling(bench: Bench) -> Any:
-    """Weak scaling with a core for every worker, and the simulator beside it and beyond."""
+    """Weak scaling with a core for every worker, and the simulator beside it and beyond. The same workers without any
+    exchange show what the machine itself takes: clocks, caches, memory."""
     sizes = [num for num in (1, 2, 4, 8) if num <= bench.num_cores]
     steps = 12 if bench.args.quick else 80
     fields: dict[str, Any] = {
@@ -310,6 +311,8 @@ def scaling(bench: Bench) -> Any:
     }
     trials = [make_trial("sync-easgd", num, join={"level": 3, "period": 4}, **fields) for num in (*sizes, 1)]
     trials += [make_trial("ddp", num, **fields) for num in sizes[1:]]
+    silent: dict[str, Any] = {"level": 3, "period": 10 * steps}
+    trials += [make_trial("sync-easgd", num, name="no exchange", join=silent, **fields) for num in sizes[1:]]
     rows = bench.trials(trials, sizes[-1], max(0, bench.num_cores - sizes[-1]))
     lone = [row for row in (rows[0], rows[len(sizes)]) if not row.get("error")]
     if not lone:
