@@ -41,6 +41,22 @@ class OpMode(TorchDispatchMode):
         return self.listener.op(func, args, kwargs or {})
 
 
+def _dispatch(self: OpMode, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    if self.listener is None or _compiler_is_near():
+        return _careful(self, func, types, args, kwargs)
+    return self.listener.op(func, args, kwargs or {})
+
+
+# PyTorch wraps a mode's method so that torch.compile does not compile it too, and the wrapping costs an op a
+# microsecond or more. Where no compiled function is running there is nothing to keep away.
+_careful: Any = OpMode.__torch_dispatch__
+_frames: Any = torch._C._dynamo.eval_frame
+_compiler_is_near: Any = getattr(_frames, "get_eval_frame_callback", None)
+if _compiler_is_near is not None and hasattr(_frames, "skip_code"):
+    _frames.skip_code(_dispatch.__code__)
+    setattr(OpMode, "__torch_dispatch__", _dispatch)  # noqa: B010
+
+
 class Interception:
     """Hooks set around a step. `on_first` is called when something is saved and nobody listens; it must `listen`."""
 

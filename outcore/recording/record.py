@@ -22,7 +22,7 @@ import torch
 from outcore.recording.intercept import in_backward
 from outcore.running.cells import Cell, Handle, Kept, Marked, check_unchanged, clear_marks, is_plain
 from outcore.running.clock import Clock
-from outcore.running.execute import SMALL_BYTES, bring, op_name, swap_out_now
+from outcore.running.execute import SMALL_BYTES, bring, swap_out_now
 from outcore.running.replay import (
     OpOverload,
     below_everything,
@@ -32,7 +32,7 @@ from outcore.running.replay import (
     outputs_of,
     reads_of,
     replay_kind,
-    scratch_args,
+    signature_of,
     tensors_in,
 )
 from outcore.running.store import Store
@@ -170,7 +170,7 @@ class Recorder:
         index = len(self._ops)
         read = [tensor for tensor in reads_of(func, args, kwargs) if tensor.layout is torch.strided]
         reads = tuple(self._value_of(tensor) for tensor in read)
-        for position in scratch_args(func, args):
+        for position in signature_of(func).scratch(args):
             if isinstance(args[position], torch.Tensor):
                 self._storage_of(args[position])
         plain = all(is_plain(tensor) for tensor in tensors_in((*args, *kwargs.values())))
@@ -194,7 +194,7 @@ class Recorder:
         self._ops.append(
             {
                 "slot": self._slot,
-                "name": op_name(func),
+                "name": signature_of(func).name,
                 "phase": "forward" if forward else "backward",
                 "reads": reads,
                 "writes": tuple(writes),

@@ -46,9 +46,10 @@ class Cell:
         marked.append(weakref.ref(storage))
 
     def hold(self, tensor: torch.Tensor) -> None:
-        self.data = alias(tensor)
-        self.held = state_of(self.data)
-        tensor.untyped_storage().__dict__[_MARK] = weakref.ref(self)
+        data = self.data = alias(tensor)
+        storage = data.untyped_storage()
+        self.held = version_of(data), storage._cdata
+        storage.__dict__[_MARK] = weakref.ref(self)
 
     def let_go(self) -> None:
         """Ends our hold on the device storage. A copy into it that nobody waited for is waited for first."""
@@ -141,8 +142,8 @@ class Kept:
     __slots__ = ("__weakref__", "pack", "run", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, pack: int, run: Any) -> None:
-        self.tensor = alias(tensor)
-        self.version = version_of(self.tensor)
+        kept = self.tensor = tensor if tensor.grad_fn is None else alias(tensor)
+        self.version = 0 if kept.is_inference() else kept._version
         self.pack = pack
         self.run = run
 

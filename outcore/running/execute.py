@@ -13,7 +13,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -34,17 +33,18 @@ from outcore.running.cells import (
 from outcore.running.clock import Clock
 from outcore.running.meter import LiveBytes
 from outcore.running.replay import (
+    Held,
     OpOverload,
     Recipe,
     below_everything,
     capture,
     outputs_of,
+    signature_of,
     tensors_in,
-    writes_unsaid,
 )
 from outcore.running.store import Store
 from outcore.units import format_bytes
-from outcore.values import Action, Schedule, Trace
+from outcore.values import Action, Schedule, Tick, Trace
 
 SMALL_BYTES = 4096  # not worth a copy of its own: kept
 
@@ -52,14 +52,15 @@ SMALL_BYTES = 4096  # not worth a copy of its own: kept
 class PlannedTick:
     """What the hot path needs to know of one tick."""
 
-    __slots__ = ("actions", "decision", "dtype", "is_pack", "needs_cell", "pack", "shape", "value")
+    __slots__ = ("actions", "decision", "dtype", "is_pack", "needs_cell", "number", "pack", "shape", "value")
 
-    def __init__(self, is_pack: bool, pack: int, value: int, shape: tuple[int, ...], dtype: str, decision: str) -> None:
-        self.is_pack = is_pack
-        self.pack = pack
-        self.value = value
-        self.shape = shape
-        self.dtype = getattr(torch, dtype, None)
+    def __init__(self, number: int, tick: Tick, decision: str) -> None:
+        self.number = number
+        self.is_pack = tick.kind == "pack"
+        self.pack = tick.pack
+        self.value = tick.value
+        self.shape = tick.shape
+        self.dtype = getattr(torch, tick.dtype, None)
         self.decision = decision
         self.needs_cell = False
         self.actions: list[Action] = []
@@ -79,15 +80,7 @@ class Program:
         self.fingerprint = trace.fingerprint
         self.schedule = schedule
         self.ticks = [
-            PlannedTick(
-                tick.kind == "pack",
-                tick.pack,
-                tick.value,
-                tick.shape,
-                tick.dtype,
-                schedule.decisions.get(tick.value, ""),
-            )
-            for tick in trace.ticks
+            PlannedTick(number, tick, schedule.decisions.get(tick.value, "")) for number, tick in enumerate(trace.ticks)
         ]
         for action in schedule.actions:
             self.ticks[action.tick].actions.append(action)
@@ -100,7 +93,11 @@ class Program:
         }
         self.last_watched = max((*self.captured, *self.aside), default=-1)
         self.names = [op.name for op in trace.ops[: self.last_watched + 1]]
-        sources = {value for op in self.captured.values() for value in (*op.reads, *op.writes)}
+        written = {trace.values[value].storage for op in self.captured.values() for value in op.writes}
+        reads = {value for op in self.captured.values() for value in op.reads}
+        # Parameters, buffers and inputs that captured ops only read: they are there all along, and need no cell.
+        self.held = {v for v in reads if _is_outside(trace, v) and trace.values[v].storage not in written}
+        sources = reads.union(*(op.writes for op in self.captured.values())) - self.held
         for tick in self.ticks:
             tick.needs_cell = tick.decision in ("swap", "recompute") or tick.value in sources
         self.swapped_bytes = sum(
@@ -150,7 +147,7 @@ class Execution:
         self._stops_watching = meter is None and clock is None and not _is_distributed()
         self.on_plan = True
         self.left_plan_because = ""
-        self._tick = 0
+        self._ticks = iter(program.ticks)
         self._num_ops = 0
         self._cells: dict[int, weakref.ref[Cell]] = {}
         self._recipes: dict[int, weakref.ref[Recipe]] = {}
@@ -167,14 +164,15 @@ class Execution:
     def op(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self.clock is None:
             return self._op(func, args, kwargs)
-        self.timed.append(op_name(func))
+        self.timed.append(signature_of(func).name)
         started = self.clock.start()
         result = self._op(func, args, kwargs)
         self.clock.stop(started)
         return result
 
     def _op(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if writes_unsaid(func):
+        signature = signature_of(func)
+        if signature.writes_unsaid:
             for tensor in tensors_in((*args, *kwargs.values())):
                 forget_cell(tensor)
         index, program = self._num_ops, self.program
@@ -183,7 +181,7 @@ class Execution:
             result = func(*args, **kwargs)
         else:
             self._num_ops = index + 1
-            if op_name(func) != program.names[index]:
+            if signature.name != program.names[index]:
                 self.leave_plan(f"op {index} is {func}, not {program.names[index]}")
                 result = func(*args, **kwargs)
             elif index in program.captured:
@@ -221,8 +219,10 @@ class Execution:
         self._recipes[index] = weakref.ref(recipe)
         return result
 
-    def _source(self, value: int, tensor: torch.Tensor) -> Cell:
-        """The cell a captured op reads. What is not known yet is held: it is outside, or will be saved later."""
+    def _source(self, value: int, tensor: torch.Tensor) -> Cell | Held:
+        """What a captured op reads. What is not known yet is held: it was made unseen, or will be saved later."""
+        if value in self.program.held:
+            return Held(tensor)
         cell = self._find(value)
         if cell is not None and cell_of(tensor) is cell:
             return cell
@@ -244,7 +244,7 @@ class Execution:
     # -- what autograd saves ------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> Handle | Kept:
-        tick = self._next_tick()
+        tick = next(self._ticks, None)
         if tick is None or not tick.is_pack or tensor.dtype is not tick.dtype or tensor.shape != tick.shape:
             if self.on_plan:
                 self.leave_plan(
@@ -295,7 +295,7 @@ class Execution:
         return storage.nbytes() < SMALL_BYTES or storage._cdata in self._outside
 
     def unpack(self, handle: Handle | Kept) -> torch.Tensor:
-        tick = self._next_tick()
+        tick = next(self._ticks, None)
         if self.on_plan and (tick is None or tick.is_pack or tick.pack != handle.pack):
             self.leave_plan(f"autograd asked for saved tensor {handle.pack} out of the planned order")
         if isinstance(handle, Kept):
@@ -319,7 +319,7 @@ class Execution:
         if tensor is None:
             absent = cell.data is None
             if absent and tick is not None:
-                self._note_unplanned(cell)
+                self._note_unplanned(cell, tick.number)
             data = bring(cell, self._see)
             if cell.parcel is None and cell.recipe is None:
                 check_unchanged(cell.held[0], data)
@@ -329,12 +329,6 @@ class Execution:
         return tensor
 
     # -- the schedule's actions ---------------------------------------------------------------------------------------
-
-    def _next_tick(self) -> PlannedTick | None:
-        if not self.on_plan or self._tick >= len(self.program.ticks):
-            return None
-        self._tick += 1
-        return self.program.ticks[self._tick - 1]
 
     def _act(self, action: Action) -> None:
         if self.log is None:
@@ -347,10 +341,10 @@ class Execution:
         if stopwatch is not None:
             stopwatch.stop(started)
 
-    def _note_unplanned(self, cell: Cell) -> None:
+    def _note_unplanned(self, cell: Cell, tick: int) -> None:
         """The schedule should have brought it: the log of what was done must not look like the plan then."""
         if self.log is not None:
-            self.log.append(f"{self._tick - 1} unplanned {cell.value}")
+            self.log.append(f"{tick} unplanned {cell.value}")
 
     def measured_s(self) -> tuple[float, float]:
         """Seconds the compute stream waited for copies, and seconds of reruns. Waits for the device."""
@@ -399,7 +393,7 @@ class Execution:
             return
         for cell in recipe.reads:
             if cell.data is None:
-                self._note_unplanned(cell)
+                self._note_unplanned(cell, action.tick)
                 bring(cell, self._see)
             cell.arrive()
         rerun(recipe, action.values, in_place=action.in_place, see=self._see)
@@ -415,6 +409,7 @@ class Execution:
         if not self.on_plan:
             return
         self.on_plan = False
+        self._ticks = iter(())
         self.left_plan_because = because
         with below_everything():
             for mark in self._cells.values():
@@ -445,12 +440,6 @@ _ACTS: dict[str, Callable[[Execution, Action], None]] = {
     "wait_in": Execution._wait_in,
     "rerun": Execution._rerun,
 }
-
-
-@cache
-def op_name(func: OpOverload) -> str:
-    """`aten.relu_.default`."""
-    return str(func)
 
 
 def swap_out_now(cell: Cell, store: Store) -> bool:

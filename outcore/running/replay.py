@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outcore.errors import ReplayError
-from outcore.running.cells import Cell, View, as_bytes, state_of
+from outcore.running.cells import Cell, View, alias, as_bytes, state_of
 
 if TYPE_CHECKING:
     OpOverload = torch._ops.OpOverload[..., Any]
@@ -96,6 +96,16 @@ class Ref:
         self.view = View(tensor)
 
 
+class Held:
+    """A tensor that was there before the step: a parameter, a buffer, an input. It must still be what it was."""
+
+    __slots__ = ("state", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = alias(tensor)
+        self.state = state_of(self.tensor)
+
+
 class Scratch:
     """An argument whose content does not matter."""
 
@@ -118,6 +128,7 @@ class Recipe:
         "func",
         "generator_state",
         "grad_mode",
+        "held",
         "kwargs",
         "made",
         "op",
@@ -132,6 +143,7 @@ class Recipe:
         self.args: list[Any] = []
         self.kwargs: dict[str, Any] = {}
         self.reads: list[Cell] = []
+        self.held: list[Held] = []
         self.grad_mode = torch.is_grad_enabled()
         self.twin = False
         self.generator_state: tuple[torch.device, torch.Tensor] | None = None
@@ -142,6 +154,9 @@ class Recipe:
         """Runs the op from its cells' data (all must be there): the fresh tensors and the overwritten ones."""
         copies: dict[int, torch.Tensor] = {}
         into = self._written_refs()
+        for held in self.held:
+            if state_of(held.tensor) != held.state:
+                raise _changed(held.tensor, self.func)
         for cell in self.reads:
             refuse_changed(cell, self.func)
         if self.twin and (fresh := self._run_twin()):
@@ -179,13 +194,14 @@ class Recipe:
 
     def _rebuilt_args(self, copies: dict[int, torch.Tensor]) -> list[Any]:
         args = self.args.copy()
-        for index in tensor_args(self.func):
+        for index in signature_of(self.func).tensors:
             if index < len(args):
                 args[index] = _rebuild(args[index], copies)
         return args
 
     def _written_refs(self) -> list[Ref]:
-        written = [self.args[index] for index in written_args(self.func) if index < len(self.args)]
+        positions = signature_of(self.func).written
+        written = [self.args[index] for index in positions if index < len(self.args)]
         return [part for arg in written for part in (arg if isinstance(arg, list) else [arg]) if isinstance(part, Ref)]
 
 
@@ -200,6 +216,8 @@ def _rebuild(arg: Any, copies: dict[int, torch.Tensor]) -> Any:
         data = copies.get(id(arg.cell), arg.cell.data)
         assert data is not None
         return arg.view.of(data)
+    if isinstance(arg, Held):
+        return arg.tensor
     if isinstance(arg, Scratch):
         return arg.make()
     if isinstance(arg, list):
@@ -212,37 +230,41 @@ def capture(
     func: OpOverload,
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    find: Callable[..., Cell],
+    find: Callable[[torch.Tensor], Cell | Held],
 ) -> Recipe:
-    """The recipe of a call that is about to happen. `find(tensor)` names the cell of a tensor argument."""
-    recipe = Recipe(op, func)
-    scratch = scratch_args(func, args)
+    """The recipe of a call that is about to happen. `find(tensor)` says what stands for a tensor argument."""
+    recipe, signature = Recipe(op, func), signature_of(func)
+    scratch = signature.scratch(args)
     recipe.args = list(args)
-    for index in tensor_args(func):
+    for index in signature.tensors:
         if index < len(args):
             arg = args[index]
             outside = index in scratch and isinstance(arg, torch.Tensor)
-            recipe.args[index] = Scratch(arg) if outside else _refer(arg, recipe.reads, find)
-    recipe.kwargs = {name: _refer(arg, recipe.reads, find) for name, arg in kwargs.items()}
-    if is_random(func):
+            recipe.args[index] = Scratch(arg) if outside else _refer(arg, recipe, find)
+    if kwargs:
+        recipe.kwargs = {name: _refer(arg, recipe, find) for name, arg in kwargs.items()}
+    if signature.is_random:
         device = device_of(args, kwargs)
         recipe.generator_state = (device, generator_of(device).get_state())
     return recipe
 
 
-def _refer(arg: Any, reads: list[Cell], find: Callable[[torch.Tensor], Cell]) -> Any:
+def _refer(arg: Any, recipe: Recipe, find: Callable[[torch.Tensor], Cell | Held]) -> Any:
     if isinstance(arg, torch.Tensor):
-        ref = Ref(find(arg), arg)
-        reads.append(ref.cell)
-        return ref
+        found = find(arg)
+        if isinstance(found, Held):
+            recipe.held.append(found)
+            return found
+        recipe.reads.append(found)
+        return Ref(found, arg)
     if isinstance(arg, list | tuple):
-        return [_refer(part, reads, find) for part in arg]
+        return [_refer(part, recipe, find) for part in arg]
     return arg
 
 
 def has_twin(func: OpOverload, args: Sequence[Any]) -> bool:
     """Batch normalisation in training on CUDA: the one op whose result is cheap to make again from what it saved."""
-    return bool(scratch_args(func, args)) and args[0].device.type == "cuda"
+    return bool(signature_of(func).scratch(args)) and args[0].device.type == "cuda"
 
 
 def normalise_again(
@@ -252,27 +274,31 @@ def normalise_again(
     return torch.batch_norm_elemt(args[0][rows], args[1], args[2], mean, deviation, args[-1])
 
 
-def tensors_in(items: Any) -> Iterator[torch.Tensor]:
+def tensors_in(items: Any) -> list[torch.Tensor]:
     """The tensors of (nested) arguments or results, in order."""
+    found: list[torch.Tensor] = []
     for item in items:
         if isinstance(item, torch.Tensor):
-            yield item
+            found.append(item)
         elif isinstance(item, list | tuple):
-            yield from tensors_in(item)
+            found += tensors_in(item)
+    return found
 
 
 def reads_of(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors whose content the op depends on, in the order `capture` meets them."""
-    scratch = scratch_args(func, args)
-    positions = (index for index in tensor_args(func) if index < len(args) and index not in scratch)
-    return list(tensors_in([*(args[index] for index in positions), *kwargs.values()]))
+    signature = signature_of(func)
+    scratch = signature.scratch(args)
+    positions = (index for index in signature.tensors if index < len(args) and index not in scratch)
+    return tensors_in([*(args[index] for index in positions), *kwargs.values()])
 
 
 def outputs_of(
     func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The tensors an op made: those on storages of their own, and the arguments it wrote into."""
-    asked = [args[index] for index in tensor_args(func) if index < len(args)]
+    signature = signature_of(func)
+    asked = [args[index] for index in signature.tensors if index < len(args)]
     everything = [tensor for tensor in tensors_in((*asked, *kwargs.values())) if tensor.layout is torch.strided]
     given = {tensor.untyped_storage()._cdata for tensor in everything}
     fresh: list[torch.Tensor] = []
@@ -283,50 +309,50 @@ def outputs_of(
         if key not in given:
             given.add(key)
             fresh.append(tensor)
-    if writes_unsaid(func):
+    if signature.writes_unsaid:
         return fresh, everything
-    written = [args[index] for index in written_args(func) if index < len(args)]
-    written += [kwargs[name] for name in out_names(func) if name in kwargs]
+    written = [args[index] for index in signature.written if index < len(args)]
+    written += [kwargs[name] for name in signature.names_out if name in kwargs]
     return fresh, [tensor for tensor in tensors_in(written) if tensor.layout is torch.strided]
 
 
-@cache
-def writes_unsaid(func: OpOverload) -> bool:
-    """Collectives write into what they are given, and their schemas do not say so."""
-    return func._schema.name.startswith(("c10d::", "_c10d_functional::"))
+class Signature:
+    """What the hot path asks of an operator. Its schema is slow to ask, and so is its hash: once for each operator."""
+
+    __slots__ = ("func", "is_random", "name", "names_out", "statistics", "tensors", "writes_unsaid", "written")
+
+    def __init__(self, func: OpOverload) -> None:
+        schema = func._schema
+        self.func = func  # kept, so that no other operator ever has its id
+        self.name = str(func)  # `aten.relu_.default`
+        self.is_random = torch.Tag.nondeterministic_seeded in func.tags
+        # Collectives write into what they are given, and their schemas do not say so.
+        self.writes_unsaid = schema.name.startswith(("c10d::", "_c10d_functional::"))
+        # Positions of the arguments that are or contain tensors, and of those that the schema says are written.
+        self.tensors = tuple(i for i, argument in enumerate(schema.arguments) if "Tensor" in str(argument.type))
+        self.written = tuple(
+            i for i, arg in enumerate(schema.arguments) if arg.alias_info is not None and arg.alias_info.is_write
+        )
+        # Names of the arguments that are written and never given by position: `out=...`.
+        self.names_out = tuple(argument.name for argument in schema.arguments if argument.is_out)
+        self.statistics = schema.name in _STATISTICS and (_STATISTICS[schema.name],)
+
+    def scratch(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """Positions of arguments that are only written: batch normalisation's running statistics in training."""
+        if not self.statistics:
+            return ()
+        flag = self.statistics[0]
+        return (3, 4) if flag is None or (len(args) > flag and args[flag]) else ()
 
 
-def scratch_args(func: OpOverload, args: Sequence[Any]) -> tuple[int, ...]:
-    """Positions of arguments that are only written: batch normalisation's running statistics in training."""
-    name = func._schema.name
-    if name not in _STATISTICS:
-        return ()
-    flag = _STATISTICS[name]
-    return (3, 4) if flag is None or (len(args) > flag and args[flag]) else ()
+_SIGNATURES: dict[int, Signature] = {}
 
 
-@cache
-def tensor_args(func: OpOverload) -> tuple[int, ...]:
-    """Positions of the arguments that are or contain tensors. Asking each argument instead takes longer than the op."""
-    return tuple(i for i, argument in enumerate(func._schema.arguments) if "Tensor" in str(argument.type))
-
-
-@cache
-def written_args(func: OpOverload) -> tuple[int, ...]:
-    """Positions of the arguments that the schema says are written."""
-    arguments = func._schema.arguments
-    return tuple(i for i, arg in enumerate(arguments) if arg.alias_info is not None and arg.alias_info.is_write)
-
-
-@cache
-def out_names(func: OpOverload) -> tuple[str, ...]:
-    """Names of the arguments that are written and never given by position: `out=...`."""
-    return tuple(argument.name for argument in func._schema.arguments if argument.is_out)
-
-
-@cache
-def is_random(func: OpOverload) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
+def signature_of(func: OpOverload) -> Signature:
+    known = _SIGNATURES.get(id(func))
+    if known is None:
+        known = _SIGNATURES[id(func)] = Signature(func)
+    return known
 
 
 def replay_kind(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
@@ -335,7 +361,7 @@ def replay_kind(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -
         return "no"
     if any(isinstance(arg, torch.Generator) for arg in args):
         return "no"
-    return "random" if is_random(func) else "pure"
+    return "random" if signature_of(func).is_random else "pure"
 
 
 @cache
@@ -385,28 +411,35 @@ def _generator(start: tuple[torch.device, torch.Tensor] | None) -> Iterator[None
         generator.set_state(now)
 
 
-_ABOVE = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.AutocastCUDA
-)
-
-
-@contextmanager
-def below_everything() -> Iterator[None]:
-    """Below autograd, autocast and modes: where kernels are. By `with` alone: an interrupt between two lines of ours
-    would leave a guard on."""
+def _keys_above_kernels() -> torch._C.DispatchKeySet:
+    autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    autocast |= torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
     with (
         torch._C._DisableTorchDispatch(),
         torch._C._AutoDispatchBelowAutograd(),
-        torch._C._ExcludeDispatchKeyGuard(_ABOVE),
+        torch._C._ExcludeDispatchKeyGuard(autocast),
     ):
-        yield
+        return torch._C._dispatch_tls_local_exclude_set()
+
+
+_ABOVE = _keys_above_kernels()
+
+
+def below_everything() -> Any:
+    """Below autograd, autocast and modes: where kernels are. All three guards as one, and no Python of ours around it:
+    an interrupt between two lines would leave a guard on."""
+    return torch._C._ExcludeDispatchKeyGuard(_ABOVE)
 
 
 def refuse_changed(cell: Cell, func: OpOverload) -> None:
     """An outside value must be what it was when the op first read it."""
     outside = cell.parcel is None and cell.recipe is None
     if outside and cell.data is not None and state_of(cell.data) != cell.held:
-        raise ReplayError(
-            f"{func} cannot be recomputed: a tensor it reads ({tuple(cell.data.shape)}, {cell.data.dtype}) was "
-            "changed in place since the forward; change it after backward(), or use planner='swap'"
-        )
+        raise _changed(cell.data, func)
+
+
+def _changed(tensor: torch.Tensor, func: OpOverload) -> ReplayError:
+    return ReplayError(
+        f"{func} cannot be recomputed: a tensor it reads ({tuple(tensor.shape)}, {tensor.dtype}) was changed in place "
+        "since the forward; change it after backward(), or use planner='swap'"
+    )

@@ -77,3 +77,43 @@ def test_compiled_blocks_stay_compiled() -> None:
     assert ooc.predicted.swapped_bytes > 0  # what the graphs saved was swapped
     assert ooc.store.num_parcels == 0
     ooc.close()
+
+
+class Broken(nn.Module):
+    """A function that is compiled in two pieces: what is between them runs eagerly, with the compiler near."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.first(x))
+        return self.last(y * round(y.sum().item(), 3)).relu()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("planner", ["swap-all", "recompute-all"])
+def test_the_compiler_does_not_compile_us(planner: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Block(), Broken(), Block())
+    ours = nn.Sequential(Block(), Broken(), Block())
+    ours.load_state_dict(plain.state_dict())
+    frames: dict[str, set[str]] = {}
+    for name, model in (("plain", plain), ("ours", ours)):
+        seen = frames[name] = set()
+
+        def note(graph: torch.fx.GraphModule, inputs: list[Tensor], seen: set[str] = seen) -> object:
+            seen.add(graph.code)
+            return graph
+
+        torch._dynamo.reset()
+        compiled: Any = torch.compile(model[1], backend=note)
+        model[1] = compiled
+        expected = losses(model, None) if name == "plain" else expected
+    ooc = limit(ours, "100%", planner=planner)
+    got, grads = losses(ours, ooc)
+    assert got == expected[0]
+    assert all(torch.equal(a, b) for a, b in zip(expected[1], grads))
+    assert frames["ours"] == frames["plain"]
+    ooc.close()
