@@ -7,6 +7,7 @@ them, and one stays when its step, with what starting over costs, takes less tim
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 
 from outcore.planning.holes import mapped
@@ -19,6 +20,7 @@ from outcore.values import Machine, Plan, Trace
 RESTART_S = 0.02  # what one start over costs, about, on an H200
 DRAW_WORK = 600_000  # neighbours drawn x (ops + ticks): a few seconds
 MOST_DRAWS = 400
+MOST_S = 4.0  # on a slow or busy host fewer are drawn
 NEAR = 2e-3  # as fast as the plan was: good enough
 
 
@@ -40,9 +42,10 @@ def tidy(trace: Trace, machine: Machine, plan: Plan, memory_bytes: int) -> Tidie
     terrain, budget = terrain_of(trace), plan.budget
     best, flips = score(terrain, machine, budget, plan.decisions), Flips(terrain, budget)
     best_s, enough_s = best.step_s + _restarts_s(trace, machine, plan, memory_bytes), best.step_s * (1 + NEAR)
+    until_s = time.monotonic() + MOST_S
     can_draw = plan.planner == "hybrid" and terrain.evictable
     for _ in range(min(MOST_DRAWS, DRAW_WORK // trace.num_slots) if can_draw else 0):
-        if best_s <= enough_s:
+        if best_s <= enough_s or time.monotonic() > until_s:
             break
         changed = flips.draw(best)
         if changed is None:

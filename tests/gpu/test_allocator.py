@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from outcore.errors import BudgetTooSmall
 from outcore.limit import Limited, limit
 from outcore.pinning import pin
-from outcore.planning import crowd
+from outcore.planning import crowd, tidy
 from outcore.running.room import Room
 
 pytestmark = [
@@ -29,6 +29,7 @@ NUM_STEPS = 16
 def _crowded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """From the first plan on as if the allocator had had to start over; bits that repeat, and NaNs in fresh memory."""
     monkeypatch.setattr(sys.modules["outcore.limit"], "Room", functools.partial(Room, crowded=True))
+    monkeypatch.setattr(tidy, "MOST_S", 0.3)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield

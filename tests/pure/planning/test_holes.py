@@ -146,6 +146,21 @@ def test_a_tidied_plan_restarts_less_and_still_fits(monkeypatch: pytest.MonkeyPa
     assert simulate(trace, schedule, MACHINE).step_s == pytest.approx(found.plan.predicted_step_s)
 
 
+def test_on_a_slow_host_the_drawing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = large_chain()
+    made = planned(trace, 200 * MIB)
+    asked = []
+
+    def always(trace: Trace, schedule: object, memory_bytes: int) -> Mapped:
+        asked.append(schedule)
+        return Mapped(1, memory_bytes)
+
+    monkeypatch.setattr(tidying, "mapped", always)
+    monkeypatch.setattr(tidying, "MOST_S", -1.0)
+    assert tidy(trace, MACHINE, made, 210 * MIB).plan.decisions == made.decisions
+    assert len(asked) == 1
+
+
 def test_where_every_plan_restarts_the_fastest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = large_chain()
     made = planned(trace, 200 * MIB)
