@@ -1,5 +1,8 @@
 """The six networks of the benchmarks, as a user would build them, and one training step of each.
 
+`vgg16_nhwc` and `r3d18_nhwc` are two of them once more with channels last: cuDNN then makes no copies of its own, which
+are larger than the budget otherwise.
+
 `blocks` names what per-block checkpointing wraps: the residual block, the transformer layer, the group of convolutions.
 """
 
@@ -26,7 +29,9 @@ class Network:
 
 
 BUDGETS_GIB = {"resnet50": 16, "llama": 28, "vgg16": 6, "vit_l": 12, "r3d18": 6, "resnet152": 12}
+BUDGETS_GIB |= {"vgg16_nhwc": 8, "r3d18_nhwc": 8}
 BATCHES = {"resnet50": 640, "llama": 24, "vgg16": 256, "vit_l": 128, "r3d18": 64, "resnet152": 256}
+BATCHES |= {"vgg16_nhwc": 256, "r3d18_nhwc": 64}
 
 
 def build(name: str, batch: int | None = None, device: str = "cuda") -> Network:
@@ -38,6 +43,9 @@ def build(name: str, batch: int | None = None, device: str = "cuda") -> Network:
 
 def _classifier(name: str, batch: int, model: nn.Module, shape: tuple[int, ...], blocks: list[nn.Module]) -> Network:
     x, y = torch.randn(batch, *shape), torch.randint(0, 1000 if len(shape) == 3 else 400, (batch,))
+    if name.endswith("_nhwc"):
+        last = torch.channels_last if len(shape) == 3 else torch.channels_last_3d
+        model, x = model.to(memory_format=last), x.to(memory_format=last)  # type: ignore[call-overload]
     return Network(name, batch, model.train(), lambda: F.cross_entropy(model(x), y), blocks)
 
 
@@ -123,7 +131,9 @@ _BUILDERS: dict[str, Callable[[str, int], Network]] = {
     "resnet50": _resnet,
     "llama": _llama,
     "vgg16": _vgg,
+    "vgg16_nhwc": _vgg,
     "vit_l": _vit,
     "r3d18": _r3d,
+    "r3d18_nhwc": _r3d,
     "resnet152": _resnet,
 }

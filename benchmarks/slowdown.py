@@ -118,6 +118,7 @@ def run_method(
     import torch
 
     row: dict[str, Any] = {"network": name, "batch": 0, "memory_gib": memory_gib, "method": method, "step_s": None}
+    row["cudnn_workspace_mib"] = os.environ.get("CUDNN_CONV_WSCAP_DBG")  # none: as much as it likes
     total = torch.cuda.get_device_properties(0).total_memory
     capped = method in OURS
     torch.cuda.set_per_process_memory_fraction(min(1.0, memory_gib * GIB / total) if capped else 1.0)
