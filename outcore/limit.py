@@ -40,7 +40,7 @@ from outcore.running.execute import Execution, Program
 from outcore.running.meter import LiveBytes, resident_bytes
 from outcore.running.room import NUM_STEPS, Room
 from outcore.running.store import Store
-from outcore.units import MIB, parse_bytes
+from outcore.units import MIB, format_bytes, parse_bytes
 from outcore.values import Budget, Machine, Plan, Schedule, Timeline, Trace
 
 log = logging.getLogger("outcore")
@@ -175,8 +175,8 @@ class Limited:
         try:
             yield self
             failed = False
-        except torch.OutOfMemoryError:
-            self._ran_out(self._kind)
+        except torch.OutOfMemoryError as error:
+            self._ran_out(self._kind, error)
             raise
         finally:
             if collecting:
@@ -454,14 +454,15 @@ class Limited:
         assert kind.plan is not None
         kind.predicted = simulate(kind.trace, kind.schedule, self.machine)
         kind.plan = dataclasses.replace(
-            kind.plan,
-            predicted_step_s=kind.predicted.step_s,
-            in_core_step_s=pace * kind.plan.in_core_step_s,
+            kind.plan, predicted_step_s=kind.predicted.step_s, in_core_step_s=pace * kind.plan.in_core_step_s
         )
         room.keep_best((kind.plan, kind.schedule, kind.predicted, kind.program))
 
-    def _ran_out(self, kind: Kind | None) -> None:
+    def _ran_out(self, kind: Kind | None, error: torch.OutOfMemoryError) -> None:
         """A step ran out of memory: no plan of this size again."""
+        if kind is None or kind.trace is None:
+            memory = format_bytes(self.budget.device_bytes)
+            error.add_note(f"outcore: a step cannot even be recorded in {memory}; raise that or lower the batch size")
         if kind is None or kind.room is None or kind.stale:
             return
         kind.stale = kind.room.ran_out()

@@ -279,3 +279,15 @@ def test_with_room_for_everything_a_step_costs_at_most_two_percent() -> None:
         ratios.append(min(ours) / min(plain))
     assert min(ratios) <= 1.02, ratios
     ooc.close()
+
+
+def test_a_first_step_that_runs_out_of_memory_says_what_to_do() -> None:
+    class Full(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise torch.OutOfMemoryError("pretend: the device is full")
+
+    ooc = limit(Full(4, 4), "64MiB")
+    with pytest.raises(torch.OutOfMemoryError) as caught, ooc.step():
+        ooc.model(torch.randn(2, 4))
+    assert "cannot even be recorded in 64.00 MiB" in caught.value.__notes__[0]
+    ooc.close()
