@@ -167,8 +167,7 @@ class Limited:
             raise OutcoreError("ooc.step() was entered inside ooc.step(); leave the first one before the next")
         self._settle()
         _ACTIVE.append(self)
-        self._active = True
-        self._thread = threading.get_ident()
+        self._active, self._thread = True, threading.get_ident()
         self._interception.start()
         collecting, failed = gc.isenabled(), True
         gc.disable()  # a step makes and frees thousands of objects: every look at them all takes a tenth of a second
