@@ -38,26 +38,41 @@ class Mapped:
 def mapped(trace: Trace, schedule: Schedule, budget_bytes: int, aside: Collection[int] | None = None) -> Mapped | None:
     """A few steps under a cap of `budget_bytes`, what a crowded step puts aside lying aside; None where memory runs
     out."""
-    if aside is None:
-        crowd = frozenset[int]().union(*bystanders(trace, schedule, budget_bytes).values())
-        aside = crowd or small_gradients(trace, budget_bytes)
-    events = list(allocations(trace, schedule))
     device = Device(int(USED_SHARE * budget_bytes))
-    restarts = [0]
     try:
-        if trace.before_bytes >= SMALL_BYTES:
-            device.take("before", trace.before_bytes)
-        for _ in range(NUM_STEPS):
-            for kind, who, num_bytes in events:
-                if kind == "give":
-                    device.give(who)
-                elif num_bytes >= SMALL_BYTES:
-                    device.take(who, num_bytes, aside=who in aside)
-            device.give_all(but="before")  # the gradients, after the optimizer
-            restarts.append(device.num_restarts)
+        restarts = _play(device, trace, schedule, _aside(trace, schedule, budget_bytes) if aside is None else aside)
     except MemoryError:
         return None
     return Mapped(restarts[-1] - restarts[-2], device.most_bytes)
+
+
+def wanted_bytes(trace: Trace, schedule: Schedule, budget_bytes: int) -> int:
+    """What the same steps would map if nothing forbade it. Up to there the cap plays no part; a step that has to start
+    over lands somewhere else with any small change, in the model as on the device."""
+    device = Device(1 << 60)
+    _play(device, trace, schedule, _aside(trace, schedule, budget_bytes))
+    return device.most_bytes
+
+
+def _aside(trace: Trace, schedule: Schedule, budget_bytes: int) -> Collection[int]:
+    crowd = frozenset[int]().union(*bystanders(trace, schedule, budget_bytes).values())
+    return crowd or small_gradients(trace, budget_bytes)
+
+
+def _play(device: Device, trace: Trace, schedule: Schedule, aside: Collection[int]) -> list[int]:
+    """Some steps; how often it had started over before each and after the last."""
+    events, restarts = list(allocations(trace, schedule)), [0]
+    if trace.before_bytes >= SMALL_BYTES:
+        device.take("before", trace.before_bytes)
+    for _ in range(NUM_STEPS):
+        for kind, who, num_bytes in events:
+            if kind == "give":
+                device.give(who)
+            elif num_bytes >= SMALL_BYTES:
+                device.take(who, num_bytes, aside=who in aside)
+        device.give_all(but="before")  # the gradients, after the optimizer
+        restarts.append(device.num_restarts)
+    return restarts
 
 
 class Device:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from outcore.planning import lower, plan, simulate, verify
 from outcore.planning import tidy as tidying
-from outcore.planning.holes import PAGE_BYTES, Device, Mapped, allocations, mapped
+from outcore.planning.holes import PAGE_BYTES, Device, Mapped, allocations, mapped, wanted_bytes
 from outcore.planning.terrain import terrain_of
 from outcore.planning.tidy import RESTART_S, tidy
 from outcore.units import GIB, MIB
-from outcore.values import Budget, Machine, Plan, Trace
+from outcore.values import Budget, Machine, Plan, Schedule, Trace
 from tests.pure.planning.random_steps import chain
 
 MACHINE = Machine("pretend", 10**9, 10**9, 0, 1e9, 1e9, 1.0, 1.0, 1.0, 0.0)
@@ -125,18 +125,16 @@ def test_a_schedule_gives_back_what_it_takes_and_maps_at_least_its_peak() -> Non
         assert mapped(trace, schedule, 100 * MIB) is None
 
 
-def test_a_tidied_plan_restarts_less_and_still_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tidied_plan_wants_less_and_still_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = large_chain()
     made = planned(trace, 200 * MIB)
-    calls = []
 
-    def only_others(trace: Trace, schedule: object, memory_bytes: int) -> Mapped:
-        """The plan as it was made restarts twice a step; no other does."""
-        calls.append(schedule.decisions)  # type: ignore[attr-defined]
-        return Mapped(2 * (calls[-1] == made.decisions), memory_bytes)
+    def only_others(trace: Trace, schedule: Schedule, memory_bytes: int) -> int:
+        """The plan as it was made wants more than there is; no other does."""
+        return (2 if schedule.decisions == made.decisions else 0) * memory_bytes
 
-    monkeypatch.setattr(tidying, "mapped", only_others)
-    monkeypatch.setattr(tidying, "RESTART_S", 100.0)
+    monkeypatch.setattr(tidying, "wanted_bytes", only_others)
+    monkeypatch.setattr(tidying, "FAR", 100.0)
     found = tidy(trace, MACHINE, made, 210 * MIB)
     assert found.plan.decisions != made.decisions
     assert not found.restarts
@@ -146,29 +144,54 @@ def test_a_tidied_plan_restarts_less_and_still_fits(monkeypatch: pytest.MonkeyPa
     assert simulate(trace, schedule, MACHINE).step_s == pytest.approx(found.plan.predicted_step_s)
 
 
+def test_a_neighbour_that_is_far_slower_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = large_chain()
+    made = planned(trace, 200 * MIB)
+    monkeypatch.setattr(tidying, "wanted_bytes", lambda trace, schedule, memory_bytes: 2 * memory_bytes)
+    monkeypatch.setattr(tidying, "mapped", lambda trace, schedule, memory_bytes: Mapped(1, memory_bytes))
+    assert tidy(trace, MACHINE, made, 210 * MIB).plan.predicted_step_s <= made.predicted_step_s * (1 + tidying.FAR)
+
+
 def test_on_a_slow_host_the_drawing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = large_chain()
     made = planned(trace, 200 * MIB)
     asked = []
 
-    def always(trace: Trace, schedule: object, memory_bytes: int) -> Mapped:
+    def far_too_much(trace: Trace, schedule: Schedule, memory_bytes: int) -> int:
         asked.append(schedule)
-        return Mapped(1, memory_bytes)
+        return 2 * memory_bytes
 
-    monkeypatch.setattr(tidying, "mapped", always)
+    monkeypatch.setattr(tidying, "wanted_bytes", far_too_much)
     monkeypatch.setattr(tidying, "MOST_S", -1.0)
     assert tidy(trace, MACHINE, made, 210 * MIB).plan.decisions == made.decisions
     assert len(asked) == 1
 
 
-def test_where_every_plan_restarts_the_fastest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_every_plan_wants_too_much_the_fastest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = large_chain()
     made = planned(trace, 200 * MIB)
+    monkeypatch.setattr(tidying, "wanted_bytes", lambda trace, schedule, memory_bytes: int(0.97 * memory_bytes))
     monkeypatch.setattr(tidying, "mapped", lambda trace, schedule, memory_bytes: Mapped(1, memory_bytes))
     found = tidy(trace, MACHINE, made, 210 * MIB)
     assert found.restarts
-    assert found.step_s == pytest.approx(found.plan.predicted_step_s + RESTART_S)
+    assert found.step_s == pytest.approx(found.plan.predicted_step_s + 2 * RESTART_S)
     assert found.plan.predicted_step_s <= made.predicted_step_s
+
+
+def test_a_plan_that_runs_out_whatever_is_drawn_takes_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = large_chain()
+    made = planned(trace, 200 * MIB)
+    monkeypatch.setattr(tidying, "wanted_bytes", lambda trace, schedule, memory_bytes: 2 * memory_bytes)
+    monkeypatch.setattr(tidying, "mapped", lambda trace, schedule, memory_bytes: None)
+    assert tidy(trace, MACHINE, made, 210 * MIB).step_s == float("inf")
+
+
+def test_what_is_wanted_is_what_is_mapped_where_nothing_forbids_it() -> None:
+    trace = large_chain()
+    schedule = lower(trace, planned(trace, 200 * MIB), MACHINE)
+    found = mapped(trace, schedule, 10**9)
+    assert found is not None
+    assert wanted_bytes(trace, schedule, 10**9) == found.num_bytes
 
 
 def test_a_plan_that_leaves_nothing_to_decide_is_left_as_it_is() -> None:
