@@ -119,12 +119,11 @@ def run_trial(trial: Trial, digits: Digits, place: Place) -> Result:
     net = lenet(digits.side).to(trial.device)
     digits = digits.to(trial.device)
     optimizer = torch.optim.SGD(net.parameters(), lr=trial.rate, momentum=trial.momentum)
-    shard = torch.arange(place.rank, len(digits.train_labels), trial.num_workers)
     per_worker = int(trial.epochs * (len(digits.train_labels) // trial.num_workers))
     num_steps = trial.max_steps or max(1, per_worker // trial.batch)
     make = _make_peer if trial.method in PEERS else _make_elastic
     trainer = make(trial, net, optimizer, place)
-    batches = _batches(trial, shard, place.rank)
+    batches = batches_of(trial, len(digits.train_labels), place.rank)
     try:
         _meet(place.store, "ready", trial.num_workers, trial.limit_s)
         snapshots, steps_s, train_s = _train(trainer, trial, digits, batches, num_steps, watch=place.rank == 0)
@@ -177,7 +176,9 @@ def _train(
     return snapshots, steps_s, marks_s[-1] - began_s - paused_s
 
 
-def _batches(trial: Trial, shard: Tensor, rank: int) -> Iterator[Tensor]:
+def batches_of(trial: Trial, num_samples: int, rank: int) -> Iterator[Tensor]:
+    """The samples of rank's steps: its shard in a random order, again and again."""
+    shard = torch.arange(rank, num_samples, trial.num_workers)
     chance = torch.Generator().manual_seed(1000 * trial.seed + rank)
     while True:
         order = shard[torch.randperm(len(shard), generator=chance)]
