@@ -200,8 +200,7 @@ def messages(bench: Bench) -> Any:
         for name in ("lenet", "resnet50"):
             told = [f"{key[:-2]} {1e3 * value:.2f} ms" for key, value in row[name].items() if key.endswith("_s")]
             told += [f"{key} {value:.1f} x" for key, value in row[name].items() if key.startswith("gain")]
-            ways = [f"{w['by']}/{w['block_bytes'] >> 20} MiB {1e3 * w['packed_s']:.2f}" for w in row[name]["routes"]]
-            print(f"    {row['num_workers']} x {name}: {', '.join(told)}; routes, ms: {', '.join(ways)}")
+            print(f"    {row['num_workers']} x {name}: {', '.join(told)}")
     return {"rows": rows, "latency_s": latency_s, "s_per_byte": s_per_byte, "add_s_per_byte": rows[0]["add_s_per_byte"]}
 
 
