@@ -104,6 +104,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="samples per group and step [4]")
     parser.add_argument("--groups", default="1,4,8,16", help="numbers of groups [1,4,8,16]")
     parser.add_argument("--rates", default="0.02,0.05,0.1", help="rates of the grid")
+    parser.add_argument("--period", type=int, default=4, help="steps between elastic exchanges [4]")
     parser.add_argument("--momentum", type=float, default=0.0)
     parser.add_argument("--targets", default="0.97,0.975,0.98", help="accuracies asked for")
     parser.add_argument("--seeds", default="0", help="seeds, as of a trial")
@@ -123,7 +124,7 @@ def main() -> None:
         if method == "sync-easgd" and num == 1:
             continue
         fields: dict[str, Any] = {"rate": float(rate), "batch": args.batch, "momentum": args.momentum, "seed": seed}
-        trial = Trial(method, method, num, join={"period": 4}, **fields)
+        trial = Trial(method, method, num, join={"period": args.period}, **fields)
         run = gradient_sums if method == "sync-sgd" else elastic_averages
         max_steps = args.max_samples // (num * args.batch)
         with torch.enable_grad():
@@ -134,7 +135,7 @@ def main() -> None:
                 max(1, max_steps // 60),
                 max_steps,
             )
-        row = {"method": method, "num_groups": num, "momentum": args.momentum, **fields, **found}
+        row = {"method": method, "num_groups": num, "period": args.period, **fields, **found}
         print(json.dumps(row), flush=True)
         if args.out:
             with args.out.open("a") as lines:
