@@ -247,6 +247,10 @@ class ElasticSync(_SyncAverager):
 
     def _begin(self) -> None:
         self._begun = True
+        tail = slice(
+            self.local.flat.num_params, None
+        )  # the forward changes BatchNorm's statistics: theirs is taken now
+        rules.difference(self.local.weights[tail], self.center[tail], out=self.difference[tail])
         then = self._turn_into_center if self.exchange.level == 1 else self._move_center
         self.exchange.begin(self._write_difference, may_abstain=True, then=then)
 
@@ -259,10 +263,12 @@ class ElasticSync(_SyncAverager):
 
     def _write_difference(self, place: Tensor) -> None:
         """Kept, too: the message becomes the sum, and eq. 1 needs the worker's own."""
+        cut = self.local.flat.num_params
         vectors = (self.local.weights, self.center, self.difference, place)
-        for weights, center, difference, part in zip(*map(pieces, vectors)):
+        for weights, center, difference, part in zip(*(pieces(vector[:cut]) for vector in vectors)):
             rules.difference(weights, center, out=difference)
             part.copy_(difference)
+        place[cut:].copy_(self.difference[cut:])
 
     def _move_center(self, sum_difference: Tensor) -> None:
         total = sum_difference.to(self.center.device)
