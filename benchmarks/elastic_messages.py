@@ -105,7 +105,9 @@ def sums_of(sizes: list[int], place: Place, group: Group, gloo: Any, num_repeats
                 rounds[name].append(took_s)
     found: dict[str, Any] = {name: statistics.median(times) for name, times in rounds.items()}
     found |= {"num_tensors": len(sizes), "num_bytes": vector.nbytes, "shares_memory": here._window is not None}
-    found["words_s"] = fixed(here._swap_words, num_repeats)
+    if here._window is not None:
+        shared = here._window
+        found["meeting_s"] = fixed(lambda: shared.meet(here.index, 30), num_repeats)
     found |= gains(rounds)
     found["rounds"] = rounds
     for other in (here, sockets):

@@ -11,8 +11,8 @@ per-layer sum agree bit for bit, every member holds the same bits, and reruns re
 Small vectors swap whole along a butterfly: log2 P messages. Large ones are halved on the way and put together again on
 the way back (recursive halving and doubling): twice the messages, but 2 (P - 1) / P of the bytes instead of log2 P.
 They pass in blocks, several under way at once over several connections, so that one is added while others travel.
-Where all members are on one host, a message made by `make_message` lies in memory they share, each adds up a share of
-it, and gloo carries only the words that say so (window.py): the same bits again.
+Where all members are on one host, a message made by `make_message` lies in memory they share and each adds up a share
+of it (window.py): the same bits again.
 """
 
 from __future__ import annotations
@@ -79,7 +79,6 @@ class Group:
         self._staging: dict[tuple[str, torch.dtype], Tensor] = {}
         self._window: window.Window | None = None
         self._message: Tensor | None = None  # this member's, in the window
-        self._words = torch.zeros(2, len(ranks), dtype=torch.uint8)  # sent, received
         try:
             with giving_way():
                 self._gloo: Any = ProcessGroupGloo(store, index, len(ranks), _gloo_options(limit_s, num_lanes, host))
@@ -93,6 +92,8 @@ class Group:
     def close(self) -> None:
         """Closes the sockets: whoever waits for this member hears of it at once."""
         self._gloo = None
+        if self._window is not None:
+            self._window.leave(self.index)
         self._window = self._message = None
 
     def _start_send(self, tensor: Tensor, to: int, tag: int = 0) -> Any:
@@ -208,12 +209,17 @@ class Group:
             self.tree_broadcast(told)
             if self.index != 0:
                 mine = window.find(told, self.size, message_bytes)
+            if mine is not None:
+                mine.enter(self.index)
             num_found = torch.tensor([float(mine is not None)])
             self.tree_sum(num_found)
         finally:
             if self.index == 0:
                 window.withdraw(told)
-        return mine if int(num_found) == self.size else None
+        if mine is None or int(num_found) < self.size:
+            return None
+        mine.watch(self.index)
+        return mine
 
     def _place_in_window(self, tensor: Tensor) -> int | None:
         """Where in the shared message `tensor` begins, in bytes; None where it lies elsewhere, or had better travel."""
@@ -229,19 +235,18 @@ class Group:
             2 * (self.size - 1) * tensor.nbytes // self.size
         )  # read of the others, written to them
         edges = [tensor.numel() * member // self.size * tensor.element_size() for member in range(self.size + 1)]
-        self._swap_words()
+        self._meet(shared)
         first, last = edges[self.index : self.index + 2]
         shared.add_up(first_byte + first, first_byte + last, tensor.numpy().dtype)
-        self._swap_words()
+        self._meet(shared)
 
-    def _swap_words(self) -> None:
-        """Tells every other member that this one is as far, and hears the same from all of them."""
-        peers = [peer for peer in range(self.size) if peer != self.index]
-        sent, received = self._words
-        heard = [self._posted("recv", received[peer : peer + 1], peer, 0) for peer in peers]
-        told = [self._posted("send", sent[peer : peer + 1], peer, 0) for peer in peers]
-        for peer, both in zip(peers, zip(heard, told)):
-            self._finish(both, peer)
+    def _meet(self, shared: window.Window) -> None:
+        """Goes on when every member is as far as this one."""
+        missing = shared.meet(self.index, self.limit_s)
+        if missing is not None:
+            is_gone = shared.is_gone(missing)
+            what = "closed its connection" if is_gone else f"did not answer within {self.limit_s:g} s"
+            raise PeerLost(self.ranks[missing], what)
 
     def _halve_and_double(self, tensor: Tensor, peers: list[int], dtype: torch.dtype | None) -> None:
         """Blocks advance in turn, each by one swap; every member takes them in the same order, so nobody waits for a

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -171,11 +174,14 @@ def test_who_was_dropped_and_wakes_up_late_writes_where_nobody_reads(monkeypatch
         roster = Roster(town.place(rank), 0.5, 20)
         group = roster.regroup()
         first = group.make_message(NUM_ELEMENTS, torch.float32).copy_(vector_of(rank))
-        with pytest.raises(PeerLost):
-            group.tree_sum(first)
         if rank == 2:
+            group.tree_sum(first)  # for itself this sum is whole; the next one tells it that it was dropped
             all_done.set()
+            with pytest.raises(PeerLost, match=r"rank [01] closed its connection"):
+                group.tree_sum(first)
             return []
+        with pytest.raises(PeerLost, match=r"rank 2 did not answer within 0.5 s"):
+            group.tree_sum(first)
         group.close()
         group = roster.regroup()
         second = group.make_message(NUM_ELEMENTS, torch.float32).copy_(vector_of(rank))
@@ -228,6 +234,34 @@ def test_a_window_is_known_by_its_word_and_leaves_no_file_open() -> None:
     assert window.find(told, 2, 4096) is None
     assert mine.message(1)[5] == 7
     del mine, theirs
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def test_who_leaves_or_dies_is_noticed_in_the_window_and_no_descriptor_stays_open() -> None:
+    num_open = len(os.listdir("/proc/self/fd"))
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    mine, told = window.offer(3, 4096)
+    assert mine is not None
+    for member, process in enumerate((os.getpid(), os.getpid(), child.pid)):
+        mine._lines[member, 2] = process
+    mine.watch(0)
+    window.withdraw(told)
+    assert mine.meet(0, 0.05) == 1
+    assert not mine.is_gone(1)
+    mine._lines[1, 0] = 2
+    child.kill()  # and not waited for: a process that nobody has buried is dead all the same
+    began_s = time.monotonic()
+    assert mine.meet(0, 20) == 2
+    assert mine.is_gone(2)
+    assert time.monotonic() - began_s < 10
+    mine._lines[1:, 0] = 3
+    assert mine.meet(0, 20) is None  # who came and then went was here
+    mine.leave(0)
+    assert child.wait(5) != 0
+    assert child.stdin is not None
+    child.stdin.close()
+    del mine
+    gc.collect()
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
