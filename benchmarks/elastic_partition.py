@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 TARGET = 0.975
 NUM_JUDGED = 2000  # as in elastic_rates.py, where the steps were counted
-ROOM = 1.25  # steps beyond those counted: sums in another order lead elsewhere
+ROOM = 1.15  # steps beyond those counted: sums in another order lead elsewhere
 # (method, batch of a group): number of groups -> (rate, steps to the target, period), by elastic_rates.py.
 SETUPS: dict[tuple[str, int], dict[int, tuple[float, int, int]]] = {}
 
@@ -37,7 +37,8 @@ def partition(bench: Bench) -> Any:
                 batch=batch,
                 rate=by_groups[num_groups][0],
                 max_steps=12 if bench.args.quick else int(ROOM * by_groups[num_groups][1]),
-                num_snapshots=20,
+                num_snapshots=12,
+                snapshots_from=0.5,
                 num_judged=NUM_JUDGED,
                 limit_s=30,
                 join={"level": 3, "period": by_groups[num_groups][2]},

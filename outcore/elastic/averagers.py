@@ -265,7 +265,7 @@ class ElasticSync(_SyncAverager):
         """Kept, too: the message becomes the sum, and eq. 1 needs the worker's own."""
         cut = self.local.flat.num_params
         vectors = (self.local.weights, self.center, self.difference, place)
-        for weights, center, difference, part in zip(*(pieces(vector[:cut]) for vector in vectors)):
+        for weights, center, difference, part in pieces(*(vector[:cut] for vector in vectors)):
             rules.difference(weights, center, out=difference)
             part.copy_(difference)
         place[cut:].copy_(self.difference[cut:])
@@ -273,7 +273,7 @@ class ElasticSync(_SyncAverager):
     def _move_center(self, sum_difference: Tensor) -> None:
         total = sum_difference.to(self.center.device)
         cut, alpha = self.local.flat.num_params, self._alpha()
-        for center, part, moved in zip(*(pieces(vector[:cut]) for vector in (self.center, total, self._moved))):
+        for center, part, moved in pieces(self.center[:cut], total[:cut], self._moved[:cut]):
             rules.center_elastic(center, part, alpha, out=moved)
         self._add_buffers(total, out=self._moved)
 
@@ -322,9 +322,9 @@ class SyncSgd(_SyncAverager):
             flat.gradient.zero_()  # taken at weights that are no longer these
             return
         if not alone:
-            mean, cut = total.to(flat.gradient.device).div_(self.exchange.num_members), flat.num_params
-            flat.gradient.copy_(mean[:cut])
-            self.local.weights[cut:].copy_(mean[cut:])
+            total, num, cut = total.to(flat.gradient.device), self.exchange.num_members, flat.num_params
+            torch.div(total[:cut], num, out=flat.gradient)
+            self.local.weights[cut:].copy_(total[cut:] / num)
 
     def _write_gradient(self, place: Tensor) -> None:
         cut = self.local.flat.num_params

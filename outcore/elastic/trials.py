@@ -52,6 +52,7 @@ class Trial:
     momentum: float = 0.0
     seed: int = 0
     num_snapshots: int = 12
+    snapshots_from: float = 0.0  # share of the steps before the first snapshot
     num_judged: int | None = None  # test images for every snapshot [a fifth, and all of them for the last]
     max_steps: int | None = None
     first_rank: int = 0  # the workers are this process and those after it
@@ -161,7 +162,8 @@ def run_trial(trial: Trial, digits: Digits, place: Place) -> Result:
 def _train(
     trainer: Trainer, trial: Trial, digits: Digits, batches: Iterator[Tensor], num_steps: int, *, watch: bool
 ) -> tuple[list[Snapshot], list[float], float]:
-    every = max(1, num_steps // max(1, trial.num_snapshots))
+    first = int(trial.snapshots_from * num_steps)
+    every = max(1, (num_steps - first) // max(1, trial.num_snapshots))
     watch = watch and trial.num_snapshots > 0
     snapshots: list[Snapshot] = []
     marks_s, paused_s = [time.perf_counter()], 0.0
@@ -177,7 +179,7 @@ def _train(
         marks_s.append(time.perf_counter())
         if marks_s[-1] - began_s > trial.limit_s:
             raise TimeoutError(f"stopped after {step} of {num_steps} steps: the limit of {trial.limit_s:g} s passed")
-        if watch and step % every == 0 and step < num_steps:
+        if watch and first < step < num_steps and (step - first) % every == 0:
             snapshots.append((step, marks_s[-1] - began_s - paused_s, trainer.costs()[1], trainer.center()))
             paused_s += time.perf_counter() - marks_s[-1]
     steps_s = [late - early for early, late in pairwise(marks_s)]

@@ -97,20 +97,23 @@ class Window:
                 time.sleep(0)
                 continue
             missing = [int(other) for other in np.flatnonzero(arrivals < wanted)]
-            gone = [other for other in (member, *missing) if self.is_gone(other)]
+            gone, is_late = self._gone(), time.monotonic() > end_s
             if arrivals.min() >= wanted:  # who came and then left was here
                 break
-            if gone or time.monotonic() > end_s:
-                return (gone or missing)[0]
+            if gone or is_late:  # one who left this meeting unfinished will not see it end: nobody will
+                return next((other for other in missing if other in gone), missing[0])
             time.sleep(PAUSE_S)
         return None
 
     def is_gone(self, member: int) -> bool:
         """Whether the member said goodbye, or its process ended."""
+        return member in self._gone()
+
+    def _gone(self) -> list[int]:
         for descriptor, _ in self._ends.poll(0):
             if descriptor in self._watched:
                 self._lines[self._watched[descriptor], _HAS_LEFT] = 1
-        return bool(self._lines[member, _HAS_LEFT])
+        return [int(member) for member in np.flatnonzero(self._lines[:, _HAS_LEFT])]
 
     def add_up(self, first_byte: int, last_byte: int, kind: np.dtype[Any]) -> None:
         """These bytes of every message become the sum of all, in the order of the tree."""

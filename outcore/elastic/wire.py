@@ -244,8 +244,7 @@ class Group:
         """Goes on when every member is as far as this one."""
         missing = shared.meet(self.index, self.limit_s)
         if missing is not None:
-            is_gone = shared.is_gone(missing)
-            what = "closed its connection" if is_gone else f"did not answer within {self.limit_s:g} s"
+            what = "closed its connection" if shared.is_gone(missing) else f"did not answer within {self.limit_s:g} s"
             raise PeerLost(self.ranks[missing], what)
 
     def _halve_and_double(self, tensor: Tensor, peers: list[int], dtype: torch.dtype | None) -> None:
@@ -400,14 +399,16 @@ def cut(vector: Tensor, part_sizes: list[int] | None) -> list[Tensor]:
 # The next three are for threads beside the one that computes, where torch would start a second OpenMP team.
 
 
-def pieces(vector: Tensor) -> tuple[Tensor, ...]:
-    """`vector` in pieces that torch does not share out among threads; cut alike for every vector of a length.
+def pieces(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Vectors of one length, cut alike into pieces that torch does not share out among threads.
 
     A rule applied piece by piece gives the bits it gives for the whole: a piece is a multiple of any vector register.
     """
-    if vector.is_cuda:
-        return (vector,)
-    return torch.split(vector, PIECE_ELEMENTS if torch.get_num_threads() == 1 else SERIAL_ELEMENTS)
+    if any(vector.is_cuda for vector in vectors):
+        yield vectors
+        return
+    size = PIECE_ELEMENTS if torch.get_num_threads() == 1 else SERIAL_ELEMENTS
+    yield from zip(*(torch.split(vector, size) for vector in vectors), strict=True)
 
 
 def add_into(total: Tensor, other: Tensor) -> None:
