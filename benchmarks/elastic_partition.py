@@ -17,11 +17,19 @@ from outcore.elastic.compare import make_trial
 if TYPE_CHECKING:
     from benchmarks.elastic import Bench
 
-TARGET = 0.975
+TARGETS = (0.97, 0.975)
 NUM_JUDGED = 2000  # as in elastic_rates.py, where the steps were counted
-ROOM = 1.15  # steps beyond those counted: sums in another order lead elsewhere
-# (method, batch of a group): number of groups -> (rate, steps to the target, period), by elastic_rates.py.
-SETUPS: dict[tuple[str, int], dict[int, tuple[float, int, int]]] = {}
+ROOM = 1.2  # steps beyond those counted: sums in another order lead elsewhere
+# (method, batch of a group): number of groups -> (rate, steps to 97.5 %). By elastic_rates.py, seed 0, 2,000 test
+# images: of the rates tried (a factor of 1.5 to 2 apart) the one with the fewest steps; larger ones diverged or were no
+# better.
+SETUPS: dict[tuple[str, int], dict[int, tuple[float, int]]] = {
+    ("sync-sgd", 4): {1: (0.02, 9000), 4: (0.04, 1984), 8: (0.08, 1209), 16: (0.1, 675)},
+    ("sync-easgd", 4): {4: (0.04, 2480), 8: (0.06, 1564), 16: (0.05, 1550)},
+    ("sync-sgd", 32): {1: (0.1, 1023), 4: (0.15, 405), 8: (0.15, 336), 16: (0.2, 205)},
+    ("sync-easgd", 32): {16: (0.15, 460)},
+}
+PERIODS = {"sync-sgd": 1, "sync-easgd": 4}
 
 
 def partition(bench: Bench) -> Any:
@@ -37,27 +45,28 @@ def partition(bench: Bench) -> Any:
                 batch=batch,
                 rate=by_groups[num_groups][0],
                 max_steps=12 if bench.args.quick else int(ROOM * by_groups[num_groups][1]),
-                num_snapshots=12,
-                snapshots_from=0.5,
+                num_snapshots=14,
+                snapshots_from=0.45,
                 num_judged=NUM_JUDGED,
-                limit_s=30,
-                join={"level": 3, "period": by_groups[num_groups][2]},
+                limit_s=40,
+                join={"level": 3, "period": PERIODS[method]},
             )
             for (method, batch), by_groups in SETUPS.items()
             if num_groups in by_groups
         ]
         rows += bench.trials(trials, num_groups)
-    return {"target_accuracy": TARGET, "table": partition_table(rows), "rows": rows}
+    return {"table": [row for target in TARGETS for row in partition_table(rows, target)], "rows": rows}
 
 
-def partition_table(rows: list[Row]) -> list[dict[str, Any]]:
+def partition_table(rows: list[Row], target: float) -> list[dict[str, Any]]:
     """Seconds to the target, and the lone groups' seconds over them; a run that did not get there has none."""
     table = []
     for row in rows:
         if not row.get("points"):
             continue
-        trial, steps = row["trial"], steps_to(row["points"], TARGET)
+        trial, steps = row["trial"], steps_to(row["points"], target)
         found = {"num_groups": trial["num_workers"], "method": trial["method"], "batch": trial["batch"]}
+        found |= {"target_accuracy": target}
         found |= {"rate": trial["rate"], "steps_to_target": steps, "s_per_step": pace_s(row)}
         found |= {"seconds_to_target": None if steps is None else steps * row["train_s"] / row["num_steps"]}
         found |= {"best_accuracy": max(point["accuracy"] for point in row["points"])}
@@ -78,8 +87,8 @@ def tell(row: dict[str, Any]) -> None:
 
     seconds = "not reached" if row["seconds_to_target"] is None else f"{row['seconds_to_target']:6.2f} s"
     print(
-        f"    {row['num_groups']:2d} x {row['method']}, batch {row['batch']:2d}: {seconds} to {100 * TARGET:.1f} % "
-        f"({row['steps_to_target'] or 0:.0f} steps of {1e3 * row['s_per_step']:.2f} ms), {times(row['speed_up'])} x, "
+        f"    {row['num_groups']:2d} x {row['method']}, batch {row['batch']:2d}: "
+        f"{seconds} to {100 * row['target_accuracy']:.1f} % ({row['steps_to_target'] or 0:.0f} steps of {1e3 * row['s_per_step']:.2f} ms), {times(row['speed_up'])} x, "
         f"over the best lone group {times(row['speed_up_over_best_lone'])} x"
     )
 
@@ -87,5 +96,6 @@ def tell(row: dict[str, Any]) -> None:
 def partition_bars(found: dict[str, Any]) -> Bars:
     for row in found.get("partition", {}).get("table", []):
         if row["num_groups"] == 16 and row["speed_up"]:
-            what = f"16 groups over 1 to equal accuracy, {row['method']}, batch {row['batch']}: 3.3 x"
+            where = f"{100 * row['target_accuracy']:.1f} %, {row['method']}, batch {row['batch']}"
+            what = f"16 groups over 1 to {where}: 3.3 x"
             yield what, row["speed_up"], row["speed_up"] >= 3.3
