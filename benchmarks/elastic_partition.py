@@ -88,7 +88,8 @@ def tell(row: dict[str, Any]) -> None:
     seconds = "not reached" if row["seconds_to_target"] is None else f"{row['seconds_to_target']:6.2f} s"
     print(
         f"    {row['num_groups']:2d} x {row['method']}, batch {row['batch']:2d}: "
-        f"{seconds} to {100 * row['target_accuracy']:.1f} % ({row['steps_to_target'] or 0:.0f} steps of {1e3 * row['s_per_step']:.2f} ms), {times(row['speed_up'])} x, "
+        f"{seconds} to {100 * row['target_accuracy']:.1f} % "
+        f"({row['steps_to_target'] or 0:.0f} steps of {1e3 * row['s_per_step']:.2f} ms), {times(row['speed_up'])} x, "
         f"over the best lone group {times(row['speed_up_over_best_lone'])} x"
     )
 
