@@ -7,8 +7,8 @@ twice, whatever the size, and nothing is copied in or out. 1708.02983 has this i
 one process.
 
 They meet in the window, too: each counts its arrivals and looks at the others' counts. Words over gloo took 10 ms of a
-16-member exchange, two for every pair. Who says goodbye leaves a mark, who dies is noticed by its process descriptor,
-who is silent by the limit.
+16-member exchange, two for every pair. Who says goodbye leaves a mark, who dies is missed by the system, who is silent
+by the limit.
 
 The memory is a file without a name, found through its owner's open files: nothing is left behind by whoever dies. A
 window belongs to one generation of members. Who was dropped and wakes up late writes into the window it knows, which
@@ -21,10 +21,9 @@ import mmap
 import os
 import platform
 import secrets
-import select
 import time
-import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +35,7 @@ Array = np.ndarray[Any, Any]
 BLOCK_BYTES = 1 << 19  # of a share, added up at a time: with what the tree keeps beside it, it stays in a core's cache
 NUM_LOOKS = 20  # before the first pause
 PAUSE_S = 5e-5
+CHECK_EVERY_S = 0.02  # between looks whether the missing still live
 _PAGE_BYTES = mmap.PAGESIZE
 _LINE_BYTES = 64  # of a cache: what one member writes again and again is on no other's
 _ARRIVALS, _HAS_LEFT, _PROCESS = range(3)  # the numbers in a member's line
@@ -55,8 +55,6 @@ class Window:
         self.word = whole[:8].view(np.int64)
         self._lines: Array = whole[:head_bytes].view(np.int64).reshape(-1, _LINE_BYTES // 8)[1 : 1 + num_members]
         self._messages: Array = whole[head_bytes:].reshape(num_members, -1)[:, :message_bytes]
-        self._watched: dict[int, int] = {}  # process descriptor -> member
-        self._ends = select.poll()
         self._spare: Array = np.empty(0, dtype=np.uint8)
 
     def message(self, member: int) -> Array:
@@ -68,52 +66,41 @@ class Window:
         """Says which process this member is."""
         self._lines[member, _PROCESS] = os.getpid()
 
-    def watch(self, member: int) -> None:
-        """Once all have entered: from now on `meet` notices whose process has ended."""
-        for other, process in enumerate(self._lines[:, _PROCESS]):
-            if other != member:
-                try:
-                    descriptor = os.pidfd_open(int(process))
-                except ProcessLookupError:
-                    self._lines[other, _HAS_LEFT] = 1
-                    continue
-                self._watched[descriptor] = other
-                self._ends.register(descriptor, select.POLLIN)
-        self._unwatch = weakref.finalize(self, _close_all, list(self._watched))
-
     def leave(self, member: int) -> None:
         """Whoever waits for this member hears of it at once."""
         self._lines[member, _HAS_LEFT] = 1
-        self._unwatch()
 
     def meet(self, member: int, limit_s: float) -> int | None:
         """Waits until all are here as often as this member; returns who left instead, or is late (see `is_gone`)."""
         arrivals = self._lines[:, _ARRIVALS]
         arrivals[member] += 1
-        wanted, end_s, num_looks = int(arrivals[member]), time.monotonic() + limit_s, 0
+        wanted, num_looks = int(arrivals[member]), 0
+        end_s, looked_s = time.monotonic() + limit_s, time.monotonic()
         while arrivals.min() < wanted:
             num_looks += 1
             if num_looks < NUM_LOOKS:
                 time.sleep(0)
                 continue
-            missing = [int(other) for other in np.flatnonzero(arrivals < wanted)]
-            gone, is_late = self._gone(), time.monotonic() > end_s
+            missing, now_s = [int(other) for other in np.flatnonzero(arrivals < wanted)], time.monotonic()
+            if now_s - looked_s > CHECK_EVERY_S:
+                looked_s = now_s
+                self._mark_dead(missing)
+            is_over = now_s > end_s or bool(self._lines[:, _HAS_LEFT].any())
             if arrivals.min() >= wanted:  # who came and then left was here
                 break
-            if gone or is_late:  # one who left this meeting unfinished will not see it end: nobody will
-                return next((other for other in missing if other in gone), missing[0])
+            if is_over:  # one who left this meeting unfinished will not see it end: nobody will
+                return next(filter(self.is_gone, missing), missing[0])
             time.sleep(PAUSE_S)
         return None
 
     def is_gone(self, member: int) -> bool:
-        """Whether the member said goodbye, or its process ended."""
-        return member in self._gone()
+        """Whether the member said goodbye, or was found dead."""
+        return bool(self._lines[member, _HAS_LEFT])
 
-    def _gone(self) -> list[int]:
-        for descriptor, _ in self._ends.poll(0):
-            if descriptor in self._watched:
-                self._lines[self._watched[descriptor], _HAS_LEFT] = 1
-        return [int(member) for member in np.flatnonzero(self._lines[:, _HAS_LEFT])]
+    def _mark_dead(self, members: list[int]) -> None:
+        for member in members:
+            if _has_ended(int(self._lines[member, _PROCESS])):
+                self.leave(member)
 
     def add_up(self, first_byte: int, last_byte: int, kind: np.dtype[Any]) -> None:
         """These bytes of every message become the sum of all, in the order of the tree."""
@@ -153,9 +140,13 @@ class Window:
         return self._spare[depth * BLOCK_BYTES :][: like.nbytes].view(like.dtype)
 
 
-def _close_all(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+def _has_ended(process: int) -> bool:
+    """Also of one that its parent has not buried yet."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return True
+    return stat.rpartition(")")[2].split()[0] in ("Z", "X")
 
 
 def _head_bytes(num_members: int) -> int:
@@ -172,7 +163,6 @@ def offer(num_members: int, message_bytes: int) -> tuple[Window | None, Tensor]:
     try:
         if not _SEES_IN_ORDER:
             raise OSError("this processor may show a count before what it counts")
-        os.close(os.pidfd_open(os.getpid()))
         file = os.memfd_create("outcore-elastic")
         os.ftruncate(file, _size_bytes(num_members, message_bytes))
         window = Window(file, num_members, message_bytes)
@@ -186,9 +176,8 @@ def find(told: Tensor, num_members: int, message_bytes: int) -> Window | None:
     """The window another process offers; None where it is on another host, or may not be seen."""
     owner, number, word = (int(value) for value in told)
     try:
-        os.close(os.pidfd_open(owner))
         file = os.open(f"/proc/{owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-    except (AttributeError, OSError):
+    except OSError:
         return None
     try:
         window = Window(file, num_members, message_bytes)

@@ -216,10 +216,7 @@ class Group:
         finally:
             if self.index == 0:
                 window.withdraw(told)
-        if mine is None or int(num_found) < self.size:
-            return None
-        mine.watch(self.index)
-        return mine
+        return mine if int(num_found) == self.size else None
 
     def _place_in_window(self, tensor: Tensor) -> int | None:
         """Where in the shared message `tensor` begins, in bytes; None where it lies elsewhere, or had better travel."""
