@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 TARGETS = (0.97, 0.975)
 NUM_JUDGED = 2000  # as in elastic_rates.py, where the steps were counted
 ROOM = 1.2  # steps beyond those counted: sums in another order lead elsewhere
-# (method, batch of a group): number of groups -> (rate, steps to 97.5 %). By elastic_rates.py, seed 0, 2,000 test images
+# (method, batch of a group): number of groups -> (rate, steps to 97.5 %). By elastic_rates.py, seed 0, 2,000 images
 # (results/elastic-rates_20261115.json). For 1 and 16 groups the rate with the fewest steps of two to five that were
 # tried, a factor of 1.3 to 2 apart, larger ones diverging or no better; for 4 groups with elastic averaging or a batch
 # of 32 and for 8 groups one rate between theirs. 16 groups of 32 with elastic averaging were stopped at 97.35 % after
