@@ -1,6 +1,6 @@
 """How fast, how accurate and how hard to kill is elastic averaging on this host? Peers run in the same processes.
 
-    python benchmarks/elastic.py --data .carry/mnist --only messages,scaling,levels,partition   # 270 s on 16 cores
+    python benchmarks/elastic.py --data .carry/mnist --only cores,messages,scaling,levels,partition   # 275 s, 16 cores
     python benchmarks/elastic.py --only levels,scaling               # some sections
     python benchmarks/elastic.py --only faults --soak 50             # random kills, stops, slow-downs (not timed)
     python benchmarks/elastic.py --only torchrun --soak 10           # torchrun restarts
@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import date
@@ -38,21 +38,19 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPAT
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # a host without a resolver must not wait for names
 
-from outcore.elastic.compare import RATE, make_trial, rate_for, run_trials  # noqa: E402
+from benchmarks.elastic_clock import Bars, cores, level_bars, levels, scaling, scaling_bars  # noqa: E402
+from benchmarks.elastic_partition import partition, partition_bars  # noqa: E402
+from outcore.elastic.compare import make_trial, run_trials  # noqa: E402
 from outcore.elastic.cores import read_cores  # noqa: E402
 from outcore.elastic.launch import LaunchPlan, launch  # noqa: E402
 from outcore.elastic.methods import METHODS  # noqa: E402
-from outcore.elastic.simulate import Costs, fit_message_costs, scale, with_network  # noqa: E402
+from outcore.elastic.simulate import fit_message_costs  # noqa: E402
 from outcore.elastic.trials import Result, Trial  # noqa: E402
 
-SECTIONS = ("messages", "scaling", "levels", "partition", "accuracy", "device", "faults", "torchrun")
-TIMED = SECTIONS[:6]
+SECTIONS = ("cores", "messages", "scaling", "levels", "partition", "accuracy", "device", "faults", "torchrun")
+TIMED = SECTIONS[:7]
 # Seconds a section may add to the clock, with what those before it left over; it ends then, done or not.
-LIMITS_S = {"messages": 26.0, "scaling": 60.0, "levels": 70.0, "partition": 110.0}
-PARTITIONS = ("one batch", "own batches")  # the readings of `partition`
-BATCHES = (16, 8)  # `levels` at both, so that neither is a choice
-NUM_JUDGED = 1000  # test images where time counts: judging on 16 cores took longer than training
-PAPER_NETWORK = {"name": "FDR InfiniBand as listed in 1708.02983", "latency_s": 0.7e-6, "s_per_byte": 0.2e-9}
+LIMITS_S = {"cores": 3.0, "messages": 22.0, "scaling": 54.0, "levels": 90.0, "partition": 104.0}
 
 
 class Bench:
@@ -117,40 +115,11 @@ class Bench:
         self.path.write_text(json.dumps(self.results, indent=1))
 
 
-Bars = Iterator[tuple[str, float, bool]]
-
-
 def message_bars(found: dict[str, Any]) -> Bars:
     for row in found.get("messages", {}).get("rows", []):
         for name in ("lenet", "resnet50"):
             gain = row[name]["gain_over_gloo_per_layer"]
             yield f"packed over gloo per layer, {name}, {row['num_workers']} workers: 3 x", gain, gain >= 3
-
-
-def scaling_bars(found: dict[str, Any]) -> Bars:
-    for row in found.get("scaling", {}).get("measured", []):
-        if row["name"] == "sync-easgd" and row["num_workers"] > 1:
-            percent = 100 * row["efficiency"]
-            yield f"weak scaling of level 3, period 4, {row['num_workers']} workers: 92 %", percent, percent >= 92
-
-
-def level_bars(found: dict[str, Any]) -> Bars:
-    for table in found.get("levels", {}).get("summary", []):
-        where = f"{table['num_workers']} workers, batch {table['batch']}"
-        rows = table.get("table", {})
-        if "original-easgd" in rows and "sync-easgd level 3" in rows:
-            over, share = (
-                rows["original-easgd"]["over_level_3"],
-                100 * rows["sync-easgd level 3"]["communication_share"],
-            )
-            yield f"level 3 over original to equal accuracy, {where}: 5.3 x", over, over >= 5.3
-            yield f"communication share of level 3, {where}: below 14 %", share, share < 14
-
-
-def partition_bars(found: dict[str, Any]) -> Bars:
-    for row in found.get("partition", {}).get("table", []):
-        if row["num_groups"] == 16 and row["speed_up"]:
-            yield f"16 groups over 1 to equal accuracy, {row['method']}: 3.3 x", row["speed_up"], row["speed_up"] >= 3.3
 
 
 def hardware() -> str:
@@ -200,157 +169,8 @@ def messages(bench: Bench) -> Any:
         for name in ("lenet", "resnet50"):
             told = [f"{key[:-2]} {1e3 * value:.2f} ms" for key, value in row[name].items() if key.endswith("_s")]
             told += [f"{key} {value:.1f} x" for key, value in row[name].items() if key.startswith("gain")]
-            ways = [f"{w['by']}/{w['block_bytes'] >> 20} MiB {1e3 * w['packed_s']:.2f}" for w in row[name]["routes"]]
-            print(f"    {row['num_workers']} x {name}: {', '.join(told)}; routes, ms: {', '.join(ways)}")
+            print(f"    {row['num_workers']} x {name}: {', '.join(told)}")
     return {"rows": rows, "latency_s": latency_s, "s_per_byte": s_per_byte, "add_s_per_byte": rows[0]["add_s_per_byte"]}
-
-
-# --- levels and scaling: sixteen processes with one core each ------------------------------------------------------
-
-
-def level_trials(workers: list[int], args: argparse.Namespace) -> list[Trial]:
-    """Original EASGD (one worker at a time, layer by layer, as published) against the three levels, at two batches: a
-    core takes 30 ms for a batch of 64 where the paper's GPU took one, and beside that no message would show. Some steps
-    of each, the same number for all; one worker at a time takes its time. Then torch's own data parallelism."""
-    easgd: list[tuple[str, str, dict[str, Any]]] = [
-        ("original-easgd", "original-easgd", {"turn": "iteration", "packed": False}),
-        *((f"sync-easgd level {level}", "sync-easgd", {"level": level, "period": 1}) for level in (3, 2, 1)),
-    ]
-    peers: list[tuple[str, str, dict[str, Any]]] = [(name, name, {}) for name in ("ddp", "sync-sgd")]
-    peers += [("sync-easgd level 3, period 4", "sync-easgd", {"level": 3, "period": 4})]
-    peers += [(name, name, {}) for name in ("periodic-averaging", "post-local-sgd")]
-    fields: dict[str, Any] = {"num_snapshots": 7, "num_judged": NUM_JUDGED, "limit_s": 30}
-    return [
-        make_trial(
-            method,
-            num,
-            name=name,
-            batch=batch,
-            rate=0.5 * rate_for(method, num),
-            max_steps=12 if args.quick else args.steps * workers[0] // num,
-            join=join,
-            **fields,
-        )
-        for tier in (easgd, peers)
-        for batch in BATCHES
-        for num in workers
-        for name, method, join in tier
-    ]
-
-
-def levels(bench: Bench) -> Any:
-    """A core for every worker, the others for messages and the centre: whose method it is makes no difference."""
-    workers = [2] if bench.num_cores < 8 else [4, 8]
-    num_spare = max(0, bench.num_cores - max(workers))
-    rows = bench.trials(level_trials(workers, bench.args), max(workers), num_spare)
-    tables = [summarize_levels(rows, num, batch) for batch in BATCHES for num in workers]
-    return {"rows": rows, "num_spare_cores": num_spare, "summary": tables}
-
-
-def summarize_levels(rows: list[dict[str, Any]], num: int, batch: int) -> dict[str, Any]:
-    alike = [row for row in rows if (row["trial"]["num_workers"], row["trial"]["batch"]) == (num, batch)]
-    mine = [row for row in alike if row.get("points")]
-    absent = {row["trial"]["name"]: row["error"] for row in alike if not row.get("points")}
-    summary: dict[str, Any] = {"num_workers": num, "batch": batch, "not_reached": absent}
-    elastic = [row for row in mine if "easgd" in row["trial"]["method"]]
-    if not elastic:
-        return summary
-    target = min(max(point["accuracy"] for point in row["points"]) for row in elastic)
-    table = {
-        row["trial"]["name"]: {
-            "seconds_to_target": seconds_to(row, target),
-            "s_per_step": row["train_s"] / row["num_steps"],
-            "communication_share": row["communication_share"],
-            "least_share": row["least_share"],
-            "final_accuracy": row["final_accuracy"],
-        }
-        for row in mine
-    }
-    best = table.get("sync-easgd level 3", {})
-    print(f"    {num} workers, batch {batch}: time over level 3's to {100 * target:.1f} % and per step; communication")
-    for name, row in table.items():
-        row["over_level_3"] = ratio(row["seconds_to_target"], best.get("seconds_to_target"))
-        row["over_level_3_per_step"] = ratio(row["s_per_step"], best.get("s_per_step"))
-        shares = f"{100 * row['communication_share']:5.1f} % (least {100 * row['least_share']:.1f} %)"
-        shares = "inside its backward" if name == "ddp" else shares
-        print(
-            f"      {name:30s} {row['over_level_3']:5.2f} x {row['over_level_3_per_step']:5.2f} x  "
-            f"{1e3 * row['s_per_step']:7.2f} ms  {shares}  {100 * row['final_accuracy']:.1f} %"
-        )
-    return summary | {"target_accuracy": target, "table": table}
-
-
-def ratio(number: float | None, over: float | None) -> float:
-    return number / over if number is not None and over else float("nan")
-
-
-def seconds_to(row: dict[str, Any], target: float) -> float | None:
-    """When the centre crossed `target`, interpolated between snapshots: the grid of snapshots must not decide."""
-    before = {"at_s": 0.0, "accuracy": 0.1}
-    for point in row["points"]:
-        if point["accuracy"] >= target:
-            rise = point["accuracy"] - before["accuracy"]
-            share = (target - before["accuracy"]) / rise if rise > 0 else 1.0
-            return float(before["at_s"] + max(0.0, share) * (point["at_s"] - before["at_s"]))
-        before = point
-    return None
-
-
-def scaling(bench: Bench) -> Any:
-    """Weak scaling with a core for every worker, and the simulator beside it and beyond. The same workers without any
-    exchange show what the machine itself takes: clocks, caches, memory."""
-    sizes = [num for num in (1, 2, 4, 8) if num <= bench.num_cores]
-    steps = 12 if bench.args.quick else 80
-    fields: dict[str, Any] = {
-        "max_steps": steps,
-        "num_snapshots": 0,
-        "num_judged": NUM_JUDGED,
-        "batch": 64,
-        "rate": RATE,
-        "limit_s": 60,
-    }
-    trials = [make_trial("sync-easgd", num, join={"level": 3, "period": 4}, **fields) for num in (*sizes, 1)]
-    trials += [make_trial("ddp", num, **fields) for num in sizes[1:]]
-    silent: dict[str, Any] = {"level": 3, "period": 10 * steps}
-    trials += [make_trial("sync-easgd", num, name="no exchange", join=silent, **fields) for num in sizes[1:]]
-    rows = bench.trials(trials, sizes[-1], max(0, bench.num_cores - sizes[-1]))
-    lone = [row for row in (rows[0], rows[len(sizes)]) if not row.get("error")]
-    if not lone:
-        return {"rows": rows, "error": "the lone worker did not end: nothing to compare with"}
-    alone_s = statistics.mean(row["step_s"]["mean_s"] for row in lone)  # before and after: clocks drift
-    measured = [
-        {
-            "name": row["trial"]["name"],
-            "num_workers": row["trial"]["num_workers"],
-            "efficiency": alone_s / row["step_s"]["mean_s"],
-            "final_accuracy": row["final_accuracy"],
-        }
-        for row in rows
-        if not row.get("error")
-    ]
-    print("    " + ", ".join(f"{m['num_workers']} x {m['name']} {100 * m['efficiency']:.1f} %" for m in measured))
-    return {"rows": rows, "measured": measured, "simulated": simulate_beyond(bench, lone[0], sizes)}
-
-
-def simulate_beyond(bench: Bench, alone: dict[str, Any], sizes: list[int]) -> Any:
-    found = bench.results["sections"].get("messages", {}).get("found", {})
-    if "latency_s" not in found:
-        return {"error": "the section `messages` must run first: it measures latency and bandwidth"}
-    step = alone["step_s"]
-    costs = Costs(
-        found["latency_s"], found["s_per_byte"], found["add_s_per_byte"], step["mean_s"], step["stdev_s"], 4 * 431_080
-    )
-    far = [*sizes, 64, 256, 1024, 2176, 4352]
-    fast = with_network(costs, PAPER_NETWORK["latency_s"], PAPER_NETWORK["s_per_byte"])  # type: ignore[arg-type]
-    curves: dict[str, Any] = {"costs": asdict(costs), "network": PAPER_NETWORK}
-    for name, network in (("this host's loopback", costs), ("paper's network", fast)):
-        curves[name] = {
-            f"level {level}": [asdict(s) for s in scale("sync-easgd", far, network, level=level)] for level in (1, 2, 3)
-        }
-        curves[name]["sync-sgd"] = [asdict(s) for s in scale("sync-sgd", far, network, period=1)]
-        last = curves[name]["level 3"][-1]
-        print(f"    simulated, {name}: {last['num_workers']} workers at {100 * last['efficiency']:.1f} %")
-    return curves
 
 
 # --- accuracy: every method, several seeds, several hosts' worth of workers side by side ---------------------------
@@ -417,58 +237,6 @@ def slice_main(bench: Bench, order: str, out: str) -> None:
     bench._ends_s = bench.args.section_limit_s
     rows = bench.trials(trials, trials[0].num_workers)
     Path(out).write_text(json.dumps(rows))
-
-
-# --- partition: one many-core chip, split -------------------------------------------------------------------------
-
-
-def partition(bench: Bench) -> Any:
-    """One chip as 1, 4, 8 and 16 groups: gradient sums (as in the paper) and elastic averaging, in two readings of it:
-    the same samples in each step, spread over the groups; and a batch for every group, which sums over more samples
-    and may take longer steps (their root: no more is safe without a warm-up)."""
-    rows = []
-    for num_groups in (1, 16, 4, 8):  # the mark first
-        if num_groups > bench.num_cores or bench.left_s() < 5:
-            continue
-        fields: dict[str, Any] = {"num_snapshots": 10, "num_judged": NUM_JUDGED, "limit_s": 30}
-        spread_out = {**fields, "batch": 512 // num_groups, "max_steps": 6 if bench.args.quick else 100}
-        own = {**fields, "batch": 64, "max_steps": 6 if bench.args.quick else int(600 / num_groups**0.6)}
-        faster = {"rate": RATE * min(4.0, num_groups**0.5)}
-        trials = [make_trial("sync-sgd", num_groups, name="sync-sgd, one batch", **spread_out)]
-        trials += [make_trial("sync-sgd", num_groups, name="sync-sgd, own batches", **own, **faster)]
-        if num_groups > 1:
-            elastic: dict[str, Any] = {"join": {"level": 3, "period": 4}}
-            trials += [make_trial("sync-easgd", num_groups, name="sync-easgd, one batch", **spread_out, **elastic)]
-            trials += [make_trial("sync-easgd", num_groups, name="sync-easgd, own batches", **own, **elastic)]
-        rows += bench.trials(trials, num_groups)
-    tables = [partition_table([row for row in rows if name in row["trial"]["name"]]) for name in PARTITIONS]
-    return {"table": [row for table in tables for row in table], "rows": rows}
-
-
-def partition_table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Speed-ups over one group, to an accuracy that all of them reach."""
-    fine = [row for row in rows if row.get("points")]
-    if not fine:
-        return []
-    target = min(max(point["accuracy"] for point in row["points"]) for row in fine)
-    table = [
-        {
-            "num_groups": row["trial"]["num_workers"],
-            "method": row["trial"]["name"],
-            "target_accuracy": target,
-            "seconds_to_target": seconds_to(row, target),
-            "train_s": row["train_s"],
-            "step_s": row["step_s"],
-        }
-        for row in fine
-    ]
-    table.sort(key=lambda row: (row["num_groups"], row["method"]))
-    first = table[0]["seconds_to_target"]
-    for row in table:
-        row["speed_up"] = first / row["seconds_to_target"] if first and row["seconds_to_target"] else None
-    told = (f"{row['num_groups']} x {row['method']} {row['speed_up']:.2f} x" for row in table if row["speed_up"])
-    print(f"    to {100 * target:.2f} %: " + ", ".join(told))
-    return table
 
 
 # --- device: the same code with the weights on an accelerator ------------------------------------------------------
@@ -567,8 +335,9 @@ def main() -> None:
     if args.slice:
         slice_main(bench, *args.slice)
         return
+    every = (cores, messages, scaling, levels, partition, accuracy, device, faults, torchrun)
     for name in [name for name in args.only.split(",") if name]:
-        bench.run(name, globals()[name])
+        bench.run(name, dict(zip(SECTIONS, every, strict=True))[name])
     bench.judge()
     print(f"wrote {args.out} after {time.monotonic() - bench.began_s:.0f} s")
 

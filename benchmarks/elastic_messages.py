@@ -21,10 +21,10 @@ from torch._C._distributed_c10d import ProcessGroupGloo
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from outcore.elastic import window, wire
-from outcore.elastic.place import find_place
+from outcore.elastic import wire
+from outcore.elastic.place import Place, find_place
 from outcore.elastic.roster import Roster
-from outcore.elastic.wire import add_into
+from outcore.elastic.wire import Group, add_into
 
 
 def resnet50_sizes() -> list[int]:
@@ -64,22 +64,7 @@ def messages_worker(out: str, num_repeats: int) -> None:
         ("lenet", lenet_sizes(), num_repeats),
         ("resnet50", resnet50_sizes(), max(3, num_repeats // 5)),
     ):
-        vector = torch.zeros(sum(sizes))
-        parts = list(vector.split(sizes))
-        timed = {
-            "packed_s": fixed(lambda: group.tree_sum(vector), repeats),  # noqa: B023
-            "per_layer_s": fixed(lambda: [group.tree_sum(part) for part in parts], repeats),  # type: ignore[func-returns-value]  # noqa: B023
-            "gloo_packed_s": fixed(lambda: own.allreduce([vector]).wait(), repeats),  # noqa: B023
-            "gloo_per_layer_s": fixed(lambda: [own.allreduce([part]).wait() for part in parts], repeats),  # noqa: B023
-        }
-        found[name] = {"num_tensors": len(sizes), "num_bytes": vector.nbytes, **timed}
-        found[name] |= {"gain": timed["per_layer_s"] / timed["packed_s"]}
-        found[name] |= {"gain_over_gloo_per_layer": timed["gloo_per_layer_s"] / timed["packed_s"]}
-        found[name] |= {"gain_within_gloo": timed["gloo_per_layer_s"] / timed["gloo_packed_s"]}
-        found[name]["shares_memory"] = group._window is not None
-        found[name]["routes"] = ways = routes(place, group, vector, max(3, repeats // 2))
-        by_sockets_s = min(way["packed_s"] for way in ways if way["by"] == "sockets")
-        found[name]["gain_by_sockets_alone"] = timed["gloo_per_layer_s"] / by_sockets_s
+        found[name] = sums_of(sizes, place, group, own, repeats)
         found[name]["seconds_so_far"] = time.monotonic() - began_s
     found["pingpong"] = pingpong(group, num_repeats)
     vector, other = torch.ones(1 << 20), torch.ones(1 << 20)
@@ -91,35 +76,68 @@ def messages_worker(out: str, num_repeats: int) -> None:
         time.sleep(0.02)
 
 
-def routes(place: Any, group: Any, vector: Any, num_repeats: int) -> list[dict[str, Any]]:
-    """The packed sum by other ways than the default: sockets alone, and shared memory with other blocks."""
-    rows, kept = [], (wire.NUM_LANES, wire.BLOCK_BYTES, wire.SHARED_BYTES, window.ROOM_BYTES)
-    ways: list[tuple[str, int, int, int | None]] = [("sockets", lanes, 1 << 24, None) for lanes in (2, 4)]
-    ways += [("memory", 4, block_bytes, 1 << 17) for block_bytes in (1 << 20, 1 << 21, 1 << 22, 1 << 23)]
-    for number, (by, lanes, block_bytes, shared_bytes) in enumerate(ways):
-        wire.NUM_LANES, wire.BLOCK_BYTES, wire.SHARED_BYTES, window.ROOM_BYTES = (
-            lanes,
-            block_bytes,
-            shared_bytes,
-            block_bytes,
-        )
-        store = place.sub_store(f"ways/{number}/{vector.numel()}")
-        other = wire.Group(store, group.index, group.ranks, 30, num_lanes=lanes, host=place.address[0])
-        seconds = fixed(lambda: other.tree_sum(vector), num_repeats)  # noqa: B023
-        rows.append({"by": by, "num_lanes": lanes, "block_bytes": block_bytes, "packed_s": seconds})
+def sums_of(sizes: list[int], place: Place, group: Group, gloo: Any, num_repeats: int) -> dict[str, Any]:
+    """A vector of these parts summed in the four ways in turn, round by round: what else the machine does, it does to
+    all of them."""
+    here = wire.Group(place.sub_store(f"own/{sum(sizes)}"), group.index, group.ranks, 30, host=place.address[0])
+    message, vector = here.make_message(sum(sizes), torch.float32), torch.zeros(sum(sizes))
+    parts, layers = list(message.split(sizes)), list(vector.split(sizes))
+    sockets = wire.Group(
+        place.sub_store(f"sockets/{sum(sizes)}"),
+        group.index,
+        group.ranks,
+        30,
+        num_lanes=wire.NUM_LANES,
+        host=place.address[0],
+    )
+    ways: dict[str, Callable[[], Any]] = {
+        "packed_s": lambda: here.tree_sum(message),
+        "per_layer_s": lambda: [here.tree_sum(part) for part in parts],  # type: ignore[func-returns-value]
+        "gloo_packed_s": lambda: gloo.allreduce([vector]).wait(),
+        "gloo_per_layer_s": lambda: [gloo.allreduce([layer]).wait() for layer in layers],
+        "sockets_packed_s": lambda: sockets.tree_sum(vector),
+    }
+    rounds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(num_repeats + 2):  # two for warming up; all ranks must agree on the count
+        for name, act in ways.items():
+            took_s = timed(act)
+            if number >= 2:
+                rounds[name].append(took_s)
+    found: dict[str, Any] = {name: statistics.median(times) for name, times in rounds.items()}
+    found |= {"num_tensors": len(sizes), "num_bytes": vector.nbytes, "shares_memory": here._window is not None}
+    if here._window is not None:
+        shared = here._window
+        found["meeting_s"] = fixed(lambda: shared.meet(here.index, 30), num_repeats)
+    found |= gains(rounds)
+    found["rounds"] = rounds
+    for other in (here, sockets):
         other.close()
-    wire.NUM_LANES, wire.BLOCK_BYTES, wire.SHARED_BYTES, window.ROOM_BYTES = kept
-    return rows
+    return found
+
+
+def gains(rounds: dict[str, list[float]]) -> dict[str, float]:
+    """Ratios within a round, their median over rounds."""
+
+    def median(over: str, under: str) -> float:
+        return statistics.median(a / b for a, b in zip(rounds[over], rounds[under]))
+
+    return {
+        "gain": median("per_layer_s", "packed_s"),
+        "gain_over_gloo_per_layer": median("gloo_per_layer_s", "packed_s"),
+        "gain_within_gloo": median("gloo_per_layer_s", "gloo_packed_s"),
+        "gain_by_sockets_alone": median("gloo_per_layer_s", "sockets_packed_s"),
+    }
+
+
+def timed(act: Callable[[], Any]) -> float:
+    began_s = time.perf_counter()
+    act()
+    return time.perf_counter() - began_s
 
 
 def fixed(act: Callable[[], Any], num_repeats: int) -> float:
     """The median of exactly `num_repeats` calls after two for warming up: all ranks must agree on the count."""
-    times = []
-    for _ in range(num_repeats + 2):
-        began_s = time.perf_counter()
-        act()
-        times.append(time.perf_counter() - began_s)
-    return statistics.median(times[2:])
+    return statistics.median([timed(act) for _ in range(num_repeats + 2)][2:])
 
 
 def pingpong(group: Any, num_repeats: int) -> list[dict[str, float]]:

@@ -51,8 +51,8 @@ for part in "${@:-check}"; do
             --methods in-core,checkpoint,selective,hybrid --out "$out/fit.json"
         ;;
     cores)
-        run elastic 290 python benchmarks/elastic.py --data "$data/mnist" --only messages,levels,scaling,partition \
-            --out "$out/elastic.json"
+        run elastic 290 python benchmarks/elastic.py --data "$data/mnist" \
+            --only cores,messages,scaling,levels,partition --out "$out/elastic.json"
         ;;
     matmul)
         run matmul 100 python benchmarks/matmul.py --only green,linear,fp32,bf16,tf32,links --limit-s 85 \

@@ -27,7 +27,7 @@ from outcore.elastic.flat import FlatModel
 from outcore.elastic.link import CenterLink
 from outcore.elastic.methods import Method, default_alpha
 from outcore.elastic.sync import SyncExchange
-from outcore.elastic.wire import PeerLost, Traffic, is_finite
+from outcore.elastic.wire import PeerLost, Traffic, is_finite, pieces
 from outcore.errors import ElasticError
 
 _MAX_REGROUPS = 8
@@ -105,7 +105,7 @@ class _SyncAverager(Averager):
 
     def __init__(self, local: Local, exchange: SyncExchange) -> None:
         self.local, self.exchange = local, exchange
-        self.center = torch.zeros_like(local.weights, dtype=exchange.message.dtype)
+        self.center = torch.zeros_like(local.weights, dtype=exchange.dtype)
         self.velocity = torch.zeros_like(self.center)
         self.num_exchanges = -1
         self._saved_s = time.monotonic()
@@ -183,9 +183,9 @@ class _SyncAverager(Averager):
             self.velocity.copy_(saved.velocity)
             self.num_exchanges = saved.num_exchanges
 
-    def _add_buffers(self, sum_difference: Tensor) -> None:
-        cut = self.local.flat.num_params
-        self.center[cut:].add_(sum_difference[cut:], alpha=1 / max(1, self.exchange.num_present))
+    def _add_buffers(self, sum_difference: Tensor, out: Tensor) -> None:
+        cut, share = self.local.flat.num_params, 1 / max(1, self.exchange.num_present)
+        torch.add(self.center[cut:], sum_difference[cut:], alpha=share, out=out[cut:])
 
     def _check_present(self) -> None:
         if self.exchange.num_present == 0:
@@ -195,10 +195,15 @@ class _SyncAverager(Averager):
 
 
 class ElasticSync(_SyncAverager):
-    """Sync EASGD, levels 1 to 3: eq. 1 at every worker, eq. 2 at the centre (member 0 at level 1, everyone above)."""
+    """Sync EASGD, levels 1 to 3: eq. 1 at every worker, eq. 2 at the centre (member 0 at level 1, everyone above).
+
+    The new centre is made beside the old one and takes its place when the exchange has ended well: whoever reads the
+    centre meanwhile, or loses a member, has the old one whole.
+    """
 
     def __init__(self, local: Local, exchange: SyncExchange) -> None:
-        self.difference = torch.zeros_like(local.weights, dtype=exchange.message.dtype)
+        self.difference = torch.zeros_like(local.weights, dtype=exchange.dtype)
+        self._moved = torch.zeros_like(self.difference)
         self._begun = self._pull = False
         super().__init__(local, exchange)
 
@@ -210,17 +215,13 @@ class ElasticSync(_SyncAverager):
         try:
             if not self._begun:
                 self._begin()
-            result = self.exchange.finish()
+            self._finish()
         except PeerLost:
             self._begun = False
             self._lost()
             return
-        self._begun, self._pull = False, True
+        self._pull = True
         self._check_present()
-        if self.exchange.level == 1:
-            self.center.copy_(result)
-        else:
-            self._move_center(result.to(self.center.device))
 
     def after_step(self) -> None:
         if not self._pull:
@@ -237,7 +238,7 @@ class ElasticSync(_SyncAverager):
     def close(self) -> None:
         if self._begun:  # everyone who is still here has begun the same exchange
             with suppress(PeerLost):
-                self._move_center(self.exchange.finish().to(self.center.device))
+                self._finish()
         super().close()
 
     def _alpha(self) -> float:
@@ -245,19 +246,40 @@ class ElasticSync(_SyncAverager):
         return default_alpha(self.local.method, self.exchange.num_members) if given is None else given
 
     def _begin(self) -> None:
-        rules.difference(self.local.weights, self.center, out=self.difference)
         self._begun = True
-        at_root = self._turn_into_center if self.exchange.level == 1 else None
-        self.exchange.begin(self.difference, may_abstain=True, at_root=at_root)
+        tail = slice(
+            self.local.flat.num_params, None
+        )  # the forward changes BatchNorm's statistics: theirs is taken now
+        rules.difference(self.local.weights[tail], self.center[tail], out=self.difference[tail])
+        then = self._turn_into_center if self.exchange.level == 1 else self._move_center
+        self.exchange.begin(self._write_difference, may_abstain=True, then=then)
 
-    def _turn_into_center(self, sum_difference: Tensor) -> None:
-        self._move_center(sum_difference.to(self.center.device))
-        sum_difference.copy_(self.center)
+    def _finish(self) -> None:
+        self._begun = False
+        result = self.exchange.finish()
+        if self.exchange.level == 1:
+            self._moved.copy_(result)
+        self.center, self._moved = self._moved, self.center
+
+    def _write_difference(self, place: Tensor) -> None:
+        """Kept, too: the message becomes the sum, and eq. 1 needs the worker's own."""
+        cut = self.local.flat.num_params
+        vectors = (self.local.weights, self.center, self.difference, place)
+        for weights, center, difference, part in pieces(*(vector[:cut] for vector in vectors)):
+            rules.difference(weights, center, out=difference)
+            part.copy_(difference)
+        place[cut:].copy_(self.difference[cut:])
 
     def _move_center(self, sum_difference: Tensor) -> None:
-        cut, center = self.local.flat.num_params, self.center[: self.local.flat.num_params]
-        rules.center_elastic(center, sum_difference[:cut], self._alpha(), out=center)
-        self._add_buffers(sum_difference)
+        total = sum_difference.to(self.center.device)
+        cut, alpha = self.local.flat.num_params, self._alpha()
+        for center, part, moved in pieces(self.center[:cut], total[:cut], self._moved[:cut]):
+            rules.center_elastic(center, part, alpha, out=moved)
+        self._add_buffers(total, out=self._moved)
+
+    def _turn_into_center(self, sum_difference: Tensor) -> None:
+        self._move_center(sum_difference)
+        sum_difference.copy_(self._moved)
 
 
 class DiLoCo(_SyncAverager):
@@ -265,9 +287,8 @@ class DiLoCo(_SyncAverager):
 
     def after_step(self) -> None:
         local = self.local
-        difference = rules.difference(local.weights, self.center)
         try:
-            self.exchange.begin(difference, may_abstain=True)
+            self.exchange.begin(self._write_difference, may_abstain=True)
             total = self.exchange.finish().to(self.center.device)
         except PeerLost:
             self._lost()
@@ -278,30 +299,37 @@ class DiLoCo(_SyncAverager):
             self.center[:cut], self.velocity[:cut], total[:cut] / num_present, local.outer_rate, local.mu
         )
         self.center[:cut], self.velocity[:cut] = moved
-        self._add_buffers(total)
+        self._add_buffers(total, out=self.center)
         if self.exchange.abstained:
             local.start_again(self.center)
         local.weights.copy_(self.center)
         self._settle()
+
+    def _write_difference(self, place: Tensor) -> None:
+        place.copy_(rules.difference(self.local.weights, self.center))
 
 
 class SyncSgd(_SyncAverager):
     """Plain synchronous SGD: the mean gradient before every step. The centre is the weights everyone holds."""
 
     def before_step(self) -> None:
-        flat = self.local.flat
-        message = torch.cat([flat.gradient, self.local.weights[flat.num_params :]])
+        flat, alone = self.local.flat, self.exchange.num_members == 1
         try:
-            self.exchange.begin(message)
-            total = self.exchange.finish().to(flat.gradient.device)
+            self.exchange.begin(_write_nothing if alone else self._write_gradient)
+            total = self.exchange.finish()
         except PeerLost:
             self._lost()
-            self.local.weights.copy_(self.center)
             flat.gradient.zero_()  # taken at weights that are no longer these
             return
-        mean = total / self.exchange.num_members
-        flat.gradient.copy_(mean[: flat.num_params])
-        self.local.weights[flat.num_params :].copy_(mean[flat.num_params :])
+        if not alone:
+            total, num, cut = total.to(flat.gradient.device), self.exchange.num_members, flat.num_params
+            torch.div(total[:cut], num, out=flat.gradient)
+            self.local.weights[cut:].copy_(total[cut:] / num)
+
+    def _write_gradient(self, place: Tensor) -> None:
+        cut = self.local.flat.num_params
+        place[:cut].copy_(self.local.flat.gradient)
+        place[cut:].copy_(self.local.weights[cut:])
 
     def after_step(self) -> None:
         self.center.copy_(self.local.weights)
@@ -324,6 +352,10 @@ class SyncSgd(_SyncAverager):
         if not is_best:
             state = torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
             self.local.optimizer.load_state_dict(state)
+
+
+def _write_nothing(place: Tensor) -> None:
+    """A lone member's gradient is the mean already."""
 
 
 class _CenterAverager(Averager):

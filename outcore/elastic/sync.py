@@ -3,8 +3,9 @@
 The three levels of Sync EASGD (1708.02983, section 5.1) give the same numbers and differ in where the time goes:
 1  the centre's holder is member 0: a tree reduction of the differences to it, a tree broadcast of the new C;
 2  every member holds C beside its weights and applies eq. 2 itself: one tree sum, no broadcast;
-3  as 2, and the sum runs in a thread of its own while the forward and backward pass compute the gradient at the same
-   weights; eqs. 1 and 2 use the old pair (W_i, C), so nothing is approximated by overlapping.
+3  as 2, and all of it (the difference, the sum, the new C) runs in a thread of its own while the forward and backward
+   pass compute the gradient at the same weights; eqs. 1 and 2 use the old pair (W_i, C), so nothing is approximated by
+   overlapping. The loop's own thread is left with one pass: the pull.
 
 Two words ride behind the vector: how many members took part, and whether someone waits to be let in. Since every member
 reads the same sums, all of them regroup after the same exchange.
@@ -23,10 +24,12 @@ import torch
 from torch import Tensor
 
 from outcore.elastic.roster import Roster
-from outcore.elastic.wire import Group, PeerLost, Traffic, copy_into, cut, give_way, is_finite
+from outcore.elastic.wire import Group, PeerLost, Traffic, cut, give_way, is_finite
 
 Reduction = Literal["tree", "ring"]
+Act = Callable[[Tensor], None]
 NUM_WORDS = 2
+ASK_EVERY_S = 0.05
 
 
 class SyncExchange:
@@ -42,15 +45,19 @@ class SyncExchange:
         reduction: Reduction,
         wire_dtype: torch.dtype | None,
         part_sizes: list[int] | None,
-        on_device: torch.device | None = None,
+        device: torch.device,
+        nccl: bool = False,
     ) -> None:
-        self.roster, self.level = roster, level
+        """`device` is where the vectors come from; over NCCL the message lies there, too."""
+        self.roster, self.level, self.dtype = roster, level, dtype
         self._reduction, self._wire_dtype, self._part_sizes = reduction, wire_dtype, part_sizes
-        pin = on_device is None and torch.cuda.is_available()
-        self.message = torch.zeros(num_elements + NUM_WORDS, dtype=dtype, pin_memory=pin, device=on_device or "cpu")
+        self._num_elements, self._device, self._nccl = num_elements, device, nccl
+        self.message = torch.zeros(0, dtype=dtype)  # `agree` makes the one of a generation
         self.abstained = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="elastic-exchange", initializer=give_way)
         self._running: Future[None] | None = None
+        self._then: Act | None = None
+        self._asked_s = 0.0
         self.traffic = Traffic()
         self.busy_s = 0.0
         self.group: Group = roster.regroup()
@@ -64,33 +71,43 @@ class SyncExchange:
         """How many members the last sum is over: those that did not abstain."""
         return round(float(self.message[-2]))
 
-    def begin(
-        self, vector: Tensor, *, may_abstain: bool = False, at_root: Callable[[Tensor], None] | None = None
-    ) -> None:
-        """Starts the sum of `vector`; at level 3 it runs beside whatever the caller does next, who leaves `vector` be.
+    def begin(self, write: Act, *, may_abstain: bool = False, then: Act | None = None) -> None:
+        """Starts an exchange: `write` fills the vector that is summed, `then` is given the sum.
 
-        At level 1 member 0 alone gets the sum, turns it into the new centre by `at_root` (in place), and sends that.
+        At level 3 both run beside whatever the caller does next, who leaves what they read and write be until `finish`.
+        At level 1 `then` is for member 0 alone, and what it leaves in the vector is sent to all.
         """
-        if vector.is_cuda:  # on the caller's stream, which the exchange's thread does not know
-            self._fill(vector, may_abstain)
+        group, message = self.group, self.message  # the thread keeps to this generation, however late it ends
+        fill: Callable[[], None] | None = partial(self._fill, group, message, write, may_abstain)
+        if self._device.type != "cpu":  # both on the caller's stream, which the exchange's thread does not know
+            self._fill(group, message, write, may_abstain)
             torch.cuda.current_stream().synchronize()
             fill = None
-        else:
-            fill = partial(self._fill, vector, may_abstain)
+            if self.level != 1:
+                self._then, then = then, None
+        job = partial(self._exchange, group, message, fill, then)
         if self.level == 3:
-            self._running = self._thread.submit(self._sum, fill, at_root)
+            self._running = self._thread.submit(job)
         else:
-            self._sum(fill, at_root)
+            job()
 
-    def _fill(self, vector: Tensor, may_abstain: bool) -> None:
-        """The message: `vector` (zeros where it is no longer finite and may abstain), and the two words."""
+    def _fill(self, group: Group, message: Tensor, write: Act, may_abstain: bool) -> None:
+        """The message: what is written (zeros where it is no longer finite and may abstain), and the two words."""
+        vector = message[:-NUM_WORDS]
+        write(vector)
         self.abstained = may_abstain and not is_finite(vector)
         if self.abstained:
-            self.message.zero_()
-        else:
-            copy_into(self.message[:-NUM_WORDS], vector)
-        self.message[-2] = float(not self.abstained)
-        self.message[-1] = float(self.group.index == 0 and self.roster.someone_waits())
+            vector.zero_()
+        message[-2] = float(not self.abstained)
+        message[-1] = float(group.index == 0 and self._someone_waits())
+
+    def _someone_waits(self) -> bool:
+        """Asks the store now and then: a question takes as long as a small exchange."""
+        now_s = time.monotonic()
+        if now_s - self._asked_s < ASK_EVERY_S:
+            return False
+        self._asked_s = now_s
+        return self.roster.someone_waits()
 
     def finish(self) -> Tensor:
         """The sum, or at level 1 the new centre (valid until the next `begin`); PeerLost when a member was lost."""
@@ -102,38 +119,39 @@ class SyncExchange:
                 raise PeerLost(None, f"among {self.group.ranks} holds up the exchange") from None
             finally:
                 self._running = None
-        return self.message[:-NUM_WORDS]
+        total, then = self.message[:-NUM_WORDS], self._then
+        self._then = None
+        if then is not None:
+            then(total)
+        return total
 
     @property
     def newcomers_wait(self) -> bool:
         return bool(self.message[-1] > 0)
 
-    def _sum(self, fill: Callable[[], None] | None, at_root: Callable[[Tensor], None] | None) -> None:
+    def _exchange(self, group: Group, message: Tensor, fill: Callable[[], None] | None, then: Act | None) -> None:
         began_s = time.perf_counter()
         if fill is not None:
             fill()
-        parts = self._parts() if self.group.size > 1 else []
-        for part in parts:
-            self._sum_one(part)
-        if self.level == 1 and at_root is not None:
-            if self.group.index == 0:
-                at_root(self.message[:-NUM_WORDS])
-            for part in parts:
-                self.group.tree_broadcast(part)
-        self.busy_s += time.perf_counter() - began_s
-        self._count(self.group)
-
-    def _parts(self) -> list[Tensor]:
         sizes = self._part_sizes
-        return cut(self.message, None if sizes is None else [*sizes, NUM_WORDS])
-
-    def _sum_one(self, part: Tensor) -> None:
+        parts = cut(message, None if sizes is None else [*sizes, NUM_WORDS]) if group.size > 1 else []
+        for part in parts:
+            self._sum_one(group, part)
+        if then is not None and (self.level != 1 or group.index == 0):
+            then(message[:-NUM_WORDS])
         if self.level == 1:
-            self.group.tree_reduce(part)
+            for part in parts:
+                group.tree_broadcast(part)
+        self.busy_s += time.perf_counter() - began_s
+        self._count(group)
+
+    def _sum_one(self, group: Group, part: Tensor) -> None:
+        if self.level == 1:
+            group.tree_reduce(part)
         elif self._reduction == "ring":
-            self.group.ring_sum(part)
+            group.ring_sum(part)
         else:
-            self.group.tree_sum(part, dtype=self._wire_dtype)
+            group.tree_sum(part, dtype=self._wire_dtype)
 
     def regroup(self) -> None:
         """Meets the others under the next generation."""
@@ -142,6 +160,7 @@ class SyncExchange:
 
     def agree(self, states: list[Tensor], num_exchanges: int) -> tuple[int, int]:
         """Everyone takes over `states` from the member with the most exchanges; returns (its count, its index)."""
+        self.message = self._make_message()
         counts = torch.full((self.group.size,), 0.0)
         counts[self.group.index] = float(num_exchanges + 1)  # a newcomer says 0 by num_exchanges = -1
         self.group.tree_sum(counts)
@@ -152,8 +171,17 @@ class SyncExchange:
             state.copy_(host)
         return int(counts[best]) - 1, best
 
+    def _make_message(self) -> Tensor:
+        """Of this generation's own: whoever was dropped and does not know it yet may still write into the last one."""
+        num_elements, rounded = self._num_elements + NUM_WORDS, self._wire_dtype is not None
+        if self._nccl:
+            return torch.zeros(num_elements, dtype=self.dtype, device=self._device)
+        if self.level == 1 or self._reduction == "ring" or rounded:  # these travel
+            return torch.zeros(num_elements, dtype=self.dtype, pin_memory=self._device.type == "cuda")
+        return self.group.make_message(num_elements, self.dtype)
+
     def drop(self) -> None:
-        self._running = None
+        self._running = self._then = None
         self.group.close()
 
     def close(self) -> None:

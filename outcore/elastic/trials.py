@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from outcore.elastic.compare import PEERS
 from outcore.elastic.cores import all_cores
 from outcore.elastic.digits import Digits, accuracy, lenet, load_digits
-from outcore.elastic.place import Place, connect_store, read_count, take_seat
+from outcore.elastic.place import Place, connect_store, read_count, take_seat, write_json
 from outcore.elastic.wire import giving_way
 from outcore.elastic.worker import join
 
@@ -52,8 +52,10 @@ class Trial:
     momentum: float = 0.0
     seed: int = 0
     num_snapshots: int = 12
+    snapshots_from: float = 0.0  # share of the steps before the first snapshot
     num_judged: int | None = None  # test images for every snapshot [a fifth, and all of them for the last]
     max_steps: int | None = None
+    first_rank: int = 0  # the workers are this process and those after it
     limit_s: float = 60.0
     device: str = "cpu"
     join: dict[str, Any] = field(default_factory=dict)
@@ -61,8 +63,9 @@ class Trial:
 
 @dataclass(frozen=True)
 class Point:
-    """The centre at one moment: when, after how many bytes sent by one worker, and how good."""
+    """The centre at one moment: when, after how many steps and bytes sent by one worker, and how good."""
 
+    step: int
     at_s: float
     sent_bytes: int
     accuracy: float
@@ -76,6 +79,7 @@ class Result:
     train_s: float = 0.0
     step_s: list[float] = field(default_factory=list)
     waits_s: list[float] = field(default_factory=list)  # by rank: how long its loop stood still to communicate
+    paces_s: list[float] = field(default_factory=list)  # by rank: the mean step, the first ones left out
     sent_bytes: int = 0
     num_messages: int = 0
     final_accuracy: float = 0.0
@@ -101,6 +105,9 @@ class Result:
         return next((point["at_s"] for point in self.points if point["accuracy"] >= wanted), None)
 
 
+Snapshot = tuple[int, float, int, dict[str, Tensor]]  # step, seconds, bytes sent, the centre
+
+
 @dataclass(frozen=True)
 class Trainer:
     """What the loop needs of a method: forward, step, the averaged weights, and (wait_s, bytes, messages) so far."""
@@ -119,23 +126,23 @@ def run_trial(trial: Trial, digits: Digits, place: Place) -> Result:
     net = lenet(digits.side).to(trial.device)
     digits = digits.to(trial.device)
     optimizer = torch.optim.SGD(net.parameters(), lr=trial.rate, momentum=trial.momentum)
-    shard = torch.arange(place.rank, len(digits.train_labels), trial.num_workers)
     per_worker = int(trial.epochs * (len(digits.train_labels) // trial.num_workers))
     num_steps = trial.max_steps or max(1, per_worker // trial.batch)
     make = _make_peer if trial.method in PEERS else _make_elastic
     trainer = make(trial, net, optimizer, place)
-    batches = _batches(trial, shard, place.rank)
+    batches = batches_of(trial, len(digits.train_labels), place.rank)
     try:
         _meet(place.store, "ready", trial.num_workers, trial.limit_s)
         snapshots, steps_s, train_s = _train(trainer, trial, digits, batches, num_steps, watch=place.rank == 0)
         costs = trainer.costs()
-        place.store.set(f"waited/{place.rank}", str(costs[0]))
+        write_json(place.store, f"told/{place.rank}", [costs[0], _pace_s(steps_s)])
         _meet(place.store, "trained", trial.num_workers, trial.limit_s)
-        snapshots.append((train_s, costs[1], trainer.center()))
+        snapshots.append((num_steps, train_s, costs[1], trainer.center()))
     finally:
         trainer.close()
     if place.rank != 0:
         return Result(asdict(trial), digits.name)
+    told = [json.loads(place.store.get(f"told/{rank}")) for rank in range(trial.num_workers)]
     points, final_accuracy = _judge_all(net, snapshots, digits, trial.num_judged)
     return Result(
         trial=asdict(trial),
@@ -143,7 +150,8 @@ def run_trial(trial: Trial, digits: Digits, place: Place) -> Result:
         num_steps=num_steps,
         train_s=train_s,
         step_s=steps_s,
-        waits_s=[float(place.store.get(f"waited/{rank}")) for rank in range(trial.num_workers)],
+        waits_s=[wait_s for wait_s, _ in told],
+        paces_s=[pace_s for _, pace_s in told],
         sent_bytes=costs[1],
         num_messages=costs[2],
         final_accuracy=final_accuracy,
@@ -153,10 +161,11 @@ def run_trial(trial: Trial, digits: Digits, place: Place) -> Result:
 
 def _train(
     trainer: Trainer, trial: Trial, digits: Digits, batches: Iterator[Tensor], num_steps: int, *, watch: bool
-) -> tuple[list[tuple[float, int, dict[str, Tensor]]], list[float], float]:
-    every = max(1, num_steps // max(1, trial.num_snapshots))
+) -> tuple[list[Snapshot], list[float], float]:
+    first = int(trial.snapshots_from * num_steps)
+    every = max(1, (num_steps - first) // max(1, trial.num_snapshots))
     watch = watch and trial.num_snapshots > 0
-    snapshots: list[tuple[float, int, dict[str, Tensor]]] = []
+    snapshots: list[Snapshot] = []
     marks_s, paused_s = [time.perf_counter()], 0.0
     began_s = marks_s[0]
     for step in range(1, num_steps + 1):
@@ -170,14 +179,21 @@ def _train(
         marks_s.append(time.perf_counter())
         if marks_s[-1] - began_s > trial.limit_s:
             raise TimeoutError(f"stopped after {step} of {num_steps} steps: the limit of {trial.limit_s:g} s passed")
-        if watch and step % every == 0 and step < num_steps:
-            snapshots.append((marks_s[-1] - began_s - paused_s, trainer.costs()[1], trainer.center()))
+        if watch and first < step < num_steps and (step - first) % every == 0:
+            snapshots.append((step, marks_s[-1] - began_s - paused_s, trainer.costs()[1], trainer.center()))
             paused_s += time.perf_counter() - marks_s[-1]
     steps_s = [late - early for early, late in pairwise(marks_s)]
     return snapshots, steps_s, marks_s[-1] - began_s - paused_s
 
 
-def _batches(trial: Trial, shard: Tensor, rank: int) -> Iterator[Tensor]:
+def _pace_s(steps_s: list[float]) -> float:
+    settled = steps_s[min(4, len(steps_s) // 4) :]
+    return sum(settled) / len(settled)
+
+
+def batches_of(trial: Trial, num_samples: int, rank: int) -> Iterator[Tensor]:
+    """The samples of rank's steps: its shard in a random order, again and again."""
+    shard = torch.arange(rank, num_samples, trial.num_workers)
     chance = torch.Generator().manual_seed(1000 * trial.seed + rank)
     while True:
         order = shard[torch.randperm(len(shard), generator=chance)]
@@ -187,7 +203,7 @@ def _batches(trial: Trial, shard: Tensor, rank: int) -> Iterator[Tensor]:
 
 
 def _judge_all(
-    net: nn.Module, snapshots: list[tuple[float, int, dict[str, Tensor]]], digits: Digits, num_judged: int | None
+    net: nn.Module, snapshots: list[Snapshot], digits: Digits, num_judged: int | None
 ) -> tuple[list[Point], float]:
     """Accuracy of every snapshot on the first images of the test set, of the last one on all unless a number is given.
 
@@ -196,9 +212,10 @@ def _judge_all(
     few = num_judged or len(digits.test_labels) // 5
     points = []
     with _all_cores():
-        for at_s, sent_bytes, state in snapshots:
+        for step, at_s, sent_bytes, state in snapshots:
             net.load_state_dict(state)
-            points.append(Point(at_s, sent_bytes, accuracy(net, digits.test_images[:few], digits.test_labels[:few])))
+            how_good = accuracy(net, digits.test_images[:few], digits.test_labels[:few])
+            points.append(Point(step, at_s, sent_bytes, how_good))
         if num_judged is not None:
             return points, points[-1].accuracy
         return points, accuracy(net, digits.test_images, digits.test_labels)
@@ -308,23 +325,34 @@ def _copied(net: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in net.state_dict().items()}
 
 
+def _warm_up(digits: Digits) -> None:
+    """What torch does once (its first optimizer imports for two seconds, first kernels are built) is not a trial's."""
+    net, chosen = lenet(digits.side), slice(0, 64)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    nn.functional.cross_entropy(net(digits.train_images[chosen]), digits.train_labels[chosen]).backward()
+    optimizer.step()
+
+
 def main() -> None:
-    """FILE is JSON: {"data": folder or null, "out": path, "trials": [...]}; rank 0 writes a line per trial to `out`."""
+    """FILE is JSON: {"data": folder or null, "out": path, "trials": [...]}; a trial's first worker adds a line."""
     order = json.loads(Path(sys.argv[1]).read_text())
     rank = int(os.environ["RANK"])
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     digits = load_digits(order["data"])
     client = connect_store(address, 30)
+    _warm_up(digits)
+    _meet(PrefixStore("trials/warm", client), "all", int(os.environ["WORLD_SIZE"]), 60)
     for number, fields in enumerate(order["trials"]):
         trial = Trial(**fields)
         prefix = f"trials/{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}/{number}"
         gate = PrefixStore(f"{prefix}/gate", client)
-        if rank < trial.num_workers:
+        seat = rank - trial.first_rank
+        if 0 <= seat < trial.num_workers:
             try:
-                result = run_trial(trial, digits, take_seat(client, rank, trial.num_workers, address, prefix))
+                result = run_trial(trial, digits, take_seat(client, seat, trial.num_workers, address, prefix))
             except Exception as error:  # a trial that fails is a result; the next one still runs
                 result = Result(asdict(trial), digits.name, error=f"{type(error).__name__}: {error}"[:500])
-            if rank == 0:
+            if seat == 0:
                 with Path(order["out"]).open("a") as lines:
                     lines.write(json.dumps(asdict(result)) + "\n")
         _meet(gate, "next", int(os.environ["WORLD_SIZE"]), 4 * trial.limit_s)

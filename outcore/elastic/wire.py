@@ -11,8 +11,8 @@ per-layer sum agree bit for bit, every member holds the same bits, and reruns re
 Small vectors swap whole along a butterfly: log2 P messages. Large ones are halved on the way and put together again on
 the way back (recursive halving and doubling): twice the messages, but 2 (P - 1) / P of the bytes instead of log2 P.
 They pass in blocks, several under way at once over several connections, so that one is added while others travel.
-Where all members are on one host, the blocks pass through memory they share and gloo carries only the words that say
-so (window.py): the same bits again.
+Where all members are on one host, a message made by `make_message` lies in memory they share and each adds up a share
+of it (window.py): the same bits again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -43,9 +42,13 @@ SEGMENT_BYTES = 1 << 20
 BLOCK_BYTES = 1 << 22
 MIN_BLOCK_BYTES = 1 << 19
 NUM_UNDER_WAY = 8  # blocks
+PIECE_ELEMENTS = 1 << 17  # several rules in turn find a piece in the cache
+SERIAL_ELEMENTS = 511 * 64  # torch starts its threads at 32,768
 NUM_LANES = 4  # connections to each peer, each with a thread of gloo's: one thread moves about 4 GB/s
 STATUS_TAG = 1 << 20  # above the tag of any segment
-SHARED_BYTES: int | None = 1 << 17  # sums of more than this pass through shared memory where there is one; None: never
+SHARED_BYTES: int | None = 1 << 17  # messages of more than this lie in shared memory where there is one; None: never
+
+_PLAIN = (torch.float32, torch.float64)  # what NumPy adds as torch does
 
 
 class PeerLost(ElasticError):
@@ -75,8 +78,7 @@ class Group:
         self.traffic = Traffic()
         self._staging: dict[tuple[str, torch.dtype], Tensor] = {}
         self._window: window.Window | None = None
-        self._looked_for_window = False
-        self._words = torch.zeros(2, len(ranks), dtype=torch.uint8)  # sent, received
+        self._message: Tensor | None = None  # this member's, in the window
         try:
             with giving_way():
                 self._gloo: Any = ProcessGroupGloo(store, index, len(ranks), _gloo_options(limit_s, num_lanes, host))
@@ -90,7 +92,9 @@ class Group:
     def close(self) -> None:
         """Closes the sockets: whoever waits for this member hears of it at once."""
         self._gloo = None
-        self._window = None
+        if self._window is not None:
+            self._window.leave(self.index)
+        self._window = self._message = None
 
     def _start_send(self, tensor: Tensor, to: int, tag: int = 0) -> Any:
         self.traffic.num_messages += tag == 0  # further segments are the same message
@@ -153,9 +157,9 @@ class Group:
 
     def tree_sum(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> None:
         """Every member's flat CPU `tensor` becomes the sum over members; sent as `dtype` where one is given."""
-        shared = self._find_window(tensor) if dtype is None else None
-        if shared is not None:
-            self._share(tensor, shared)
+        place = self._place_in_window(tensor) if dtype is None else None
+        if place is not None and self._window is not None:
+            self._share(tensor, self._window, place)
             return
         folded = _power_of_two_below(self.size)
         if self.index >= folded:
@@ -183,25 +187,30 @@ class Group:
             self._finish(self._start_swap(sent, theirs, peer, 0), peer)
             add_into(tensor, theirs)
 
-    def _find_window(self, tensor: Tensor) -> window.Window | None:
-        """The memory `tensor` passes through; None where it had better travel, or has to."""
-        if SHARED_BYTES is None or tensor.nbytes <= SHARED_BYTES or self.size == 1:
-            return None
-        if not _is_plain(tensor) or not tensor.is_contiguous():
-            return None
-        if not self._looked_for_window:  # every member sums the same sizes in the same order: all come here together
-            self._window, self._looked_for_window = self._open_window(), True
-        return self._window
+    def make_message(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Memory for what this group will sum, zeroed; all members ask for the same at the same time.
 
-    def _open_window(self) -> window.Window | None:
+        Where they are on one host it is memory all of them see, and summing it, or parts of it, copies nothing.
+        """
+        num_bytes = num_elements * dtype.itemsize
+        if SHARED_BYTES is not None and num_bytes > SHARED_BYTES and self.size > 1 and dtype in _PLAIN:
+            self._window = self._open_window(num_bytes)
+        if self._window is None:
+            return torch.zeros(num_elements, dtype=dtype, pin_memory=torch.cuda.is_available())
+        self._message = torch.from_numpy(self._window.message(self.index)).view(dtype)
+        return self._message
+
+    def _open_window(self, message_bytes: int) -> window.Window | None:
         """Memory all members see, or None for all of them: whether everyone found it is summed over the sockets."""
-        room_bytes, told, mine = window.ROOM_BYTES, torch.zeros(3, dtype=torch.float64), None
+        told, mine = torch.zeros(3, dtype=torch.float64), None
         if self.index == 0:
-            mine, told = window.offer(self.size, room_bytes)
+            mine, told = window.offer(self.size, message_bytes)
         try:
             self.tree_broadcast(told)
             if self.index != 0:
-                mine = window.find(told, self.size, room_bytes)
+                mine = window.find(told, self.size, message_bytes)
+            if mine is not None:
+                mine.enter(self.index)
             num_found = torch.tensor([float(mine is not None)])
             self.tree_sum(num_found)
         finally:
@@ -209,40 +218,31 @@ class Group:
                 window.withdraw(told)
         return mine if int(num_found) == self.size else None
 
-    def _share(self, tensor: Tensor, shared: window.Window) -> None:
+    def _place_in_window(self, tensor: Tensor) -> int | None:
+        """Where in the shared message `tensor` begins, in bytes; None where it lies elsewhere, or had better travel."""
+        if self._message is None or SHARED_BYTES is None or tensor.nbytes <= SHARED_BYTES:
+            return None
+        place = tensor.data_ptr() - self._message.data_ptr()
+        return place if 0 <= place < self._message.nbytes and tensor.is_contiguous() else None
+
+    def _share(self, tensor: Tensor, shared: window.Window, first_byte: int) -> None:
+        """Adds up its own share for all; the others write theirs into `tensor` meanwhile."""
         self.traffic.num_messages += 2 * (self.size - 1)
-        self.traffic.num_bytes += 2 * (self.size - 1) * tensor.nbytes // self.size  # written here, read by the others
-        num_blocks = -(-tensor.nbytes // shared.room_bytes)
-        for block in torch.split(tensor, -(-tensor.numel() // num_blocks)):
-            self._share_block(block.numpy(), shared)
-
-    def _share_block(self, mine: np.ndarray[Any, Any], shared: window.Window) -> None:
-        """Writes what others add up, adds up its own share for all, takes the others'.
-
-        Parts are written again after the second words, sums after the first words of the next block: by then everyone
-        has read what was there.
-        """
-        edges = [len(mine) * member // self.size for member in range(self.size + 1)]
-        shares = [mine[first:last] for first, last in pairwise(edges)]
-        parts, sums = shared.parts(mine), shared.sums(shares)
+        self.traffic.num_bytes += (
+            2 * (self.size - 1) * tensor.nbytes // self.size
+        )  # read of the others, written to them
+        edges = [tensor.numel() * member // self.size * tensor.element_size() for member in range(self.size + 1)]
+        self._meet(shared)
         first, last = edges[self.index : self.index + 2]
-        np.copyto(parts[self.index][:first], mine[:first])
-        np.copyto(parts[self.index][last:], mine[last:])
-        self._swap_words()
-        parts[self.index] = mine
-        shared.add_up([part[first:last] for part in parts], out=sums[self.index])
-        self._swap_words()
-        for share, total in zip(shares, sums):
-            np.copyto(share, total)
+        shared.add_up(first_byte + first, first_byte + last, tensor.numpy().dtype)
+        self._meet(shared)
 
-    def _swap_words(self) -> None:
-        """Tells every other member "written", and hears the same from all of them."""
-        peers = [peer for peer in range(self.size) if peer != self.index]
-        sent, received = self._words
-        heard = [self._posted("recv", received[peer : peer + 1], peer, 0) for peer in peers]
-        told = [self._posted("send", sent[peer : peer + 1], peer, 0) for peer in peers]
-        for peer, both in zip(peers, zip(heard, told)):
-            self._finish(both, peer)
+    def _meet(self, shared: window.Window) -> None:
+        """Goes on when every member is as far as this one."""
+        missing = shared.meet(self.index, self.limit_s)
+        if missing is not None:
+            what = "closed its connection" if shared.is_gone(missing) else f"did not answer within {self.limit_s:g} s"
+            raise PeerLost(self.ranks[missing], what)
 
     def _halve_and_double(self, tensor: Tensor, peers: list[int], dtype: torch.dtype | None) -> None:
         """Blocks advance in turn, each by one swap; every member takes them in the same order, so nobody waits for a
@@ -393,7 +393,19 @@ def cut(vector: Tensor, part_sizes: list[int] | None) -> list[Tensor]:
     return [vector] if part_sizes is None else list(torch.split(vector, part_sizes))
 
 
-# The next three run in threads beside the one that computes, where torch would start a second OpenMP team.
+# The next three are for threads beside the one that computes, where torch would start a second OpenMP team.
+
+
+def pieces(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Vectors of one length, cut alike into pieces that torch does not share out among threads.
+
+    A rule applied piece by piece gives the bits it gives for the whole: a piece is a multiple of any vector register.
+    """
+    if any(vector.is_cuda for vector in vectors):
+        yield vectors
+        return
+    size = PIECE_ELEMENTS if torch.get_num_threads() == 1 else SERIAL_ELEMENTS
+    yield from zip(*(torch.split(vector, size) for vector in vectors), strict=True)
 
 
 def add_into(total: Tensor, other: Tensor) -> None:
@@ -406,14 +418,6 @@ def add_into(total: Tensor, other: Tensor) -> None:
         total.add_(other)
 
 
-def copy_into(place: Tensor, vector: Tensor) -> None:
-    """place = vector on this thread alone."""
-    if _is_plain(place) and _is_plain(vector):
-        np.copyto(place.numpy(), vector.numpy())
-    else:
-        place.copy_(vector)
-
-
 def is_finite(vector: Tensor) -> bool:
     """One pass on this thread alone; a sum that overflows counts as lost, too."""
     if not _is_plain(vector):
@@ -423,7 +427,7 @@ def is_finite(vector: Tensor) -> bool:
 
 
 def _is_plain(vector: Tensor) -> bool:
-    return vector.device.type == "cpu" and vector.dtype in (torch.float32, torch.float64)
+    return vector.device.type == "cpu" and vector.dtype in _PLAIN
 
 
 def _segments(tensor: Tensor) -> list[Tensor]:

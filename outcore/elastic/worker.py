@@ -268,7 +268,8 @@ class Worker:
             reduction=settings.reduction,
             wire_dtype=settings.wire_dtype,
             part_sizes=self._part_sizes(),
-            on_device=local.weights.device if nccl else None,
+            device=local.weights.device,
+            nccl=nccl,
         )
         if self.method.sends == "gradients":
             return SyncSgd(local, exchange)

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from outcore.elastic.averagers import ElasticSync
 from outcore.elastic.place import poll
+from outcore.elastic.wire import PeerLost
 from outcore.elastic.worker import Settings, Worker
 from outcore.errors import ElasticError
 
@@ -238,3 +240,53 @@ def test_ring_sum_agrees_with_the_tree() -> None:
     tree = run_sync(3, 5, method="sync-easgd", period=2)
     ring = run_sync(3, 5, method="sync-easgd", period=2, reduction="ring")
     np.testing.assert_allclose(tree[1][0], ring[1][0], rtol=1e-5)
+
+
+def centers_while_under_way(level: int) -> list[list[Array]]:
+    """The centre a worker reads after each step; at level 3 the next exchange has ended in its thread by then."""
+    town, settings = Town(3), Settings(method="sync-easgd", period=1, level=level, limit_s=10)  # type: ignore[arg-type]
+
+    def act(rank: int) -> list[Array]:
+        net, seen = Net(), []
+        with town.worker(rank, net, settings) as worker:
+            for step in range(5):
+                train(worker, net, rank, range(step, step + 1))
+                averager = worker._averager
+                assert isinstance(averager, ElasticSync)
+                if level == 3:
+                    assert averager.exchange._running is not None
+                    averager.exchange._running.result(10)
+                seen.append(center_of(worker))
+        return seen
+
+    results: list[list[Array]] = town.together(act)
+    return results
+
+
+def test_the_centre_is_read_whole_while_an_exchange_moves_it() -> None:
+    np.testing.assert_array_equal(centers_while_under_way(3), centers_while_under_way(2))
+
+
+def test_a_member_lost_after_the_centre_was_moved_leaves_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    town, settings = Town(1), Settings(method="sync-easgd", period=1, level=3, alpha=0.3, limit_s=5)
+    move, lose = ElasticSync._move_center, ElasticSync._lost
+    moves: list[Array] = []
+    kept: list[Array] = []
+
+    def move_and_fail(self: ElasticSync, sum_difference: torch.Tensor) -> None:
+        move(self, sum_difference)
+        moves.append(self._moved.double().numpy().copy())
+        if len(moves) == 2:
+            raise PeerLost(1, "closed its connection")
+
+    def lose_and_tell(self: ElasticSync) -> None:
+        kept.append(self.center.double().numpy().copy())
+        lose(self)
+
+    monkeypatch.setattr(ElasticSync, "_move_center", move_and_fail)
+    monkeypatch.setattr(ElasticSync, "_lost", lose_and_tell)
+    net = Net()
+    with town.worker(0, net, settings) as worker:
+        train(worker, net, 0, range(4))
+    np.testing.assert_array_equal(kept, [moves[0]])
+    assert np.abs(moves[1] - moves[0]).max() > 1e-3

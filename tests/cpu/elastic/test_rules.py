@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from outcore.elastic import rules
+from outcore.elastic.wire import pieces
 
 
 def exchange(
@@ -56,3 +57,20 @@ def test_the_outer_step_without_momentum_is_the_sync_centre_step() -> None:
     moved, velocity = rules.outer_nesterov(center, torch.zeros(9), mean, rate=0.9, mu=0.0)
     torch.testing.assert_close(moved, rules.center_elastic(center, 4 * mean, 0.9 / 4))
     torch.testing.assert_close(velocity, -mean)
+
+
+def test_a_rule_gives_the_same_bits_piece_by_piece_whatever_the_number_of_threads() -> None:
+    generator, num_threads = torch.Generator().manual_seed(0), torch.get_num_threads()
+    center, total = (torch.randn(300_017, generator=generator) for _ in range(2))
+    try:
+        for num in (1, 2):
+            torch.set_num_threads(num)
+            moved = torch.empty_like(center)
+            num_pieces = 0
+            for old, difference, new in pieces(center, total, moved):
+                rules.center_elastic(old, difference, 0.3, out=new)
+                num_pieces += 1
+            assert num_pieces > 2
+            assert torch.equal(moved, rules.center_elastic(center, total, 0.3))
+    finally:
+        torch.set_num_threads(num_threads)

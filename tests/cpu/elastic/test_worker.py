@@ -16,6 +16,7 @@ from torch import nn
 from outcore.elastic.checkpoint import CenterState, load_center, save_center
 from outcore.elastic.flat import FlatModel
 from outcore.elastic.place import poll
+from outcore.elastic.sync import SyncExchange
 from outcore.elastic.wire import NUM_LANES
 from outcore.elastic.worker import Settings, Worker, join
 from outcore.errors import BadFile, ElasticError
@@ -84,6 +85,28 @@ def test_batchnorm_buffers_are_averaged(method: str) -> None:
         return  # the order of arrival decides; the rate is tested by the synchronous ones
     mean = (results[0][1] + results[1][1]) / 2
     torch.testing.assert_close(results[0][0]["1.running_mean"], mean)
+
+
+def test_statistics_are_exchanged_as_they_were_before_the_forward_however_late_the_thread_reads_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Level 3: the exchange's thread begins only after the forward has moved BatchNorm's running mean."""
+    town, settings = Town(1), Settings(method="sync-easgd", period=1, level=3, limit_s=10)
+    moved, fill = threading.Event(), SyncExchange._fill
+
+    def late(self: SyncExchange, *args: Any) -> None:
+        assert moved.wait(10)
+        fill(self, *args)
+
+    monkeypatch.setattr(SyncExchange, "_fill", late)
+    net = conv_net()
+    with town.worker(0, net, settings, torch.optim.SGD(net.parameters(), lr=0.0)) as worker:
+        before = net.state_dict()["1.running_mean"].clone()
+        net(torch.full((4, 3, 4, 4), 2.0)).sum().backward()
+        assert not torch.equal(net.state_dict()["1.running_mean"], before)
+        moved.set()
+        worker.step()
+        torch.testing.assert_close(worker.center_state_dict()["1.running_mean"], before)
 
 
 @pytest.mark.parametrize("method", ["sync-easgd", "async-measgd", "async-sgd", "diloco"])

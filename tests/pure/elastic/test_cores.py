@@ -56,6 +56,12 @@ def test_one_group_takes_the_whole_host_and_spare_cores_stay_free() -> None:
     assert groups == [[0, 1], [2, 3]]
 
 
+def test_spare_cores_lie_between_the_groups() -> None:
+    assert split_cores([list(range(16))], 4, num_spare=12) == [[0], [4], [8], [12]]
+    assert split_cores([[0, 1, 2, 3], [4, 5, 6, 7]], 4, num_spare=4) == [[0], [4], [2], [6]]
+    assert split_cores([list(range(9))], 4, num_spare=1) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
 def test_more_groups_than_cores_share_and_nonsense_is_refused() -> None:
     assert split_cores([[0, 1]], 4) == [[0], [1], [0], [1]]
     with pytest.raises(ElasticError, match="do not fit"):
