@@ -1,10 +1,13 @@
 """Is there anything to gain, and who ends better? Plain trainings of settings that are named, nothing is tuned here.
 
     python -m benchmarks.tuning_grid --only grid --data .carry/mnist --num-train 4000 --targets 0.93,0.95
+    python -m benchmarks.tuning_grid --only grid --data .carry/mnist --num-train 4000 --settings 32:0.01,32:0.02:0.25
     python -m benchmarks.tuning_grid --only pairs --of benchmarks/results/tuning-accuracy_cpu2_20261115.json
 
 `grid`   every batch with every rate, without and with a warm-up of a quarter of an epoch: seconds to each target and
          the accuracy in the end. It says whether a setting exists that beats today's clearly, whoever looks for it.
+         Seconds are epochs to the target times the least seconds an epoch of that batch took: a step takes as long
+         whatever its rate, and a busy machine decides nothing.
 `pairs`  the settings that `benchmarks/tuning_accuracy.py` found, on new splits of the data and new seeds, in pairs: the
          difference of their accuracy in the end with its 95 % interval. One split of digits has 360 test images, one of
          which is 0.28 points: three seeds on it cannot tell 0.2 points, sixty splits can.
@@ -33,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.slowdown import hardware  # noqa: E402
-from benchmarks.tuning_cases import OPTIMIZERS, Case, Row, Setting, load_case, run  # noqa: E402
+from benchmarks.tuning_cases import NUM_LOOKS, OPTIMIZERS, Case, Row, Setting, load_case, run  # noqa: E402
 
 TIMES = (0.5, 1.0, 2.0, 3.0, 6.0)  # the usual rate
 WARMED = 2.0  # times the usual rate, from which on a warm-up may help
@@ -49,38 +52,49 @@ def case_of(settings: argparse.Namespace, optimizer: str) -> Case:
 def grid(settings: argparse.Namespace) -> Iterator[Row]:
     """One row per run, seeds outside, so that a cut leaves every setting as many."""
     case, end_s = case_of(settings, settings.optimizer), time.monotonic() + settings.limit_s
-    usual_lr = OPTIMIZERS[case.optimizer][1]
-    batches = [int(batch) for batch in settings.batches.split(",")]
     targets = [float(target) for target in settings.targets.split(",")]
     for seed in range(settings.first_seed, settings.first_seed + settings.num_seeds):
-        for batch, times, epochs in product(batches, TIMES, (0.0, WARM_UP_EPOCHS)):
-            if time.monotonic() > end_s or (epochs and times < WARMED):
+        for batch, lr, epochs in asked_settings(settings):
+            if time.monotonic() > end_s:
                 continue
-            found = run(case, Setting(batch, times * usual_lr, int(epochs * case.num_train / batch)), seed)
-            to_s = {str(target): reached(found["curve"], target) for target in targets}
-            row = {"data": case.name, "optimizer": case.optimizer, "batch": batch, "lr": times * usual_lr}
-            row |= {"warm_up_epochs": epochs, "seed": seed, "to_target_s": to_s}
-            yield row | {"final_accuracy": found["final_accuracy"], "trained_s": found["trained_s"]}
+            found = run(case, Setting(batch, lr, int(epochs * case.num_train / batch)), seed)
+            row = {"data": case.name, "optimizer": case.optimizer, "batch": batch, "lr": lr, "warm_up_epochs": epochs}
+            row |= {"seed": seed, "to_target_epochs": {str(target): reached(found, target) for target in targets}}
+            row |= {"final_accuracy": found["final_accuracy"], "trained_s": found["trained_s"]}
+            yield row | {"epoch_s": found["trained_s"] / case.num_epochs}
 
 
-def reached(curve: list[tuple[float, float]], target: float) -> float | None:
-    return next((second for second, found in curve if found >= target), None)
+def asked_settings(settings: argparse.Namespace) -> list[tuple[int, float, float]]:
+    """Batch, rate and epochs of warm-up: those that were named, or all of the grid."""
+    if settings.settings:
+        parts = [named.split(":") for named in settings.settings.split(",")]
+        return [(int(part[0]), float(part[1]), float(part[2]) if part[2:] else 0.0) for part in parts]
+    batches, usual_lr = map(int, settings.batches.split(",")), OPTIMIZERS[settings.optimizer][1]
+    whole = product(batches, TIMES, (0.0, WARM_UP_EPOCHS))
+    return [(batch, times * usual_lr, epochs) for batch, times, epochs in whole if not epochs or times >= WARMED]
+
+
+def reached(found: Row, target: float) -> float | None:
+    """Epochs to the target."""
+    return next((at / NUM_LOOKS for at, (_, got) in enumerate(found["curve"], 1) if got >= target), None)
 
 
 def of_grid(rows: list[Row]) -> list[Row]:
     """One row per setting: medians over the seeds, the fastest to the last target first; never reached counts last."""
-    settings = sorted({(row["batch"], row["lr"], row["warm_up_epochs"]) for row in rows})
+    named: dict[tuple[int, float, float], list[Row]] = {}
+    for row in rows:
+        named.setdefault((row["batch"], row["lr"], row["warm_up_epochs"]), []).append(row)
     found = []
-    for batch, lr, epochs in settings:
-        runs = [row for row in rows if (row["batch"], row["lr"], row["warm_up_epochs"]) == (batch, lr, epochs)]
-        row: Row = {"batch": batch, "lr": lr, "warm_up_epochs": epochs, "num_seeds": len(runs)}
-        for target in runs[0]["to_target_s"]:
-            seconds = [math.inf if (s := one["to_target_s"][target]) is None else s for one in runs]
-            row[f"to_{target}_s"] = median if math.isfinite(median := statistics.median(seconds)) else None
-            row[f"num_at_{target}"] = sum(map(math.isfinite, seconds))
-        row["mean_final_accuracy"] = statistics.fmean(one["final_accuracy"] for one in runs)
-        found.append(row)
-    last = f"to_{list(rows[0]['to_target_s'])[-1]}_s"
+    for (batch, lr, epochs), runs in named.items():
+        epoch_s = min(row["epoch_s"] for row in rows if row["batch"] == batch)
+        summed: Row = {"batch": batch, "lr": lr, "warm_up_epochs": epochs, "num_seeds": len(runs), "epoch_s": epoch_s}
+        for target in runs[0]["to_target_epochs"]:
+            needed = [math.inf if (e := one["to_target_epochs"][target]) is None else e for one in runs]
+            median = epoch_s * statistics.median(needed)
+            summed[f"to_{target}_s"] = median if math.isfinite(median) else None
+            summed[f"num_at_{target}"] = sum(map(math.isfinite, needed))
+        found.append(summed | {"mean_final_accuracy": statistics.fmean(one["final_accuracy"] for one in runs)})
+    last = f"to_{list(rows[0]['to_target_epochs'])[-1]}_s"
     return sorted(found, key=lambda row: math.inf if row[last] is None else row[last])
 
 
@@ -143,6 +157,7 @@ def main() -> None:
     parser.add_argument("--num-train", type=int, help="train on the first so many samples")
     parser.add_argument("--num-epochs", type=float)
     parser.add_argument("--batches", default="16,32,64,128")
+    parser.add_argument("--settings", help="batch:rate or batch:rate:epochs of warm-up, with commas, instead of a grid")
     parser.add_argument("--targets", default="0.95", help="accuracies; the grid is sorted by the last one")
     parser.add_argument("--num-seeds", type=int, default=2)
     parser.add_argument("--first-seed", type=int, default=100)
