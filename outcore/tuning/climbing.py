@@ -8,8 +8,8 @@ that takes `RUNG_S`: in small strides while a step hardly grows, so that the las
 ones from there on, to see whether caches bend the line once more.
 
 A step takes the longer of the host's seconds and the device's, op by op or in all. Such a curve never falls and only
-bends upward: between two batches it lies below their chord and above the lines of their neighbours. Where those leave it
-open, a batch between is run. A batch that took longer than a larger one was disturbed: noise only ever adds.
+bends upward: between two batches it lies below their chord and above the lines of their neighbours. Where those leave
+it open, a batch between is run. A batch that took longer than a larger one was disturbed: noise only ever adds.
 """
 
 from __future__ import annotations
