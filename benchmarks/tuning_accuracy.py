@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import io
 import json
 import os
@@ -129,10 +130,13 @@ def by_lightning(case: Case) -> Setting:
         )
         module, tuner = Module(), Tuner(trainer)
         tuner.scale_batch_size(module, mode="power")
-        found = tuner.lr_find(module)
-    lr = found.suggestion() if found is not None else None
-    told = "" if lr else "lr_find suggested nothing; the default is kept"
-    batch = min(int(module.batch_size), case.num_train)
+        batch, lr, told = min(int(module.batch_size), case.num_train), None, "lr_find suggested nothing"
+        try:
+            found = tuner.lr_find(module)
+            lr = found.suggestion() if found is not None else None
+        except TimeoutError as error:  # the batch is known by then: it trains with the rate of today
+            told = f"lr_find {error}"
+    told = "" if lr else f"{told}; the default is kept"
     return Setting(batch, lr or OPTIMIZERS[case.optimizer][1], spent_s=case.now_s() - began_s, told=told)
 
 
@@ -179,8 +183,8 @@ def by_search(case: Case, num_trials: int, limit_s: float, start: list[tuple[int
     done = [run for run in found.tried if run.state != "failed"]
     told = f"{len(done)} runs, {sum(run.state == 'pruned' for run in done)} given up"
     fastest, best = found.fastest or found.best, found.best
-    assert fastest is not None
-    assert best is not None
+    if fastest is None or best is None:
+        raise TimeoutError("no run of the search ended in time")
     return (
         Setting(fastest.batch, fastest.lr, spent_s=spent_s, told=told),
         Setting(best.batch, best.lr, spent_s=spent_s, told=told),
@@ -255,11 +259,21 @@ class Contest:
         for seed in seeds or self.seeds:
             for row in (self.rows[name] for name in names):
                 if "setting" in row and self.left_s > (later_s if row["runs"] else 0.0):
-                    found = run(self.case, row["setting"], seed, ends=self.ends(row["method"], seed))
-                    row["runs"].append(found)
-                    self.keep(self.summed())
-                    took, end = (found[key] for key in ("to_target_s", "final_accuracy"))
-                    print(f"      {row['method']}, seed {seed}: {took} s to target, {end} in the end", flush=True)
+                    self.run(row, seed)
+
+    def run(self, row: Row, seed: int) -> None:
+        try:
+            found = run(self.case, row["setting"], seed, ends=self.ends(row["method"], seed))
+        except Exception as error:  # the largest batch a finder came upon may be too large to train with
+            row["error"] = f"{type(error).__name__}: {error}"[:200]
+            del row["setting"]
+            gc.collect()
+            torch.cuda.empty_cache()
+            return
+        row["runs"].append(found)
+        self.keep(self.summed())
+        took, end = (found[key] for key in ("to_target_s", "final_accuracy"))
+        print(f"      {row['method']}, seed {seed}: {took} s to target, {end} in the end", flush=True)
 
     def ends(self, name: str, seed: int) -> bool:
         """Whether a run goes on beyond its target: on a GPU, where minutes are few, one of each peer does."""
