@@ -41,7 +41,7 @@ from benchmarks.tuning_cases import OPTIMIZERS, Case, Row, Setting, load_case, r
 TIMES = (0.5, 1.0, 2.0, 3.0, 6.0)  # the usual rate
 WARMED = 2.0  # times the usual rate, from which on a warm-up may help
 WARM_UP_EPOCHS = 0.25
-T95 = 2.0  # of Student's distribution, for some sixty pairs
+T95 = {2: 12.7, 3: 4.3, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 15: 2.14, 30: 2.05}  # Student's, by the pairs
 
 
 def case_of(settings: argparse.Namespace, optimizer: str) -> Case:
@@ -142,7 +142,8 @@ def of_pairs(rows: list[Row], ours: str = "outcore") -> list[Row]:
         mean, error = statistics.fmean(points), statistics.stdev(points) / math.sqrt(len(points))
         row: Row = {"optimizer": optimizer, "ours": ours, "against": name, "num_pairs": len(points)}
         row |= {"mean_points": mean, "standard_error_points": error}
-        found.append(row | {"low_points": mean - T95 * error, "high_points": mean + T95 * error})
+        wide = T95[max(num for num in T95 if num <= len(points))] * error
+        found.append(row | {"low_points": mean - wide, "high_points": mean + wide})
     return found
 
 
