@@ -72,7 +72,7 @@ NUM_WARM = 12 if ON_GPU else 5  # ours: recorded, timed again, planned, watched,
 NUM_STEPS = 10
 WIDE = "90%" if ON_GPU else "4GiB"  # of memory: nearly every batch is in-core
 NUM_PLANNERS = 5 if ON_GPU else 0  # processes; here a CPU's cores are what is measured
-NUM_VISITS = 1 if ON_GPU else 2  # to a short step, before the one that is reported with its peak
+NUM_VISITS = 1 if ON_GPU else 0  # to a short step, before the one that is reported with its peak
 SHORT_S = 0.06  # of a step: a shorter one is timed while nothing else goes on
 
 
@@ -262,8 +262,8 @@ def _curve_of(
 
 
 def _visit(bench: Bench, plans: Plans, batches: Sequence[int]) -> dict[int, float]:
-    """The least seconds of short steps, timed in turn: the batches they are predicted from were timed more than once
-    too, and what disturbs a short step goes on for longer than one look at it."""
+    """The least seconds of short steps, timed in turn. As often as those they are predicted from: where a step waits for
+    its host these are timed twice too, and what disturbs a host goes on for longer than one look."""
     found_s: dict[int, float] = {}
     for _ in range(NUM_VISITS):
         for batch in batches:

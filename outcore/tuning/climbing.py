@@ -97,8 +97,9 @@ def climb(bench: Bench, largest: int, tell: Tell) -> Climb:
             found.largest = (found.measured[-1].batch + batch) // 2
     recorded = tuple(measured.batch for measured in found.measured)
     _time_again(found, recorded[-2:])
+    waits = found.family is not None and is_flat(found.family)
     _reach(found, tell)
-    if len(found.measured) > len(recorded):  # seconds later: whatever disturbed the first time may be gone
+    if waits:  # a host is disturbed more often than a device; seconds later that may be over
         _time_again(found, recorded)
     return found
 
