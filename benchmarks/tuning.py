@@ -262,8 +262,8 @@ def _curve_of(
 
 
 def _visit(bench: Bench, plans: Plans, batches: Sequence[int]) -> dict[int, float]:
-    """The least seconds of short steps, timed in turn. As often as those they are predicted from: where a step waits for
-    its host these are timed twice too, and what disturbs a host goes on for longer than one look."""
+    """The least seconds of short steps, timed in turn. As often as those they are predicted from: where steps wait for
+    their host these are timed twice too, and what disturbs a host goes on for longer than one look."""
     found_s: dict[int, float] = {}
     for _ in range(NUM_VISITS):
         for batch in batches:
