@@ -14,7 +14,10 @@
 On the CPU one thread computes, seconds are CPU seconds of this process with all its threads (a neighbour's load does
 not count; a copy to the swap file does, though it could be hidden on an idle core), and the C library keeps the memory
 it was given: left alone it gives large blocks back in the middle of a run and pays for their first touch again, in some
-runs and not in others. Every section is guarded: what fails is recorded, the next one runs.
+runs and not in others. A curve is predicted and measured `--num-rounds` times, each round with recordings of its own:
+a shared machine differs from minute to minute, so both sides of a comparison come from the same one, and a batch counts
+with its median round. A GPU's short steps wait for the host: while they are timed nothing is planned beside them. Every
+section is guarded: what fails is recorded, the next one runs; results are written row by row.
 """
 
 from __future__ import annotations
@@ -24,13 +27,14 @@ import ctypes
 import gc
 import importlib
 import json
+import math
 import multiprocessing
 import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -62,12 +66,14 @@ make_sgd = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 NETWORKS = ("resnet50", "vit_b") if ON_GPU else ("digits_resnet", "small_vit")
-BATCHES = (32, 64, 128, 256, 512, 1024, 2048) if ON_GPU else (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+BATCHES = (32, 64, 256, 1024, 2048, 128, 512) if ON_GPU else (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MEMORY = {"resnet50": "16GiB", "vit_b": "16GiB", "digits_resnet": "64MiB", "small_vit": "32MiB"}
 NUM_WARM = 12 if ON_GPU else 5  # ours: recorded, timed again, planned, watched, fitted to the allocator
 NUM_STEPS = 10
 WIDE = "90%" if ON_GPU else "4GiB"  # of memory: nearly every batch is in-core
-NUM_PLANNERS = 6 if ON_GPU else 0  # processes; here a CPU's cores are what is measured
+NUM_PLANNERS = 5 if ON_GPU else 0  # processes; here a CPU's cores are what is measured
+NUM_VISITS = 1 if ON_GPU else 0  # to a short step, before the one that is reported with its peak
+SHORT_S = 0.06  # of a step: a shorter one is timed while nothing else goes on
 
 
 # --- networks ---------------------------------------------------------------------------------------------------------
@@ -146,12 +152,12 @@ def clean() -> None:
 
 
 def curve(settings: argparse.Namespace) -> Iterator[Row]:
-    """Under a tight budget and with nearly all the memory of the device, for each network."""
+    """With nearly all the memory of the device and under a tight budget, for each network."""
     names = settings.networks.split(",")
-    cases = [(name, memory) for name in names for memory in (MEMORY[name], WIDE)]
+    cases = [(name, memory) for name in names for memory in (WIDE, MEMORY[name])]
     if settings.memory:
         cases = [(name, settings.memory) for name in names]
-    yield from _curves(cases, settings)
+    yield from _curves(cases * settings.num_rounds, settings)
 
 
 def headline(settings: argparse.Namespace) -> Iterator[Row]:
@@ -161,7 +167,7 @@ def headline(settings: argparse.Namespace) -> Iterator[Row]:
 
 def _curves(cases: Sequence[tuple[str, str]], settings: argparse.Namespace) -> Iterator[Row]:
     deadline_s = time.perf_counter() + settings.limit_s
-    with planners() as pool:
+    with planners(cases[0][0]) as pool:
         for name, memory in cases:
             try:
                 yield from _curve_of(name, memory, settings, deadline_s, pool)
@@ -172,25 +178,46 @@ def _curves(cases: Sequence[tuple[str, str]], settings: argparse.Namespace) -> I
 
 
 @contextmanager
-def planners() -> Iterator[Executor | None]:
+def planners(network: str) -> Iterator[Executor | None]:
     """Processes that plan while the device is at work: a plan takes seconds of one core, and a GPU has many by it."""
     if NUM_PLANNERS == 0:
         yield None
         return
     with ProcessPoolExecutor(NUM_PLANNERS, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for _ in range(NUM_PLANNERS):
-            pool.submit(int)  # they start while the first batches are recorded
+        started = [pool.submit(time.sleep, 0.2) for _ in range(NUM_PLANNERS)]
+        with suppress(Exception):  # they start while the device does
+            _one_step(network)
+            clean()
+        wait(started, timeout=20)
         try:
             yield pool
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _result(future: Future[tuple[Predicted, float]] | None, planned: Planned, batch: int) -> tuple[Predicted, float]:
-    try:
-        return future.result() if future else planned_at(planned, batch)
-    except BrokenProcessPool:
-        return planned_at(planned, batch)
+def _one_step(network: str) -> None:
+    make_model, make_batch = task_of(network)
+    loss_of(make_model(), F.cross_entropy, make_batch(8)).backward()
+
+
+class Plans:
+    """Predictions of batches: those in-core made here, at once; those beyond by the pool, and not before they are
+    wanted: what goes to and from a pool is packed by a thread of this process, which a short step would wait for."""
+
+    def __init__(self, planned: Planned, pool: Executor | None, edge: int) -> None:
+        self.planned, self.pool, self.edge = planned, pool, edge
+        self._asked: dict[int, Future[tuple[Predicted, float]]] = {}
+
+    def ask(self, batches: Iterable[int]) -> None:
+        for batch in batches:
+            if self.pool is not None and batch > self.edge and batch not in self._asked:
+                self._asked[batch] = self.pool.submit(planned_at, self.planned, batch)
+
+    def at(self, batch: int) -> tuple[Predicted, float]:
+        try:
+            return self._asked[batch].result() if batch in self._asked else planned_at(self.planned, batch)
+        except BrokenProcessPool:
+            return planned_at(self.planned, batch)
 
 
 def planned_at(planned: Planned, batch: int) -> tuple[Predicted, float]:
@@ -217,26 +244,43 @@ def _curve_of(
         edge = choosing.planned.largest_in_core(max(settings.batches))
         choosing.curve = replace(choosing.curve, largest_in_core=edge)
         batches = settings.batches if memory == WIDE else around(edge, max(settings.batches))
-        todo = {batch: pool.submit(planned_at, choosing.planned, batch) if pool else None for batch in batches}
-        for batch, future in todo.items():
+        plans = Plans(choosing.planned, pool, edge)
+        short = [batch for batch in batches if batch <= edge and found.family.step_s(batch) < SHORT_S]
+        todo = [*short, *(batch for batch in batches if batch not in short)]
+        visited_s = _visit(bench, plans, short)
+        for at, batch in enumerate(todo):
             if time.perf_counter() > deadline_s:
                 yield {**row, "batch": batch, "error": "not reached in time"}
                 continue
-            yield row | _compared(choosing, *_result(future, choosing.planned, batch))
+            if at == len(short):
+                plans.ask(todo)
+            yield row | _compared(choosing, *plans.at(batch), visited_s.get(batch, math.inf))
         if memory != WIDE:
             yield _verdict(name, memory, choosing.curve)
     finally:
         bench.close()
 
 
+def _visit(bench: Bench, plans: Plans, batches: Sequence[int]) -> dict[int, float]:
+    """The least seconds of short steps, timed in turn. As often as those they are predicted from: where steps wait for
+    their host these are timed twice too, and what disturbs a host goes on for longer than one look."""
+    found_s: dict[int, float] = {}
+    for _ in range(NUM_VISITS):
+        for batch in batches:
+            found_s[batch] = min(found_s.get(batch, math.inf), bench.confirm(plans.at(batch)[0]).step_s)
+    return found_s
+
+
 def around(edge: int, largest: int) -> list[int]:
-    """The largest in-core batch and some beyond, as far as Guo et al. went."""
-    beyond = [int(edge * times) // 8 * 8 for times in (1.5, 2.0, 3.0, 4.2)]
+    """The largest in-core batch and some beyond, as far as Guo et al. went, which comes first after the one that shows
+    what swapping costs."""
+    beyond = [int(edge * times) // 8 * 8 for times in (1.5, 4.2, 2.0, 3.0)]
     return [edge, *(batch for batch in beyond if edge < batch <= largest)]
 
 
-def _compared(choosing: Choosing, predicted: Predicted, plan_s: float) -> Row:
-    """Predicted before the batch ran; the first one that evicts shows what swapping costs and is no prediction."""
+def _compared(choosing: Choosing, predicted: Predicted, plan_s: float, visited_s: float) -> Row:
+    """Predicted before the batch ran; the first one that evicts shows what swapping costs and is no prediction. The
+    least counts of these steps and of those that ran before (`visited_s`)."""
     before, began_s = choosing.put(predicted), time.perf_counter()
     row: Row = {
         "batch": before.micro_batch,
@@ -253,11 +297,13 @@ def _compared(choosing: Choosing, predicted: Predicted, plan_s: float) -> Row:
     after = choosing.confirm(before.micro_batch)
     if after.measured_step_s is None or after.measured_peak_bytes is None:
         return row | {"error": "ran out of memory"}
+    step_s = min(after.measured_step_s, visited_s)
     return row | {
         "measured_peak_bytes": after.measured_peak_bytes,
-        "measured_samples_per_s": before.micro_batch / after.measured_step_s,
+        "measured_samples_per_s": before.micro_batch / step_s,
         "peak_error": before.peak_bytes / after.measured_peak_bytes - 1,
-        "throughput_error": rate * after.measured_step_s / before.micro_batch - 1,
+        "throughput_error": rate * step_s / before.micro_batch - 1,
+        "last_visit_s": after.measured_step_s,
         "calibrates": calibrates,
         "swap_s_per_gib": choosing.swap_s_per_byte * 2**30,
         "swapped_bytes": before.swapped_bytes,
@@ -389,18 +435,22 @@ def section_of(name: str) -> Callable[[Any], Iterable[Row]]:
     return found
 
 
-def run_section(name: str, settings: argparse.Namespace) -> Row:
-    began_s, rows, error = time.perf_counter(), [], ""
+def run_section(name: str, settings: argparse.Namespace, found: Row, save: Callable[[], None]) -> None:
+    """Fills `found`, and saves after every row: who is stopped has what came before."""
+    began_s, found["rows"] = time.perf_counter(), []
     print(f"--- {name}", flush=True)
     try:
         for row in section_of(name)(settings):
-            rows.append(row)
+            found["rows"].append(row)
+            found["took_s"] = round(time.perf_counter() - began_s, 1)
+            if name == "curve":
+                found["bars"] = errors_of(found["rows"])
             print("   ", summary(row), flush=True)
+            save()
     except Exception as caught:
         traceback.print_exc(limit=-6)
-        error = f"{type(caught).__name__}: {caught}"
+        found["error"] = f"{type(caught).__name__}: {caught}"
     clean()
-    return {"took_s": round(time.perf_counter() - began_s, 1), "rows": rows} | ({"error": error} if error else {})
 
 
 def summary(row: Row) -> str:
@@ -417,24 +467,34 @@ def summary(row: Row) -> str:
 
 
 def errors_of(rows: list[Row]) -> Row:
-    """The bars of `curve`: the largest errors of what was a prediction."""
+    """The bars of `curve`: of what was a prediction, the largest error of a batch in its median round."""
     told = [row for row in rows if "throughput_error" in row]
     predicted = [row for row in told if not row["calibrates"]]
-    found: Row = {"num_batches": len(told)}
+    found: Row = {"num_batches": len(batches_of(told))}
     for name, chosen in (("in_core", True), ("planned", False)):
-        kind = [row for row in predicted if row["in_core"] == chosen and not row["was_probed"]]
-        if kind:
-            found[f"{name}_throughput_error"] = max(abs(row["throughput_error"]) for row in kind)
-            found[f"{name}_throughput_median_error"] = statistics.median(abs(row["throughput_error"]) for row in kind)
-    first = [row["throughput_error"] for row in told if row["calibrates"]]
+        kind = [row for row in predicted if row["in_core"] == chosen]
+        errors = [abs(statistics.median(batch)) for batch in batches_of(kind)]
+        if errors:
+            found[f"{name}_throughput_error"] = max(errors)
+            found[f"{name}_throughput_median_error"] = statistics.median(errors)
+            found[f"{name}_worst_round_error"] = max(abs(row["throughput_error"]) for row in kind)
+    first = [statistics.median(batch) for batch in batches_of([row for row in told if row["calibrates"]])]
     if first:  # also predicted, but what swapping costs was not known yet
         found["first_planned_throughput_error"] = max(first, key=abs)
     again = [row for row in told if row["was_probed"]]
-    if again:  # the same step timed twice, minutes apart: what the machine itself is good for
+    if again:  # the same step timed twice, seconds apart: what the machine itself is good for
         found["repeat_throughput_error"] = max(abs(row["throughput_error"]) for row in again)
     if told:
         found["peak_error"] = max(abs(row["peak_error"]) for row in told)
     return found
+
+
+def batches_of(rows: list[Row]) -> list[list[float]]:
+    """The throughput's errors, round by round, of each batch of each network under each budget."""
+    found: dict[tuple[str, int, int], list[float]] = {}
+    for row in rows:
+        found.setdefault((row["network"], row["memory_bytes"], row["batch"]), []).append(row["throughput_error"])
+    return list(found.values())
 
 
 def hold_memory() -> None:
@@ -453,6 +513,7 @@ def main() -> None:
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)), help="of `curve`")
     parser.add_argument("--largest", type=int, default=1024 if ON_GPU else 192, help="batch of `choice`")
     parser.add_argument("--sweep-step", type=int, default=128 if ON_GPU else 8, help="between batches of `choice`")
+    parser.add_argument("--num-rounds", type=int, default=1 if ON_GPU else 3, help="of `curve`, each with recordings")
     parser.add_argument("--limit-s", type=float, default=150.0, help="no batch is begun after this, per section")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--data", default="digits", help="of `accuracy`: digits, or a folder")
@@ -465,14 +526,17 @@ def main() -> None:
         Bench.clock = staticmethod(time.process_time)
     out = settings.out or ROOT / f"benchmarks/results/tuning_{hardware()}_{date.today():%Y%m%d}.json"
     results: Row = {"question": "tuning", **about(), "device": str(DEVICE), "sections": {}}
-    for name in settings.only.split(","):
-        found = run_section(name, settings)
-        if name == "curve":
-            found["bars"] = errors_of(found["rows"])
-            print("   ", summary(found["bars"]))
-        results["sections"][name] = found
-        out.parent.mkdir(parents=True, exist_ok=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+
+    def save() -> None:
         out.write_text(json.dumps(results, indent=1))
+
+    for name in settings.only.split(","):
+        found: Row = {}
+        results["sections"][name] = found
+        run_section(name, settings, found, save)
+        print("   ", summary(found.get("bars", {})))
+        save()
     print(f"wrote {out}")
 
 

@@ -1,17 +1,20 @@
 """What the tuning benchmark trains: a data set, a network for it, one training as a curve of accuracy over seconds.
 
 Seconds are those of training alone, evaluations left out. On the CPU they are seconds of this process on one thread, so
-that a neighbour's load does not count.
+that a neighbour's load does not count. What is the same for all methods is the time they train, that of today's batch
+for `num_epochs` epochs, or with `same="epochs"` the number of samples. Time is turned into samples beforehand, by the
+least seconds that steps of a batch take, so that a learning rate can end at zero.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import tarfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +35,8 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {
     "adam": (torch.optim.Adam, 1e-3),
 }
 DEFAULT_BATCH = 32
-NUM_LOOKS = 8  # evaluations per epoch
+NUM_LOOKS = 8  # evaluations per epoch of today's batch, and in that time of any other
+RATE_S, WINDOW = 0.3, 320  # for how long steps of a batch are timed, and how many samples at a time
 
 
 # --- what is trained --------------------------------------------------------------------------------------------------
@@ -53,7 +57,9 @@ class Case:
     num_epochs: float
     device: str = "cpu"
     memory: str = "4GiB"
+    same: str = "seconds"  # for all methods; or "epochs"
     first_seed: int = 0  # finders start from this one
+    rates: dict[int, float] = field(default_factory=dict)  # batch -> samples per second
 
     @property
     def num_train(self) -> int:
@@ -76,6 +82,25 @@ class Case:
                 picked = rows[start : start + batch]
                 yield self.train_x[picked], self.train_y[picked]
 
+    def num_samples(self, batch: int) -> int:
+        """To train with."""
+        num = self.num_epochs * self.num_train
+        return round(num * (self.rate(batch) / self.rate(DEFAULT_BATCH) if self.same == "seconds" else 1.0))
+
+    def rate(self, batch: int) -> float:
+        """Samples per second of training steps, as fast as they go."""
+        if batch not in self.rates:
+            net = self.net(0)
+            optimizer, batches = self.make_optimizer(net.parameters()), self.batches(batch, 0)
+            window(net, optimizer, batches, 3)
+            least_s, began_s = math.inf, time.monotonic()
+            while time.monotonic() - began_s < RATE_S:
+                start_s = self.now_s()
+                window(net, optimizer, batches, max(1, WINDOW // batch))
+                least_s = min(least_s, (self.now_s() - start_s) / max(1, WINDOW // batch))
+            self.rates[batch] = batch / least_s
+        return self.rates[batch]
+
     def now_s(self) -> float:
         if self.device == "cuda":
             torch.cuda.synchronize()
@@ -83,8 +108,18 @@ class Case:
         return time.process_time()
 
 
+def window(
+    net: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[tuple[Tensor, Tensor]], num: int
+) -> None:
+    """Some training steps, which nothing waits for."""
+    for _, (x, y) in zip(range(num), batches):
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 class Cifar(nn.Sequential):
-    """Nine convolutions with BatchNorm: reaches 70 % on a third of CIFAR-10 in a few epochs."""
+    """Six convolutions with BatchNorm: an H200 waits for its host with 32 samples of it, and is busy with 256."""
 
     def __init__(self) -> None:
         def block(channels: int, out: int, pool: bool) -> list[nn.Module]:
@@ -181,11 +216,12 @@ def train(case: Case, setting: Setting, seed: int) -> Iterator[tuple[float, floa
     if setting.beta2 is not None:
         for group in optimizer.param_groups:
             group["betas"] = (group["betas"][0], setting.beta2)
-    num_samples = round(case.num_epochs * case.num_train)
+    num_samples = case.num_samples(setting.batch)
+    apart = num_samples / round(NUM_LOOKS * case.num_epochs)
     adaptive = _adaptive(net, optimizer, setting) if setting.largest_batch else None
     source = case.batches(setting.batch, seed)
     batches = adaptive.batches(source) if adaptive is not None else source
-    seen, next_look, trained_s = 0, case.num_train / NUM_LOOKS, 0.0
+    seen, next_look, trained_s = 0, apart, 0.0
     began_s = case.now_s()
     for num_steps, (x, y) in enumerate(batches):
         decay = min(1.0, (num_samples - seen) / num_samples / 0.33) * warm_up(num_steps, setting.num_warm_up_steps)
@@ -201,7 +237,7 @@ def train(case: Case, setting: Setting, seed: int) -> Iterator[tuple[float, floa
         if seen >= next_look or seen >= num_samples:
             trained_s += case.now_s() - began_s
             yield trained_s, accuracy_of(net, case.test_x, case.test_y)
-            next_look += case.num_train / NUM_LOOKS
+            next_look += apart
             began_s = case.now_s()
         if seen >= num_samples:
             return
@@ -213,16 +249,21 @@ def _adaptive(net: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting
     )
 
 
-def run(case: Case, setting: Setting, seed: int) -> Row:
-    if case.device == "cuda":
-        next(train(case, setting, seed))  # kernels of this batch size are loaded and chosen
-    curve = list(train(case, setting, seed))
+def run(case: Case, setting: Setting, seed: int, *, ends: bool = True) -> Row:
+    """Trains as long as the case wants; with `ends=False` no longer than to its target."""
+    case.rate(setting.batch)  # after this, kernels of this batch size are loaded and chosen
+    curve: list[tuple[float, float]] = []
+    for second, found in train(case, setting, seed):
+        curve.append((second, found))
+        if not ends and found >= case.target:
+            break
     reached = next((second for second, found in curve if found >= case.target), None)
-    last = [found for _, found in curve[-3:]]
+    whole = ends or reached is None
     return {
         "seed": seed,
         "to_target_s": reached,
-        "final_accuracy": statistics.fmean(last),
+        "final_accuracy": statistics.fmean(found for _, found in curve[-3:]) if whole else None,
         "trained_s": curve[-1][0],
+        "num_epochs": case.num_samples(setting.batch) / case.num_train,
         "curve": [(round(second, 4), round(found, 4)) for second, found in curve],
     }

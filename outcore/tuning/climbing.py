@@ -7,8 +7,9 @@ time in which a step's kernels are launched. So real steps climb on, up to the l
 that takes `RUNG_S`: in small strides while a step hardly grows, so that the last two are beyond the bend, and in large
 ones from there on, to see whether caches bend the line once more.
 
-A step takes the longer of the host's seconds and the device's. Such a curve only bends upward: between two batches it
-lies below their chord and above the lines of their neighbours. Where those leave it open, one batch between is run.
+A step takes the longer of the host's seconds and the device's, op by op or in all. Such a curve never falls and only
+bends upward: between two batches it lies below their chord and above the lines of their neighbours. Where those leave
+it open, a batch between is run. A batch that took longer than a larger one was disturbed: noise only ever adds.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import bisect
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +35,7 @@ FLAT = 1.4  # times the samples per second for twice the batch: most of such a s
 RUNG_S = 0.3  # no longer step is run to find the line
 LEVER = 1.5  # between two batches that a line is drawn through, at least
 SETTLED = 0.03  # a batch whose seconds the ones before it predicted this well ends the climb
+NUM_BENDS = 2  # batches that are run between others
 NUM_UNLIKE = 3  # batches whose steps do different work, before it is given up
 
 
@@ -51,7 +54,8 @@ class Climb:
             return None
         last = self.measured[-1]
         alike = [found for found in self.measured if not difference(found.trace, last.trace)]
-        return Family(tuple(Recorded(m.batch, m.trace) for m in alike)) if len(alike) > 1 else None
+        rising = never_falling(alike, self.bench.optimizer_s)
+        return Family(tuple(Recorded(m.batch, m.trace) for m in rising)) if len(rising) > 1 else None
 
     def next(self) -> int:
         """The next batch to record; the last one: there is no other.
@@ -91,9 +95,19 @@ def climb(bench: Bench, largest: int, tell: Tell) -> Climb:
             found.measured.append(bench.record(batch))
         except BudgetTooSmall:
             found.largest = (found.measured[-1].batch + batch) // 2
-    found.measured[-2:] = bench.time_again(found.measured[-2:])
+    recorded = tuple(measured.batch for measured in found.measured)
+    _time_again(found, recorded[-2:])
+    waits = found.family is not None and is_flat(found.family)
     _reach(found, tell)
+    if waits:  # a host is disturbed more often than a device; seconds later that may be over
+        _time_again(found, recorded)
     return found
+
+
+def _time_again(found: Climb, batches: tuple[int, ...]) -> None:
+    """Batches that were recorded, in turn."""
+    again = {m.batch: m for m in found.bench.time_again([m for m in found.measured if m.batch in batches])}
+    found.measured = [again.get(measured.batch, measured) for measured in found.measured]
 
 
 def _is_recorded(found: Climb, spent_s: float) -> bool:
@@ -106,7 +120,7 @@ def _is_recorded(found: Climb, spent_s: float) -> bool:
 
 
 def _reach(found: Climb, tell: Tell) -> None:
-    """Real steps up to where the device decides, and once where the curve bends."""
+    """Real steps up to where the device decides, and where the curve bends."""
     family, longest_s = found.family, 2 * found.measured[-1].step_s
     while family is not None:
         edge = found.bench.planned(family).largest_in_core(min(found.largest, STRIDE**2 * family.largest))
@@ -120,9 +134,20 @@ def _reach(found: Climb, tell: Tell) -> None:
         assert family is not None  # the same work, at one more batch
         if abs(before.step_s(batch) / family.recorded[-1].total_s - 1) < SETTLED and not is_flat(family):
             break
-    if family is not None and (batch := open_bend(family)):
+    for _ in range(NUM_BENDS):
+        if family is None or not (batch := open_bend(family)):
+            break
         tell(f"real steps with a batch of {batch}", 0.9)
-        found.run(family, batch)
+        family = found.family if found.run(family, batch) else None
+
+
+def never_falling(measured: Sequence[Measured], optimizer_s: float) -> list[Measured]:
+    """In ascending order of their batch, none with more seconds than a larger one took."""
+    found: list[Measured] = []
+    for one in reversed(measured):
+        longer = bool(found) and one.step_s > found[-1].step_s
+        found.append(one.retimed(found[-1].step_s, optimizer_s) if longer else one)
+    return found[::-1]
 
 
 def is_flat(family: Family) -> bool:

@@ -106,6 +106,16 @@ def noise_here(model: torch.nn.Module, loss_fn: LossFn, batches: Iterable[Any], 
     return _finite(_measure(model, loss_fn, batches, num_micro))
 
 
+def visible(noise: Noise) -> Noise:
+    """No more than so many samples can show: a scale of as many.
+
+    Where it is beyond them, |G|^2 is lost in its own error and comes out near zero or below it, and the scale is
+    anything up to infinity.
+    """
+    num_samples = noise.micro_batch * noise.num_micro
+    return replace(noise, sqr=max(noise.sqr, noise.var / num_samples)) if noise.var > 0 else noise
+
+
 def _finite(noise: Noise) -> Noise:
     if not (math.isfinite(noise.sqr) and math.isfinite(noise.var)):
         raise TuningError("the gradients are not finite; lower the learning rate or look for the layer that overflows")

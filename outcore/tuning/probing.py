@@ -11,6 +11,7 @@ overflow.
 from __future__ import annotations
 
 import gc
+import math
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -32,8 +33,8 @@ from outcore.values import Budget, Machine, Plan, Trace
 
 Tell = Callable[[str, float], None]
 BUSY_S = 0.02  # shorter steps are mostly overhead: their times tell little about larger batches
-NUM_TIMED, TIMED_S = 3, 0.15  # real steps that are timed: at least so many, and for so long
-MAX_TIMED = 12
+NUM_TIMED, TIMED_S = 3, 0.2  # real steps that are timed: at least so many, and for so long
+SHORT_S, SHORT_TIMED_S = 0.05, 0.5  # on CUDA such a step waits for its host, whom much else disturbs: timed so long
 NUM_TRIED = 6  # steps until one was watched under a plan
 NUM_ROUNDS = 2  # of timing recorded batches in turn
 NUM_RECORDINGS = 2  # on the CPU, where the first one also pays for the first touch of memory
@@ -191,13 +192,14 @@ class Bench:
 
     def _time(self, ooc: Limited, data: Any, for_s: float) -> float:
         """Seconds of a step, the least of those tried: what else the machine does only ever adds."""
-        tried: list[float] = []
-        began_s = time.perf_counter()
-        while len(tried) < NUM_TIMED or (time.perf_counter() - began_s < for_s and len(tried) < MAX_TIMED):
+        least_s, num, began_s = math.inf, 0, time.perf_counter()
+        while num < NUM_TIMED or time.perf_counter() - began_s < for_s:
             start_s = self._now()
             self._step(ooc, data)
-            tried.append(self._now() - start_s)
-        return min(tried)
+            least_s, num = min(least_s, self._now() - start_s), num + 1
+            if for_s and self.device.type == "cuda" and least_s < SHORT_S:
+                for_s = SHORT_TIMED_S
+        return least_s
 
     def _step(self, ooc: Limited, data: Any) -> None:
         with ooc.step():

@@ -4,6 +4,7 @@ Noise scales and range tests are theory and a glance; before they change what a 
 against each other: from the same parameters, through the data in the same order, for the same seconds of compute, and
 judged by the loss on samples that none of them trains on. First today's setting, then the advice, then the advice with
 a third of its rate; then the leader with three times its rate, again where that led, and 1.7 times where it did not.
+A higher rate than the leader's comes with a warm-up: parameters that are still random bear less of it than later ones.
 Whoever challenges the leader must be clearly better: of two that train alike the one known longer, or the lower rate,
 is safer.
 
@@ -34,7 +35,13 @@ LEAST_STEPS = 16  # of the slowest runner: with fewer nothing shows
 NUM_EPOCHS = 6  # at today's setting: a race need not be longer
 CLEARLY = 0.03  # of the leader's loss that a challenger's must be lower
 HOPELESS = 0.5  # of the leader's loss that another's is higher, halfway: it need not go on
+WARM_UP = 0.1  # of an epoch
 TIMES, LEAST_TIMES = 3.0, 1.5  # the rate; where so much was too much, its square root, and no less than this
+
+
+def longest_step_s(limit_s: float) -> float:
+    """Of a runner's effective batch, in a race of `limit_s` seconds for all runs."""
+    return limit_s / NUM_RUNNERS / LEAST_STEPS
 
 
 @dataclass(frozen=True)
@@ -95,16 +102,21 @@ class Race:
             leader = self._challenge(leader, challenger)
         factor = TIMES
         while len(self.ran) < NUM_RUNNERS and factor > LEAST_TIMES:
-            before, leader = leader, self._challenge(leader, leader.runner.times(factor))
+            before, leader = leader, self._challenge(leader, self._warmed(leader.runner.times(factor)))
             factor = factor if leader is not before else math.sqrt(factor)
         return leader
+
+    def _warmed(self, runner: Runner) -> Runner:
+        """With a warm-up over a tenth of an epoch, of a race where that is unknown."""
+        whole = self.samples.num / runner.batch if self.samples.num else self.run_s / runner.step_s
+        return replace(runner, num_warm_up_steps=max(runner.num_warm_up_steps, int(WARM_UP * whole)))
 
     def _share_out(self, today: Runner, advice: Runner, limit_s: float) -> bool:
         """Finds the seconds for each run; False: too few."""
         epochs_s = NUM_EPOCHS * (self.samples.num or math.inf) / today.batch * today.step_s
-        least_s = LEAST_STEPS * max(today.step_s, advice.step_s)
-        self.run_s = max(min(limit_s / NUM_RUNNERS, epochs_s), least_s)
-        return self.run_s * NUM_RUNNERS <= limit_s
+        slowest_s = max(today.step_s, advice.step_s)
+        self.run_s = max(min(limit_s / NUM_RUNNERS, epochs_s), LEAST_STEPS * slowest_s)
+        return slowest_s <= longest_step_s(limit_s)
 
     def _tried(self, runner: Runner) -> bool:
         """This batch at a rate so near that it would only be run again."""

@@ -80,13 +80,14 @@ class Family:
         return most_s if most_s < (1 + BEND) * least_s else (least_s + most_s) / 2
 
     def bounds_s(self, batch: int) -> tuple[float, float]:
-        """Of a step that bends upward: the lines of the batches beside the nearest two, and the chord between these.
-        Both are the line where there is nothing on both sides."""
+        """Of a step that never falls and bends upward: the lines of the batches beside the nearest two, or the smaller
+        of these, and the chord between them. Both are the line where there is nothing on both sides."""
         at = self._above(batch)
         chord_s = self._line_s(at, batch)
         if not 2 <= at < len(self.recorded) - 1 or batch in (recorded.batch for recorded in self.recorded):
             return chord_s, chord_s
-        return min(chord_s, max(self._line_s(at - 1, batch), self._line_s(at + 1, batch))), chord_s
+        low_s, lines_s = self.recorded[at - 1].total_s, (self._line_s(at - 1, batch), self._line_s(at + 1, batch))
+        return min(chord_s, max(low_s, *lines_s)), chord_s
 
     def _line_s(self, at: int, batch: int) -> float:
         low, high = self.recorded[at - 1 : at + 1]

@@ -31,9 +31,9 @@ from outcore.tuning.choosing import (
 from outcore.tuning.climbing import cannot_run_one, climb
 from outcore.tuning.curve import Curve
 from outcore.tuning.goodput import RULES, best_batch, beta2_for, lr_factor, num_warm_up_steps
-from outcore.tuning.noise import Noise, noise_here
+from outcore.tuning.noise import Noise, noise_here, visible
 from outcore.tuning.probing import Bench, Tell
-from outcore.tuning.race import Race, Runner
+from outcore.tuning.race import Race, Runner, longest_step_s
 from outcore.tuning.ranges import range_test
 from outcore.tuning.reasons import why_batch_kept, why_last_batch, why_loading, why_micro_batch
 from outcore.tuning.samples import Samples
@@ -229,7 +229,8 @@ class Tuner:
             if self.asked.starts_anew:
                 self._train_past_the_plunge(min(self.rate_batch, curve.largest_in_core, num // 2))
             num_micro = max(2, min(NUM_MICRO, num // micro))
-            return noise_here(self.model, self.asked.loss_fn, self.samples.shuffled(micro), num_micro=num_micro)
+            batches = self.samples.shuffled(micro)
+            return visible(noise_here(self.model, self.asked.loss_fn, batches, num_micro=num_micro))
 
     def _train_past_the_plunge(self, batch: int) -> None:
         """While the loss falls from its plateau all gradients agree: noise is far lower there than ever after."""
@@ -250,6 +251,10 @@ class Tuner:
 
         def seconds(batch: int) -> float:
             return choosing.curve.seconds(ways[batch], batch // ways[batch])
+
+        if self.asked.race:  # theory alone may be far off: a batch whose steps are too long to be raced is not taken
+            longest_s = longest_step_s(RACE_SHARE * self.asked.trial_s)
+            ways = {batch: size for batch, size in ways.items() if seconds(batch) <= longest_s} or ways
 
         def pick(_: Curve) -> int:
             return ways[best_batch(sorted(ways), seconds, first_batch, noise)[0]]
@@ -357,7 +362,7 @@ class Tuner:
             return advice
         self.why.append(race.told(winner))
         taken = today if winner.runner.name == TODAY else advice
-        return replace(taken, learning_rate=winner.runner.lr)
+        return replace(taken, learning_rate=winner.runner.lr, num_warm_up_steps=winner.runner.num_warm_up_steps)
 
     def _todays(self, advice: Advice, choosing: Choosing) -> Advice:
         """The advice, if it were to train on as today."""

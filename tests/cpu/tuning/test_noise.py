@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from outcore.errors import TuningError
 from outcore.tuning.batches import Regrouped, again_and_again, loss_of, size_of
-from outcore.tuning.noise import Noise, Norms, RunningNoise, measure_noise
+from outcore.tuning.noise import Noise, Norms, RunningNoise, measure_noise, visible
 from tests.cpu.tuning.digits import digits, draws, exact_moments, small_net, train
 
 
@@ -29,6 +29,11 @@ def test_within_ten_percent_of_per_sample_gradients(num_steps: int, num_micro: i
     assert found.scale == pytest.approx(var / sqr, rel=0.1)
     assert (found.micro_batch, found.num_micro) == (32, num_micro)
     assert Noise.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize(("sqr", "scale"), [(-1.0, 2048), (0.0, 2048), (1e-6, 2048), (1.0, 10), (100.0, 0.1)])
+def test_a_noise_scale_beyond_the_samples_is_not_taken_from_them(sqr: float, scale: float) -> None:
+    assert visible(Noise(sqr, 10.0, 32, 64)).scale == pytest.approx(scale)
 
 
 def test_noise_grows_during_training() -> None:

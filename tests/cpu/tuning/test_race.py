@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,8 +12,12 @@ from torch.nn import functional as F
 
 import outcore
 from outcore.tuning.advice import Advice
+from outcore.tuning.choosing import Choosing
+from outcore.tuning.curve import Curve, Planned, Point
+from outcore.tuning.probing import Bench
 from outcore.tuning.race import NUM_RUNNERS, Race, Runner
 from outcore.tuning.samples import Samples
+from outcore.tuning.tuner import Asked, Tuner
 from tests.cpu.tuning.nets import CPU, convnet, make_sgd, mlp, stripes
 from tests.cpu.tuning.test_tune import assert_same, everything_of, generators
 
@@ -44,6 +48,7 @@ def test_a_better_rate_wins_and_three_times_that_is_tried_too() -> None:
     assert winner.runner.lr >= 0.003
     rates = [found.runner.lr for found in race.ran]
     assert rates[:4] == pytest.approx([1e-5, 0.003, 0.001, 0.009])
+    assert [found.runner.num_warm_up_steps for found in race.ran[:4]] == [0, 0, 0, len(DATA) // 320]
     assert len(rates) <= NUM_RUNNERS
     best = min(found.loss for found in race.ran)
     assert winner.loss <= best * 1.1
@@ -85,6 +90,18 @@ def test_every_run_starts_alike_and_nothing_is_left_of_it() -> None:
 
 def test_no_verdict_where_there_is_no_time_for_one() -> None:
     assert race_of(mlp()).between(Runner("today", 32, 0.1, 1.0), Runner("the advice", 32, 1.0, 1.0), 20.0) is None
+
+
+@pytest.mark.parametrize(("race", "chosen"), [(True, 64), (False, 256)])
+def test_theory_alone_takes_no_batch_that_is_too_slow_to_be_raced(race: bool, chosen: int) -> None:
+    """All noise: whatever trains the most samples per second, and with a race no longer than its steps may take."""
+    steps_s = {32: 0.01, 64: 0.015, 256: 0.05}
+    points = [Point(b, 0, s, b / s, 0, 0, 0, True, True, measured_step_s=s) for b, s in steps_s.items()]
+    asked = Asked(mlp, F.cross_entropy, make_sgd, 1, None, True, None, "adascale", trial_s=5.0, race=race)
+    tuner = Tuner(asked, Samples(DATA, CPU), mlp(), None, lambda what, part: None)
+    curve = Curve(tuple(points), 1, 0.0, largest_in_core=256)
+    choosing = Choosing(cast(Bench, None), cast(Planned, None), curve)  # every batch ran: neither is asked
+    assert tuner._by_goodput(choosing, 1e9, 32) == (chosen, chosen)
 
 
 def tuned(lr: float, **options: Any) -> Advice:
