@@ -24,7 +24,7 @@ SAFE_SHARE = 0.95  # of a cap: model and device have differed by half a GiB of 1
 OVER_SHARE = 0.02  # of a cap: wanting this much more costs another start over
 DRAW_WORK = 1_200_000  # neighbours drawn x (ops + ticks): a few seconds
 MOST_DRAWS = 800
-MOST_S = 5.0  # on a slow or busy host fewer are drawn
+MOST_S = 4.0  # on a slow or busy host fewer are drawn
 NEAR = 2e-3  # as fast as the plan was: good enough
 FAR = 0.03  # so much slower is not looked at
 

@@ -184,13 +184,15 @@ class Recorder:
         self._clock.stop(started)
         fresh, overwritten = outputs_of(func, args, kwargs, result)
         fresh = [tensor for tensor in fresh if tensor.layout is torch.strided]
+        made = sum(self._count(tensor) for tensor in fresh)
+        workspace_bytes = max(unseen_bytes, self._workspace(max(live_before, self._live_bytes) + made))
         if forward and has_twin(func, args):
             self._twins[index] = Twin(args, fresh, self.budget_bytes // 32)
+            self._reset_peak()  # what the comparison took is not the step's
         writes = [self._storages[self._add_storage(t, external=False, producer=index)].current for t in fresh]
         writes += [self._add_value(self._storage_of(tensor), index) for tensor in overwritten]
         if recipe is not None:
             self._own_outputs(recipe, writes, fresh, overwritten)
-        made = sum(self._count(tensor) for tensor in fresh)
         self._ops.append(
             {
                 "slot": self._slot,
@@ -198,7 +200,7 @@ class Recorder:
                 "phase": "forward" if forward else "backward",
                 "reads": reads,
                 "writes": tuple(writes),
-                "workspace_bytes": max(unseen_bytes, self._workspace(max(live_before + made, self._live_bytes))),
+                "workspace_bytes": workspace_bytes,
                 "replay": replay if all(is_plain(tensor) for tensor in tensors_in((result,))) else "no",
                 "module": self._modules.current,
             }
