@@ -17,6 +17,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from outcore.errors import BudgetTooSmall, OutcoreError, PlanMismatch
 from outcore.planning import PLANNERS, lower, simulate, verify
 from outcore.planning import plan as make_plan
 from outcore.planning.crowd import bystanders
+from outcore.planning.sums import sums_in_place
 from outcore.planning.tidy import tidy
 from outcore.recording.intercept import Interception
 from outcore.recording.machine import device_bytes, device_of, host_bytes_granted, measure_machine
@@ -36,7 +38,7 @@ from outcore.reporting.text import report
 from outcore.running import allocator
 from outcore.running.aside import Aside
 from outcore.running.clock import Clock
-from outcore.running.execute import Execution, Program
+from outcore.running.execute import Execution, Program, is_distributed
 from outcore.running.meter import LiveBytes, resident_bytes
 from outcore.running.room import NUM_STEPS, Room
 from outcore.running.store import Store
@@ -144,7 +146,7 @@ class Limited:
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._hooks = [
             model.register_forward_pre_hook(self._on_forward, with_kwargs=True),
-            register_optimizer_step_post_hook(_optimizer_watch(weakref.ref(self))),
+            register_optimizer_step_post_hook(partial(_tell, weakref.WeakMethod(self._on_optimizer))),
         ]
         self._know_parameters()
         self._aside = Aside(model.parameters(), memory_bytes, self.device) if on_cuda else None
@@ -232,9 +234,8 @@ class Limited:
             self._kind = Kind(unplanned=True)
             return
         if kind.trace is None and not kind.unplanned:
-            room = self.budget.device_bytes
             self._know_parameters()
-            self._run = Recorder(self.model, self.store, self.device, before_bytes, budget_bytes=room)
+            self._run = Recorder(self.model, self.store, self.device, before_bytes, self.budget.device_bytes)
             self._interception.listen(self._run, ops=True)
             return
         grown = kind.plan is not None and before_bytes > kind.plan.before_bytes + MIB
@@ -342,7 +343,7 @@ class Limited:
         kind.plan = made
         kind.schedule = lower(trace, kind.plan, self.machine)
         verify(trace, kind.schedule)
-        kind.predicted = simulate(trace, kind.schedule, self.machine)
+        kind.predicted = simulate(self._as_run(trace), kind.schedule, self.machine)
         if kind.predicted.peak_bytes > self.budget.device_bytes:  # a plan that was given, for another budget
             kind.stale = True
             peak = kind.predicted
@@ -355,6 +356,10 @@ class Limited:
         if kind.room is not None and kind.room.is_hopeless(kind.predicted.step_s):
             self._go_back(kind)
         self.store.reserve(kind.predicted.host_peak_bytes)
+
+    def _as_run(self, trace: Trace) -> Trace:
+        """The step without a mode in its backward: on the CPU, and among other workers, it is always watched."""
+        return sums_in_place(trace) if self.device.type == "cuda" and not is_distributed() else trace
 
     def _plan_for(self, trace: Trace, room: Room | None) -> Plan | None:
         """None: what was tried already is the best there is."""
@@ -451,7 +456,7 @@ class Limited:
         kind.trace = dataclasses.replace(kind.trace, ops=ops)
         assert kind.schedule is not None
         assert kind.plan is not None
-        kind.predicted = simulate(kind.trace, kind.schedule, self.machine)
+        kind.predicted = simulate(self._as_run(kind.trace), kind.schedule, self.machine)
         kind.plan = dataclasses.replace(
             kind.plan, predicted_step_s=kind.predicted.step_s, in_core_step_s=pace * kind.plan.in_core_step_s
         )
@@ -589,12 +594,7 @@ class Limited:
         self.store.close()
 
 
-def _optimizer_watch(ref: weakref.ref[Limited]) -> Callable[..., None]:
-    """A global hook that does not keep its owner alive."""
-
-    def watch(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        owner = ref()
-        if owner is not None:
-            owner._on_optimizer(optimizer)
-
-    return watch
+def _tell(listener: weakref.WeakMethod[Callable[..., None]], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """A hook for all optimizers must not keep its owner alive."""
+    if (tell := listener()) is not None:
+        tell(optimizer)

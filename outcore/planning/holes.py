@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from outcore.planning.crowd import bystanders, small_gradients, storage_ends
+from outcore.planning.sums import sums_in_place
 from outcore.planning.terrain import terrain_of
 from outcore.units import MIB
 from outcore.values import Action, Schedule, Trace
@@ -61,7 +62,7 @@ def _aside(trace: Trace, schedule: Schedule, budget_bytes: int) -> Collection[in
 
 def _play(device: Device, trace: Trace, schedule: Schedule, aside: Collection[int]) -> list[int]:
     """Some steps; how often it had started over before each and after the last."""
-    events, restarts = list(allocations(trace, schedule)), [0]
+    events, restarts = list(allocations(sums_in_place(trace), schedule)), [0]
     if trace.before_bytes >= SMALL_BYTES:
         device.take("before", trace.before_bytes)
     for _ in range(NUM_STEPS):
@@ -203,20 +204,6 @@ def allocations(trace: Trace, schedule: Schedule) -> Iterator[Event]:
     return _Walk(trace, schedule).events()
 
 
-def _sums_in_place(trace: Trace, ends: dict[int, int]) -> dict[int, int]:
-    """Storages that lie in the block of another. Where gradients meet, autograd adds the second to the first if nobody
-    else holds that one; under a mode, as in the recorded step, it never does."""
-    found: dict[int, int] = {}
-    for op in trace.ops:
-        if op.phase != "backward" or op.name != "aten.add.Tensor" or not (op.reads and op.writes):
-            continue
-        first, total = (trace.values[value].storage for value in (op.reads[0], op.writes[0]))
-        one, other = trace.storages[first], trace.storages[total]
-        if first != total and one.bytes == other.bytes and not one.external and ends.get(first) == op.slot:
-            found[total] = first
-    return found
-
-
 class _Walk:
     def __init__(self, trace: Trace, schedule: Schedule) -> None:
         self.trace, self.terrain = trace, terrain_of(trace)
@@ -224,7 +211,6 @@ class _Walk:
         for action in schedule.actions:
             self.actions.setdefault(action.tick, []).append(action)
         self.ends = storage_ends(trace, schedule)
-        self.blocks = _sums_in_place(trace, self.ends)
         self.copies: dict[int, int] = {}  # value -> its copy
         self.late: dict[int, list[int]] = {}  # slot -> copies autograd holds until then
         self.num_copies = 0
@@ -236,10 +222,8 @@ class _Walk:
         born: dict[int, list[int]] = {}
         dies: dict[int, list[int]] = {}
         for number, end in self.ends.items():
-            if number not in self.blocks:
-                born.setdefault(trace.storages[number].born, []).append(number)
-            if number not in self.blocks.values():
-                dies.setdefault(end, []).append(self._block(number))
+            born.setdefault(trace.storages[number].born, []).append(number)
+            dies.setdefault(end, []).append(number)
         for slot in range(trace.num_slots):
             for number in born.get(slot, ()):
                 yield "take", number, trace.storages[number].bytes
@@ -251,12 +235,6 @@ class _Walk:
                 yield "give", number, 0
             for copy in self.late.pop(slot, ()):
                 yield "give", ("copy", copy), 0
-
-    def _block(self, number: int) -> int:
-        """The storage in whose block it lies."""
-        while number in self.blocks:
-            number = self.blocks[number]
-        return number
 
     def _passing(self, workspace_bytes: int) -> Iterator[Event]:
         """cuDNN asks for it when the output is there."""

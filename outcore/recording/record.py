@@ -70,8 +70,8 @@ class Recorder:
         store: Store,
         device: torch.device,
         before_bytes: int,
-        *,
         budget_bytes: int = 0,
+        *,
         name: str = "",
     ) -> None:
         self.budget_bytes = budget_bytes

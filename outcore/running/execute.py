@@ -115,7 +115,7 @@ def _is_outside(trace: Trace, value: int) -> bool:
     return trace.storages[trace.values[value].storage].external
 
 
-def _is_distributed() -> bool:
+def is_distributed() -> bool:
     """Collectives write into what they are given without saying so: where there may be any, every op is looked at."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
@@ -144,7 +144,7 @@ class Execution:
         self.aside = aside
         self.timed: list[str] = []  # names of the ops the clock timed
         self.wants_ops = True
-        self._stops_watching = meter is None and clock is None and not _is_distributed()
+        self._stops_watching = meter is None and clock is None and not is_distributed()
         self.on_plan = True
         self.left_plan_because = ""
         self._ticks = iter(program.ticks)

@@ -1,0 +1,41 @@
+"""Recorded step -> the same step as it runs when Python looks at no op of its backward.
+
+Where gradients meet, autograd adds the second into the first if nobody else holds that one; under a dispatch mode, as
+in the recorded step, it makes a third. So a recorded step needs up to one gradient more than the steps that follow its
+plan: plans are made for the recorded one, and are on the safe side by that much.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+from outcore.values import Trace
+
+
+def sums_in_place(trace: Trace) -> Trace:
+    """Worked out at its first use and remembered with the trace."""
+    held = vars(trace)
+    if "_in_place" not in held:
+        held["_in_place"] = _join(trace)
+    joined: Trace = held["_in_place"]
+    return joined
+
+
+def _join(trace: Trace) -> Trace:
+    storages, values = list(trace.storages), list(trace.values)
+    versions: defaultdict[int, list[int]] = defaultdict(list)  # storage -> its values
+    for number, value in enumerate(values):
+        versions[value.storage].append(number)
+    for op in trace.ops:
+        if op.phase != "backward" or op.name != "aten.add.Tensor" or not (op.reads and op.writes):
+            continue
+        first, total = values[op.reads[0]].storage, values[op.writes[0]].storage
+        one, other = storages[first], storages[total]
+        if first == total or one.external or one.bytes != other.bytes or one.dies != op.slot:
+            continue
+        for number in versions.pop(total):
+            values[number] = replace(values[number], storage=first, version=len(versions[first]))
+            versions[first].append(number)
+        storages[first], storages[total] = replace(one, dies=other.dies), replace(other, bytes=0)
+    return replace(trace, storages=tuple(storages), values=tuple(values))
