@@ -17,6 +17,7 @@ from typing import ClassVar
 
 from outcore.errors import BudgetTooSmall, TuningError
 from outcore.planning import lower, plan, simulate, verify
+from outcore.planning.sums import sums_in_place
 from outcore.tuning.scaling import Family
 from outcore.values import Budget, Machine, Plan, Trace
 from outcore.values.codec import Saved
@@ -185,7 +186,8 @@ class Planned:
             return Predicted(self._outside(batch, error.needed_bytes), trace, None)
         schedule = lower(trace, made, self.machine)
         verify(trace, schedule)
-        found = simulate(trace, schedule, self.machine)
+        as_run = trace if trace.device == "cpu" else sums_in_place(trace)  # a CPU's peak is measured by watching all ops
+        found = simulate(as_run, schedule, self.machine)
         step_s = found.step_s + self.optimizer_s
         in_core = found.swapped_bytes + found.recomputed_bytes == 0
         kept, swapped, recomputed = found.kept_bytes, found.swapped_bytes, found.recomputed_bytes
