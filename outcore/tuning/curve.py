@@ -186,7 +186,7 @@ class Planned:
             return Predicted(self._outside(batch, error.needed_bytes), trace, None)
         schedule = lower(trace, made, self.machine)
         verify(trace, schedule)
-        as_run = trace if trace.device == "cpu" else sums_in_place(trace)  # a CPU's peak is measured by watching all ops
+        as_run = trace if trace.device == "cpu" else sums_in_place(trace)  # on a CPU every op is watched
         found = simulate(as_run, schedule, self.machine)
         step_s = found.step_s + self.optimizer_s
         in_core = found.swapped_bytes + found.recomputed_bytes == 0
