@@ -109,6 +109,12 @@ def measured(result: Result) -> list[Row]:
     return [row for row in result["rows"] if row.get("step_s") is not None]
 
 
+NOT_WAITING = (
+    "`step` waits for the device after every step, as a loop does that logs each loss; `not waiting` is the same over "
+    "in-core for a loop that does not (older rows have none)."
+)
+
+
 def tables(found: list[Result], plot: Path, readme: Path) -> str:
     if not found:
         return NONE_YET
@@ -133,12 +139,14 @@ def _slowdown(result: Result) -> str:
             commit = row.get("commit") or result.get("commit", "")
             if row.get("step_s") is None:
                 error = str(row.get("error", ""))[:60].replace("|", "/")
-                yield row["network"], name, budget, "failed", "", error, commit
+                yield row["network"], name, budget, "failed", "", "", error, commit
                 continue
-            over = f"{100 * row['slowdown']:+.1f} %" if "slowdown" in row else ""
-            yield row["network"], name, budget, format_seconds(row["step_s"]), over, f"{row['peak_gib']:.1f}", commit
+            over, in_loop = (f"{100 * row[key]:+.1f} %" if key in row else "" for key in ("slowdown", "loop_slowdown"))
+            step, peak = format_seconds(row["step_s"]), f"{row['peak_gib']:.1f}"
+            yield row["network"], name, budget, step, over, in_loop, peak, commit
 
-    return markdown(("network", "method", "budget GiB", "step", "over in-core", "peak GiB", "commit"), rows())
+    headings = ("network", "method", "budget GiB", "step", "over in-core", "not waiting", "peak GiB", "commit")
+    return f"{markdown(headings, rows())}\n\n{NOT_WAITING}"
 
 
 def _matmul(result: Result) -> str:
