@@ -2,7 +2,7 @@
 # Everything that needs a GPU machine, in parts with a time limit each, in the order in which a doubt should stop it:
 #
 #   bash benchmarks/on_gpu.sh check speed peers fit cores matmul tuning accuracy
-#   seconds, about:           160   330   170   130 290   100    290    130
+#   seconds, about:           160   330   420   130 290   100    290    160
 #
 # Results and logs go to $OUT (default: benchmarks/results), one file a part. `cores` uses all CPU cores, the others but
 # `check` the whole GPU: run nothing beside them. MNIST and CIFAR-10 are looked for in $DATA (default: .carry).
@@ -38,13 +38,14 @@ for part in "${@:-check}"; do
         ;;
     speed)
         slowdown llama 130 in-core,checkpoint,hybrid --traces "$out"
-        slowdown resnet50 65 in-core,hybrid --traces "$out"
-        slowdown resnet152 55 in-core,checkpoint,hybrid --traces "$out"
+        slowdown resnet50 84 in-core,hybrid --traces "$out"
+        slowdown resnet152 75 in-core,checkpoint,hybrid --traces "$out"
         slowdown vit_l 80 in-core,hybrid
         ;;
     peers)
-        run slowdown_peers 170 python -m benchmarks.slowdown --networks resnet50 --limit-s 165 \
-            --methods in-core,checkpoint,selective,save_on_cpu,swap,pooch,swap-all --out "$out/slowdown_peers.json"
+        run slowdown_peers 420 python -m benchmarks.slowdown --networks resnet50 --limit-s 415 \
+            --methods in-core,hybrid,checkpoint,selective,compile-budget,compile,pooch,swap,swap-all,trl-offload,save_on_cpu \
+            --out "$out/slowdown_peers.json"
         ;;
     fit)
         run fit 130 python -m benchmarks.fit --questions batch --limit-s 60 \
@@ -59,12 +60,12 @@ for part in "${@:-check}"; do
             --out "$out/matmul.json"
         ;;
     tuning)
-        run tuning 290 python -m benchmarks.tuning --only curve,choice --networks resnet50,vit_b --limit-s 35 \
+        run tuning 290 python -m benchmarks.tuning --only curve,choice --networks resnet50,vit_b --limit-s 70 \
             --out "$out/tuning.json"
         ;;
     accuracy)
-        run tuning_accuracy 130 python -m benchmarks.tuning_accuracy --only accuracy --data "$data/cifar10.npz" \
-            --optimizers sgd --num-trials 8 --limit-s 120 --out "$out/tuning_accuracy.json"
+        run tuning_accuracy 160 python -m benchmarks.tuning_accuracy --only accuracy --data "$data/cifar10.npz" \
+            --optimizers sgd --num-epochs 4 --target 0.65 --num-trials 8 --limit-s 140 --out "$out/tuning_accuracy.json"
         ;;
     *) echo "there is no part $part; see the head of this file" >&2 && exit 2 ;;
     esac
