@@ -21,6 +21,7 @@ import click
 from benchmarks.recorded import h200
 from outcore.planning import lower, plan
 from outcore.planning.holes import NUM_STEPS, SMALL_BYTES, Device, Mapped, mapped
+from outcore.planning.sums import sums_in_place
 from outcore.planning.tidy import tidy
 from outcore.units import GIB
 from outcore.values import Budget, Trace
@@ -38,14 +39,15 @@ def main(file: Path, memory_gib: float, room_gib: tuple[float, ...], replay: boo
         print(f"restarts in {NUM_STEPS} steps like this one: {replayed(file, memory_bytes)}")
         return
     trace = Trace.load(file)
+    as_run = sums_in_place(trace)
     for room in room_gib or tuple(memory_gib * share for share in (0.98, 0.95, 0.92, 0.88)):
         made = plan(trace, h200(), Budget(int(room * GIB), 75 * GIB))
-        tidied = tidy(trace, h200(), made, memory_bytes).plan
+        tidied = tidy(trace, h200(), made, memory_bytes, as_run).plan
         rows = (("as planned", made, ()), ("with values aside", made, None), ("tidied", tidied, None))
         print(f"room {room:6.2f} GiB")
         for title, told, aside in rows:
             over = 100 * (told.predicted_step_s / told.in_core_step_s - 1)
-            found = mapped(trace, lower(trace, told, h200()), memory_bytes, aside)
+            found = mapped(as_run, lower(trace, told, h200()), memory_bytes, aside)
             print(f"    {title:18s} predicted +{over:.1f} %, {say(found)}", flush=True)
 
 

@@ -343,11 +343,11 @@ class Limited:
         kind.plan = made
         kind.schedule = lower(trace, kind.plan, self.machine)
         verify(trace, kind.schedule)
-        kind.predicted = simulate(self._as_run(trace), kind.schedule, self.machine)
-        if kind.predicted.peak_bytes > self.budget.device_bytes:  # a plan that was given, for another budget
+        peak = simulate(trace, kind.schedule, self.machine)
+        if peak.peak_bytes > self.budget.device_bytes:  # a plan that was given, for another budget
             kind.stale = True
-            peak = kind.predicted
             raise BudgetTooSmall(peak.peak_bytes, self.budget.device_bytes, peak.peak_at, where=str(self.device))
+        kind.predicted = simulate(self._as_run(trace), kind.schedule, self.machine)
         crowded = kind.room is not None and kind.room.crowded
         crowd = bystanders(trace, kind.schedule, self.budget.device_bytes) if crowded else {}
         kind.program = Program(trace, kind.schedule, crowd, gradients_aside=crowded and not crowd)
@@ -373,13 +373,14 @@ class Limited:
                 f"{trace.fingerprint}); plan this one anew: leave out plan=..."
             )
         margin, memory_bytes = (LEAST_MARGIN if room is not None else 0.0), self.budget.device_bytes
+        as_run = self._as_run(trace)
 
         def plan_in(room_bytes: int) -> Plan:
             budget = dataclasses.replace(self.budget, device_bytes=room_bytes)
             return make_plan(trace, self.machine, budget, planner=self.planner)
 
         if room is not None and room.crowded and not room.again:
-            found = room.another(lambda size: tidy(trace, self.machine, plan_in(size), memory_bytes))
+            found = room.another(lambda size: tidy(trace, self.machine, plan_in(size), memory_bytes, as_run))
             if found is not None or room.attempts:
                 return found
         rooms = [room.room_bytes] if room is not None else []
@@ -450,10 +451,8 @@ class Limited:
         pace = (room.best.step_s - waited_s) / max(kind.predicted.step_s - waited_s, 1e-9)
         if not 1 < pace < MOST_PACE:  # otherwise something else is wrong, and should be seen
             return
-        ops = tuple(
-            dataclasses.replace(op, seconds=pace * op.seconds, twin_s=pace * op.twin_s) for op in kind.trace.ops
-        )
-        kind.trace = dataclasses.replace(kind.trace, ops=ops)
+        paced = [dataclasses.replace(op, seconds=pace * op.seconds, twin_s=pace * op.twin_s) for op in kind.trace.ops]
+        kind.trace = dataclasses.replace(kind.trace, ops=tuple(paced))
         assert kind.schedule is not None
         assert kind.plan is not None
         kind.predicted = simulate(self._as_run(kind.trace), kind.schedule, self.machine)
@@ -534,8 +533,8 @@ class Limited:
         return self._meter.peak_bytes if self._meter is not None else 0, 0
 
     def _settle(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
+        if (pending := self._pending) is not None:
+            self._pending = None
             pending()
 
     def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:

@@ -246,11 +246,10 @@ class ElasticSync(_SyncAverager):
         return default_alpha(self.local.method, self.exchange.num_members) if given is None else given
 
     def _begin(self) -> None:
+        """Takes the difference here and now, not in the exchange's thread: between two steps the weights are the
+        user's, who may put the centre in their place to evaluate it, and the forward moves BatchNorm's statistics."""
         self._begun = True
-        tail = slice(
-            self.local.flat.num_params, None
-        )  # the forward changes BatchNorm's statistics: theirs is taken now
-        rules.difference(self.local.weights[tail], self.center[tail], out=self.difference[tail])
+        rules.difference(self.local.weights, self.center, out=self.difference)
         then = self._turn_into_center if self.exchange.level == 1 else self._move_center
         self.exchange.begin(self._write_difference, may_abstain=True, then=then)
 
@@ -262,13 +261,9 @@ class ElasticSync(_SyncAverager):
         self.center, self._moved = self._moved, self.center
 
     def _write_difference(self, place: Tensor) -> None:
-        """Kept, too: the message becomes the sum, and eq. 1 needs the worker's own."""
-        cut = self.local.flat.num_params
-        vectors = (self.local.weights, self.center, self.difference, place)
-        for weights, center, difference, part in pieces(*(vector[:cut] for vector in vectors)):
-            rules.difference(weights, center, out=difference)
+        """A copy: the message becomes the sum, and eq. 1 needs the worker's own."""
+        for part, difference in pieces(place, self.difference):
             part.copy_(difference)
-        place[cut:].copy_(self.difference[cut:])
 
     def _move_center(self, sum_difference: Tensor) -> None:
         total = sum_difference.to(self.center.device)

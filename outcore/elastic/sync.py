@@ -81,7 +81,7 @@ class SyncExchange:
         fill: Callable[[], None] | None = partial(self._fill, group, message, write, may_abstain)
         if self._device.type != "cpu":  # both on the caller's stream, which the exchange's thread does not know
             self._fill(group, message, write, may_abstain)
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream(self._device).synchronize()
             fill = None
             if self.level != 1:
                 self._then, then = then, None

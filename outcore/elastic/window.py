@@ -144,8 +144,10 @@ def _has_ended(process: int) -> bool:
     """Also of one that its parent has not buried yet."""
     try:
         stat = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return True
+    except OSError:  # no more files may be opened, say: that is nobody's death
+        return False
     return stat.rpartition(")")[2].split()[0] in ("Z", "X")
 
 
@@ -160,6 +162,7 @@ def _size_bytes(num_members: int, message_bytes: int) -> int:
 
 def offer(num_members: int, message_bytes: int) -> tuple[Window | None, Tensor]:
     """A window of this process's own, and what the others need to find it; None where the system has no such thing."""
+    file = -1
     try:
         if not _SEES_IN_ORDER:
             raise OSError("this processor may show a count before what it counts")
@@ -167,6 +170,8 @@ def offer(num_members: int, message_bytes: int) -> tuple[Window | None, Tensor]:
         os.ftruncate(file, _size_bytes(num_members, message_bytes))
         window = Window(file, num_members, message_bytes)
     except (AttributeError, OSError):
+        if file >= 0:
+            os.close(file)
         return None, torch.tensor([-1.0, -1.0, 0.0], dtype=torch.float64)
     window.word[0] = secrets.randbits(52)  # exact in a float64
     return window, torch.tensor([os.getpid(), file, int(window.word[0])], dtype=torch.float64)

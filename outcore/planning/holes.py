@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from outcore.planning.crowd import bystanders, small_gradients, storage_ends
-from outcore.planning.sums import sums_in_place
 from outcore.planning.terrain import terrain_of
 from outcore.units import MIB
 from outcore.values import Action, Schedule, Trace
@@ -62,7 +61,7 @@ def _aside(trace: Trace, schedule: Schedule, budget_bytes: int) -> Collection[in
 
 def _play(device: Device, trace: Trace, schedule: Schedule, aside: Collection[int]) -> list[int]:
     """Some steps; how often it had started over before each and after the last."""
-    events, restarts = list(allocations(sums_in_place(trace), schedule)), [0]
+    events, restarts = list(allocations(trace, schedule)), [0]
     if trace.before_bytes >= SMALL_BYTES:
         device.take("before", trace.before_bytes)
     for _ in range(NUM_STEPS):

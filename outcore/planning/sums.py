@@ -34,6 +34,8 @@ def _join(trace: Trace) -> Trace:
         one, other = storages[first], storages[total]
         if first == total or one.external or one.bytes != other.bytes or one.dies != op.slot:
             continue
+        if any(values[read].storage == first for read in op.reads[1:]):  # one gradient, twice
+            continue
         for number in versions.pop(total):
             values[number] = replace(values[number], storage=first, version=len(versions[first]))
             versions[first].append(number)

@@ -191,6 +191,7 @@ class Recorder:
             self._reset_peak()  # what the comparison took is not the step's
         writes = [self._storages[self._add_storage(t, external=False, producer=index)].current for t in fresh]
         writes += [self._add_value(self._storage_of(tensor), index) for tensor in overwritten]
+        self._live_at_reset = self._live_bytes  # what was made is there since the peak was reset
         if recipe is not None:
             self._own_outputs(recipe, writes, fresh, overwritten)
         self._ops.append(

@@ -158,14 +158,21 @@ def state_of(tensor: torch.Tensor) -> tuple[int, int]:
     return version_of(tensor), tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
 
 
+_COUNTED = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+_UNSEEN = torch._C.DispatchKeySet(torch._C.DispatchKey.Python) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.PythonTLSSnapshot
+)
+
+
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without its graph: holding it must not hold the graph that holds us.
 
-    A tensor without a graph is its own alias: made below autograd, an alias would not share its version counter.
+    It shares the version counter, wherever it is made: below autograd, where ops are captured, a plain `detach` would
+    get one of its own, and a change in place would never be noticed.
     """
     if tensor.grad_fn is None:
         return tensor
-    with torch._C._DisableTorchDispatch():
+    with torch._C._ForceDispatchKeyGuard(_COUNTED, _UNSEEN):
         return tensor.detach()
 
 

@@ -99,11 +99,12 @@ class Ref:
 class Held:
     """A tensor that was there before the step: a parameter, a buffer, an input. It must still be what it was."""
 
-    __slots__ = ("state", "tensor")
+    __slots__ = ("state", "storage", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = alias(tensor)
         self.state = state_of(self.tensor)
+        self.storage = tensor.untyped_storage()  # kept: no other gets its address
 
 
 class Scratch:

@@ -18,6 +18,7 @@ from typing import ClassVar
 from outcore.errors import BudgetTooSmall, TuningError
 from outcore.planning import lower, plan, simulate, verify
 from outcore.planning.sums import sums_in_place
+from outcore.running.execute import is_distributed
 from outcore.tuning.scaling import Family
 from outcore.values import Budget, Machine, Plan, Trace
 from outcore.values.codec import Saved
@@ -186,7 +187,8 @@ class Planned:
             return Predicted(self._outside(batch, error.needed_bytes), trace, None)
         schedule = lower(trace, made, self.machine)
         verify(trace, schedule)
-        as_run = trace if trace.device == "cpu" else sums_in_place(trace)  # on a CPU every op is watched
+        watched = trace.device == "cpu" or is_distributed()
+        as_run = trace if watched else sums_in_place(trace)
         found = simulate(as_run, schedule, self.machine)
         step_s = found.step_s + self.optimizer_s
         in_core = found.swapped_bytes + found.recomputed_bytes == 0

@@ -107,8 +107,8 @@ class Race:
         return leader
 
     def _warmed(self, runner: Runner) -> Runner:
-        """With a warm-up over a tenth of an epoch, of a race where that is unknown."""
-        whole = self.samples.num / runner.batch if self.samples.num else self.run_s / runner.step_s
+        """With a warm-up over a tenth of an epoch, or of the race where that is shorter: it must run at its rate."""
+        whole = min(self.samples.num or math.inf, self.run_s / runner.step_s * runner.batch) / runner.batch
         return replace(runner, num_warm_up_steps=max(runner.num_warm_up_steps, int(WARM_UP * whole)))
 
     def _share_out(self, today: Runner, advice: Runner, limit_s: float) -> bool:

@@ -157,6 +157,37 @@ def test_a_parameter_exchanged_before_the_backward_is_an_error() -> None:
     ooc.close()
 
 
+@pytest.mark.parametrize("what", ["weight", "view", "input"])
+def test_what_a_rerun_reads_through_a_view_or_a_graph_must_not_change_either(what: str) -> None:
+    """A linear layer reads its weight through a view, and an input may have a graph of its own. Plain PyTorch needs
+    neither again here, and does not mind: what a rerun would make of them is another thing."""
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.scales = nn.Linear(32, 64), nn.Parameter(torch.ones(2, 64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.linear(x * 2) + self.scales[0])
+
+    model = First()
+    changed = {"weight": model.linear.weight, "view": model.scales}
+    ooc = limit(model, "100%", planner="recompute-all")
+    for step in range(4):
+        model.zero_grad()
+        x = data(step, 64, 32).requires_grad_() + 1
+        with ooc.step():
+            loss = model(x).square().sum()
+            if step < 3:
+                loss.backward()
+                continue
+            with torch.no_grad():
+                changed.get(what, x).add_(1)
+            with pytest.raises(ReplayError, match="changed"):
+                loss.backward()
+    ooc.close()
+
+
 def test_unplanned_steps_swap_what_has_no_gradient_too() -> None:
     """The indices of a pooling layer are saved without a graph of their own."""
     model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.MaxPool2d(2))

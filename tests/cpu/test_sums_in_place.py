@@ -119,3 +119,13 @@ def test_a_gradient_that_somebody_holds_is_not_added_into() -> None:
     assert len(kept) == 2
     assert len(sums_of(trace)) == 1
     assert sums_in_place(trace) == trace
+
+
+def test_a_gradient_that_comes_twice_is_not_added_into_itself() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + x
+
+    trace, _ = recorded(nn.Sequential(nn.Linear(64, 64), Twice()), torch.randn(256, 64))
+    assert sums_of(trace)
+    assert sums_in_place(trace) == trace
