@@ -400,12 +400,14 @@ def pieces(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Vectors of one length, cut alike into pieces that torch does not share out among threads.
 
     A rule applied piece by piece gives the bits it gives for the whole: a piece is a multiple of any vector register.
+    From lists, here and wherever an exchange's thread makes tuples: while `outcore.limit` looks at all objects, Python
+    cannot finish a tuple that another thread makes of a generator.
     """
     if any(vector.is_cuda for vector in vectors):
         yield vectors
         return
     size = PIECE_ELEMENTS if torch.get_num_threads() == 1 else SERIAL_ELEMENTS
-    yield from zip(*(torch.split(vector, size) for vector in vectors), strict=True)
+    yield from zip(*[torch.split(vector, size) for vector in vectors], strict=True)
 
 
 def add_into(total: Tensor, other: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -299,3 +300,16 @@ def test_a_member_that_leaves_is_named_at_once_and_a_silent_one_after_the_limit(
         return str(caught.value)
 
     assert "rank 1 did not answer within 0.5 s" in silent.together(wait)[0]
+
+
+def test_without_files_to_open_nobody_is_declared_dead() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        ended = window._has_ended(os.getpid())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not ended
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    assert window._has_ended(dead.pid)

@@ -109,6 +109,38 @@ def test_statistics_are_exchanged_as_they_were_before_the_forward_however_late_t
         torch.testing.assert_close(worker.center_state_dict()["1.running_mean"], before)
 
 
+def test_weights_may_be_set_aside_between_steps_however_late_the_thread_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Level 3: a user evaluates the centre, or anything else, in the weights' place and puts them back."""
+    fill, looked = SyncExchange._fill, threading.Event()
+
+    def late(self: SyncExchange, *args: Any) -> None:
+        assert looked.wait(10)
+        fill(self, *args)
+
+    def center(*, looks: bool) -> torch.Tensor:
+        town, net = Town(1), Net()
+        settings = Settings(method="sync-easgd", period=1, level=3, alpha=0.3, limit_s=10)
+        with town.worker(0, net, settings, torch.optim.SGD(net.parameters(), lr=0.05)) as worker:
+            for step in range(3):
+                net.loss(0, step).backward()
+                looked.set()
+                worker.step()
+                if looks:
+                    looked.clear()
+                    kept = {name: value.clone() for name, value in net.state_dict().items()}
+                    with torch.no_grad():
+                        for parameter in net.parameters():
+                            parameter.zero_()
+                    looked.set()
+                    time.sleep(0.05)
+                    net.load_state_dict(kept)
+            return torch.cat([value.reshape(-1) for value in worker.center_state_dict().values()])
+
+    expected = center(looks=False)
+    monkeypatch.setattr(SyncExchange, "_fill", late)
+    assert torch.equal(center(looks=True), expected)
+
+
 @pytest.mark.parametrize("method", ["sync-easgd", "async-measgd", "async-sgd", "diloco"])
 def test_any_optimizer_and_accumulated_gradients_learn(method: str) -> None:
     town, settings = Town(2), Settings(method=method, period=2, limit_s=10)

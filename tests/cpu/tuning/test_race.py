@@ -54,6 +54,15 @@ def test_a_better_rate_wins_and_three_times_that_is_tried_too() -> None:
     assert winner.loss <= best * 1.1
 
 
+def test_a_warm_up_is_over_long_before_the_race_is() -> None:
+    """Or a rate would win that never was run."""
+    race = race_of(mlp())
+    race.run_s = 0.8
+    assert race.samples.num is not None
+    assert race.samples.num > 80
+    assert race._warmed(Runner("one", 1, 0.05, 0.01)).num_warm_up_steps == 8
+
+
 def test_of_two_that_train_alike_today_stays() -> None:
     race = race_of(mlp())
     race.samples.data = torch.utils.data.TensorDataset(DATA.tensors[0], DATA.tensors[1].roll(1))  # nothing to learn
