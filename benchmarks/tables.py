@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from benchmarks.prediction import judged
 from outcore.units import format_bytes, format_seconds
 
 ROOT = Path(__file__).parents[1]
@@ -239,7 +240,7 @@ def _prediction(result: Result) -> str:
             *(f"{100 * row[name]:+.1f} %" for name in ("step_error", "peak_error")),
             row.get("commit") or result.get("commit", ""),
         )
-        for row in measured(result)
+        for row in map(judged, measured(result))
         if "step_error" in row
     )
     return markdown(("network", "planner", "predicted step", "measured", "step off by", "peak off by", "commit"), rows)

@@ -3,9 +3,9 @@
 The three levels of Sync EASGD (1708.02983, section 5.1) give the same numbers and differ in where the time goes:
 1  the centre's holder is member 0: a tree reduction of the differences to it, a tree broadcast of the new C;
 2  every member holds C beside its weights and applies eq. 2 itself: one tree sum, no broadcast;
-3  as 2, and all of it (the difference, the sum, the new C) runs in a thread of its own while the forward and backward
-   pass compute the gradient at the same weights; eqs. 1 and 2 use the old pair (W_i, C), so nothing is approximated by
-   overlapping. The loop's own thread is left with one pass: the pull.
+3  as 2, and the sum and the new C are made in a thread of its own while the forward and backward pass compute the
+   gradient at the same weights; eqs. 1 and 2 use the old pair (W_i, C), so nothing is approximated by overlapping. The
+   loop's own thread is left with two passes: the difference, and the pull.
 
 Two words ride behind the vector: how many members took part, and whether someone waits to be let in. Since every member
 reads the same sums, all of them regroup after the same exchange.

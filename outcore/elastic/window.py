@@ -6,9 +6,8 @@ the tree (see wire.py), and writes the sum into everybody's message; nobody else
 twice, whatever the size, and nothing is copied in or out. 1708.02983 has this inside a chip only (section 6.2), with
 one process.
 
-They meet in the window, too: each counts its arrivals and looks at the others' counts. Words over gloo took 10 ms of a
-16-member exchange, two for every pair. Who says goodbye leaves a mark, who dies is missed by the system, who is silent
-by the limit.
+They meet in the window, too: each counts its arrivals and looks at the others' counts, where gloo would carry two words
+for every pair. Who says goodbye leaves a mark, who dies is missed by the system, who is silent by the limit.
 
 The memory is a file without a name, found through its owner's open files: nothing is left behind by whoever dies. A
 window belongs to one generation of members. Who was dropped and wakes up late writes into the window it knows, which

@@ -228,9 +228,8 @@ class Group:
     def _share(self, tensor: Tensor, shared: window.Window, first_byte: int) -> None:
         """Adds up its own share for all; the others write theirs into `tensor` meanwhile."""
         self.traffic.num_messages += 2 * (self.size - 1)
-        self.traffic.num_bytes += (
-            2 * (self.size - 1) * tensor.nbytes // self.size
-        )  # read of the others, written to them
+        # Read of the others, and written to them.
+        self.traffic.num_bytes += 2 * (self.size - 1) * tensor.nbytes // self.size
         edges = [tensor.numel() * member // self.size * tensor.element_size() for member in range(self.size + 1)]
         self._meet(shared)
         first, last = edges[self.index : self.index + 2]

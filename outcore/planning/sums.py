@@ -10,16 +10,12 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
+from outcore.planning.terrain import remembered
 from outcore.values import Trace
 
 
 def sums_in_place(trace: Trace) -> Trace:
-    """Worked out at its first use and remembered with the trace."""
-    held = vars(trace)
-    if "_in_place" not in held:
-        held["_in_place"] = _join(trace)
-    joined: Trace = held["_in_place"]
-    return joined
+    return remembered(trace, _join)
 
 
 def _join(trace: Trace) -> Trace:

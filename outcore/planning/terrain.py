@@ -14,7 +14,9 @@ rules are those of the runtime, in one place:
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +25,7 @@ from outcore.units import KIB
 from outcore.values import Op, Trace
 
 Int64s = NDArray[np.int64]
+T = TypeVar("T")
 THERE, SWAPPED, RECOMPUTED, UNSAVED = range(4)  # where a rerun finds a value it reads
 FLOOR_BYTES = 64 * KIB  # smaller saved values are kept: a copy's fixed cost is worth more than they are
 FLOOR_SHARE = 4096  # in a small step the floor is this part of all that is saved
@@ -65,13 +68,18 @@ class Terrain:
         return f"{before}op {at} ({op.name}{where})"
 
 
-def terrain_of(trace: Trace) -> Terrain:
-    """The terrain of a trace, worked out at its first use and remembered with it."""
+def remembered(trace: Trace, make: Callable[[Trace], T]) -> T:
+    """What `make` makes of a trace, worked out at its first use and remembered with it."""
     held = vars(trace)
-    if "_terrain" not in held:
-        held["_terrain"] = _survey(trace)
-    terrain: Terrain = held["_terrain"]
-    return terrain
+    name = f"_made by {make.__qualname__}"
+    if name not in held:
+        held[name] = make(trace)
+    made: T = held[name]
+    return made
+
+
+def terrain_of(trace: Trace) -> Terrain:
+    return remembered(trace, _survey)
 
 
 def _survey(trace: Trace) -> Terrain:

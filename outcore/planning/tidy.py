@@ -77,7 +77,7 @@ def tidy(trace: Trace, machine: Machine, plan: Plan, memory_bytes: int, as_run: 
     return Tidied(made, float("inf") if runs_out else best_s)
 
 
-def _lost_s(wanted: int, memory_bytes: int) -> float:
+def _lost_s(page_bytes: int, memory_bytes: int) -> float:
     """What starting over should cost a step that wants more pages than are safely there: the more, the oftener."""
-    over_bytes = wanted - SAFE_SHARE * memory_bytes
+    over_bytes = page_bytes - SAFE_SHARE * memory_bytes
     return RESTART_S * (1 + over_bytes / (OVER_SHARE * memory_bytes)) if over_bytes > 0 else 0.0

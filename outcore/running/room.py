@@ -4,10 +4,10 @@ A plan counts what is allocated, a budget also what the allocator has mapped and
 be is known for sure only when a plan was followed. When no hole is long enough and the budget allows no further page,
 the allocator gives every free page back and starts over, which drains the device for 15 ms and more; another plan often
 costs less than that. So the room is found by trying: a plan is followed for a few steps, and where the allocator
-started over another one is tried, as long as it could be faster than the best so far: the largest with which a model of
-the allocator need not start over (`outcore.planning.tidy`), or else the one that loses least by it. The fastest,
-measured, stays. Without restarts a room never changes: what could be gained is a percent, what could be lost is a step
-that runs out of memory.
+started over another one is tried, as long as it could be faster than the best so far: the largest that in a model of
+the allocator wants safely less than the budget (`outcore.planning.tidy`), or else the one that loses least by it. The
+fastest, measured, stays. Without restarts a room never changes: what could be gained is a percent, what could be lost
+is a step that runs out of memory.
 """
 
 from __future__ import annotations

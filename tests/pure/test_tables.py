@@ -60,6 +60,13 @@ def test_rows_become_tables_and_a_plot(tmp_path: Path) -> None:
     assert run(tmp_path, "--check")[0] == 0
 
 
+def test_how_far_off_a_prediction_was_is_worked_out_from_the_row() -> None:
+    row = {"network": "net", "memory_gib": 16.0, "method": "hybrid", "step_s": 0.2, "predicted_step_s": 0.21}
+    row |= {"peak_gib": 10.0, "predicted_peak_gib": 9.0, "commit": "abc"}
+    text = SECTIONS["prediction"][1]({"rows": [row]})
+    assert "| net, 16 GiB | hybrid | 210.0 ms | 200.0 ms | +5.0 % | -10.0 % | abc |" in text
+
+
 def test_the_newest_of_a_question_and_hardware_counts(tmp_path: Path) -> None:
     for name in ("slowdown_h200_20261101", "slowdown_h200_20261115", "slowdown_a_b_20261101", "other_x_20261101"):
         (tmp_path / f"{name}.json").write_text(json.dumps({"rows": []}))
