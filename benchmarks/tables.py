@@ -310,10 +310,9 @@ def _draw_panel(panel: Any, network: str, rows: list[Row]) -> None:
         panel.plot([x_gib], [y_percent], "o" if ours else "x", color="#2f6fde" if ours else "#808890")
         label = "" if row["method"] in named else row["method"]
         named.add(label)
-        side, shift = ("right", -5) if x_gib > 0.7 * most_gib else ("left", 5)  # names stay inside the panel
-        near = [other for other in rows if 0 < other["peak_gib"] - x_gib < 0.3 * most_gib]
-        below = any(abs(100 * other["slowdown"] - y_percent) < 0.1 * y_percent for other in near)
-        place = {"xytext": (shift, -9 if below else 4), "ha": side, "fontsize": 7}
+        # Names stay inside the panel and above its floor, ours to the left of their dots, where no peer is.
+        side, shift = ("right", -6) if x_gib > (0.2 if ours else 0.7) * most_gib else ("left", 6)
+        place = {"xytext": (shift, 6 if not y_percent else 0), "ha": side, "va": "center_baseline", "fontsize": 7}
         panel.annotate(label, (x_gib, y_percent), textcoords="offset points", **place)
     panel.set_title(network, fontsize=10)
     panel.set_xlabel("peak GiB", fontsize=8)
