@@ -38,16 +38,15 @@ def main(file: Path, memory_gib: float, room_gib: tuple[float, ...], replay: boo
     if replay:
         print(f"restarts in {NUM_STEPS} steps like this one: {replayed(file, memory_bytes)}")
         return
-    trace = Trace.load(file)
-    as_run = sums_in_place(trace)
+    trace = sums_in_place(Trace.load(file))
     for room in room_gib or tuple(memory_gib * share for share in (0.98, 0.95, 0.92, 0.88)):
         made = plan(trace, h200(), Budget(int(room * GIB), 75 * GIB))
-        tidied = tidy(trace, h200(), made, memory_bytes, as_run).plan
+        tidied = tidy(trace, h200(), made, memory_bytes).plan
         rows = (("as planned", made, ()), ("with values aside", made, None), ("tidied", tidied, None))
         print(f"room {room:6.2f} GiB")
         for title, told, aside in rows:
             over = 100 * (told.predicted_step_s / told.in_core_step_s - 1)
-            found = mapped(as_run, lower(trace, told, h200()), memory_bytes, aside)
+            found = mapped(trace, lower(trace, told, h200()), memory_bytes, aside)
             print(f"    {title:18s} predicted +{over:.1f} %, {say(found)}", flush=True)
 
 

@@ -156,6 +156,7 @@ def _time_steps(
         ooc = outcore.limit(model, int(memory_gib * GIB), planner=method)
         around: Any = ooc.step
     elif method.startswith("compile"):
+        torch.compiler.reset()  # or what was compiled before for the same code is used again, with its budget
         if method == "compile-budget":  # the share of activations that may be saved, as its own setting wants it
             if in_core_gib == float("inf"):
                 raise RuntimeError("compile-budget needs in-core before it in --methods: its budget is a share of that")

@@ -39,6 +39,7 @@ from outcore.running import allocator
 from outcore.running.aside import Aside
 from outcore.running.clock import Clock
 from outcore.running.execute import Execution, Program, is_distributed
+from outcore.running.kinds import Kind
 from outcore.running.meter import LiveBytes, resident_bytes
 from outcore.running.room import NUM_STEPS, Room
 from outcore.running.store import Store
@@ -77,25 +78,6 @@ def limit(
     keeps measuring every step; without it only the first planned steps are measured closely.
     """
     return Limited(model, memory, host=host, disk=disk, planner=planner, plan=plan, measure=measure)
-
-
-@dataclasses.dataclass
-class Kind:
-    """Steps that do the same work."""
-
-    trace: Trace | None = None
-    plan: Plan | None = None
-    schedule: Schedule | None = None
-    program: Program | None = None
-    predicted: Timeline | None = None
-    measured: Timeline | None = None
-    num_steps: int = 0  # planned steps so far
-    num_left: int = 0  # steps that left the plan
-    timed_again: bool = False  # op times were corrected on a planned step
-    stale: bool = True  # to be planned (again) when it comes next
-    room: Room | None = None  # what plans may use of a CUDA budget
-    num_slowed: int = 0  # times copies turned out slower than measured
-    unplanned: bool = False  # given up
 
 
 class Limited:
@@ -239,6 +221,8 @@ class Limited:
             self._interception.listen(self._run, ops=True)
             return
         grown = kind.plan is not None and before_bytes > kind.plan.before_bytes + MIB
+        if kind.in_place and self._looks_at_all(kind):  # since the last step
+            kind.room, kind.stale = None, True
         if kind.trace is not None and (kind.stale or grown):
             self._make_plan(kind, before_bytes)
         program = kind.program or Program.empty()
@@ -278,6 +262,9 @@ class Limited:
             else:
                 kind.trace = run.finish()
                 kind.stale = True
+                # A given plan may leave no room for a step whose every op is looked at.
+                given = self._given_plan
+                kind.timed_again = given is not None and given.fingerprint == kind.trace.fingerprint
                 self._last = kind
                 if self.device.type == "cuda":  # the optimizer's state, made next, should not lie scattered among holes
                     torch.cuda.empty_cache()
@@ -335,7 +322,8 @@ class Limited:
             if kind.room is None or grown:
                 kind.room = Room(self.budget.device_bytes)
             kind.room.begin()
-        trace = kind.trace = dataclasses.replace(kind.trace, before_bytes=before_bytes)
+        kind.trace = dataclasses.replace(kind.trace, before_bytes=before_bytes)
+        trace = self._as_run(kind)
         made = self._plan_for(trace, kind.room)
         if made is None:
             self._go_back(kind)
@@ -343,23 +331,32 @@ class Limited:
         kind.plan = made
         kind.schedule = lower(trace, kind.plan, self.machine)
         verify(trace, kind.schedule)
-        peak = simulate(trace, kind.schedule, self.machine)
+        kind.predicted = peak = simulate(trace, kind.schedule, self.machine)
         if peak.peak_bytes > self.budget.device_bytes:  # a plan that was given, for another budget
             kind.stale = True
             raise BudgetTooSmall(peak.peak_bytes, self.budget.device_bytes, peak.peak_at, where=str(self.device))
-        kind.predicted = simulate(self._as_run(trace), kind.schedule, self.machine)
         crowded = kind.room is not None and kind.room.crowded
         crowd = bystanders(trace, kind.schedule, self.budget.device_bytes) if crowded else {}
         kind.program = Program(trace, kind.schedule, crowd, gradients_aside=crowded and not crowd)
         kind.num_steps = 0
-        kind.stale = False
+        kind.in_place, kind.stale = trace is not kind.trace, False
+        if kind.in_place and not kind.program.ends_in_forward:
+            kind.watched, kind.room = True, None
+            self._make_plan(kind, before_bytes)
+            return
         if kind.room is not None and kind.room.is_hopeless(kind.predicted.step_s):
             self._go_back(kind)
         self.store.reserve(kind.predicted.host_peak_bytes)
 
-    def _as_run(self, trace: Trace) -> Trace:
-        """The step without a mode in its backward: on the CPU, and among other workers, it is always watched."""
-        return sums_in_place(trace) if self.device.type == "cuda" and not is_distributed() else trace
+    def _looks_at_all(self, kind: Kind) -> bool:
+        """Python looks at the backward, too: on the CPU, among other workers, under another's mode, to time ops."""
+        alone = self.device.type == "cuda" and not is_distributed() and self._interception.is_alone
+        return not alone or not kind.timed_again or kind.watched
+
+    def _as_run(self, kind: Kind) -> Trace:
+        """The step to plan for."""
+        assert kind.trace is not None
+        return kind.trace if self._looks_at_all(kind) else sums_in_place(kind.trace)
 
     def _plan_for(self, trace: Trace, room: Room | None) -> Plan | None:
         """None: what was tried already is the best there is."""
@@ -373,14 +370,13 @@ class Limited:
                 f"{trace.fingerprint}); plan this one anew: leave out plan=..."
             )
         margin, memory_bytes = (LEAST_MARGIN if room is not None else 0.0), self.budget.device_bytes
-        as_run = self._as_run(trace)
 
         def plan_in(room_bytes: int) -> Plan:
             budget = dataclasses.replace(self.budget, device_bytes=room_bytes)
             return make_plan(trace, self.machine, budget, planner=self.planner)
 
         if room is not None and room.crowded and not room.again:
-            found = room.another(lambda size: tidy(trace, self.machine, plan_in(size), memory_bytes, as_run))
+            found = room.another(lambda size: tidy(trace, self.machine, plan_in(size), memory_bytes))
             if found is not None or room.attempts:
                 return found
         rooms = [room.room_bytes] if room is not None else []
@@ -455,7 +451,7 @@ class Limited:
         kind.trace = dataclasses.replace(kind.trace, ops=tuple(paced))
         assert kind.schedule is not None
         assert kind.plan is not None
-        kind.predicted = simulate(self._as_run(kind.trace), kind.schedule, self.machine)
+        kind.predicted = simulate(self._as_run(kind), kind.schedule, self.machine)
         kind.plan = dataclasses.replace(
             kind.plan, predicted_step_s=kind.predicted.step_s, in_core_step_s=pace * kind.plan.in_core_step_s
         )

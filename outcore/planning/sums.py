@@ -2,7 +2,7 @@
 
 Where gradients meet, autograd adds the second into the first if nobody else holds that one; under a dispatch mode, as
 in the recorded step, it makes a third. So a recorded step needs up to one gradient more than the steps that follow its
-plan: plans are made for the recorded one, and are on the safe side by that much.
+plan, and a plan made for them has that much more room. It is the same step: its fingerprint stays.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ def sums_in_place(trace: Trace) -> Trace:
 
 
 def _join(trace: Trace) -> Trace:
+    if _saves_late(trace):
+        return trace
     storages, values = list(trace.storages), list(trace.values)
     versions: defaultdict[int, list[int]] = defaultdict(list)  # storage -> its values
     for number, value in enumerate(values):
         versions[value.storage].append(number)
     for op in trace.ops:
-        if op.phase != "backward" or op.name != "aten.add.Tensor" or not (op.reads and op.writes):
+        if not op.joins:
             continue
         first, total = values[op.reads[0]].storage, values[op.writes[0]].storage
         one, other = storages[first], storages[total]
@@ -36,4 +38,13 @@ def _join(trace: Trace) -> Trace:
             values[number] = replace(values[number], storage=first, version=len(versions[first]))
             versions[first].append(number)
         storages[first], storages[total] = replace(one, dies=other.dies), replace(other, bytes=0)
-    return replace(trace, storages=tuple(storages), values=tuple(values))
+    joined = replace(trace, storages=tuple(storages), values=tuple(values))
+    vars(joined)["fingerprint"] = trace.fingerprint
+    return joined
+
+
+def _saves_late(trace: Trace) -> bool:
+    """Is anything saved after its backward began? Then either that is differentiated too, and autograd never adds in
+    place, or another forward follows, and Python may look at ops until that is over."""
+    began = next((op.slot for op in trace.ops if op.phase == "backward"), trace.num_slots)
+    return any(tick.kind == "pack" and tick.slot > began for tick in trace.ticks)

@@ -41,14 +41,12 @@ class Tidied:
         return self.step_s > self.plan.predicted_step_s
 
 
-def tidy(trace: Trace, machine: Machine, plan: Plan, memory_bytes: int, as_run: Trace | None = None) -> Tidied:
-    """The plan or a neighbour. `memory_bytes`: what may be mapped, of which the plan allocates its own budget;
-    `as_run`: the step that the allocator will see, where that is not the recorded one. Planners that are there to be
-    compared with decide for themselves: their plans have no neighbours."""
-    step = trace if as_run is None else as_run
+def tidy(trace: Trace, machine: Machine, plan: Plan, memory_bytes: int) -> Tidied:
+    """The plan or a neighbour. `memory_bytes`: what may be mapped, of which the plan allocates its own budget.
+    Planners that are there to be compared with decide for themselves: their plans have no neighbours."""
     terrain, budget = terrain_of(trace), plan.budget
     here, flips = score(terrain, machine, budget, plan.decisions), Flips(terrain, budget)
-    here_bytes = wanted_bytes(step, lower(trace, plan, machine), memory_bytes)
+    here_bytes = wanted_bytes(trace, lower(trace, plan, machine), memory_bytes)
     best, best_s = here, here.step_s + _lost_s(here_bytes, memory_bytes)
     most_s, enough_s, until_s = here.step_s * (1 + FAR), here.step_s * (1 + NEAR), time.monotonic() + MOST_S
     can_draw = plan.planner == "hybrid" and terrain.evictable
@@ -64,7 +62,7 @@ def tidy(trace: Trace, machine: Machine, plan: Plan, memory_bytes: int, as_run: 
         tried = score(terrain, machine, budget, decisions)
         if not tried.fits or tried.step_s > min(most_s, best_s):
             continue
-        tried_bytes = wanted_bytes(step, lower(trace, replace(plan, decisions=decisions), machine), memory_bytes)
+        tried_bytes = wanted_bytes(trace, lower(trace, replace(plan, decisions=decisions), machine), memory_bytes)
         if tried_bytes <= max(here_bytes, SAFE_SHARE * memory_bytes):  # downhill, or along where it is safe
             here, here_bytes = tried, tried_bytes
         tried_s = tried.step_s + _lost_s(tried_bytes, memory_bytes)
@@ -73,7 +71,7 @@ def tidy(trace: Trace, machine: Machine, plan: Plan, memory_bytes: int, as_run: 
     made = replace(
         plan, decisions=dict(best.decisions), predicted_step_s=best.step_s, predicted_peak_bytes=best.peak_bytes
     )
-    runs_out = best_s > best.step_s and mapped(step, lower(trace, made, machine), memory_bytes) is None
+    runs_out = best_s > best.step_s and mapped(trace, lower(trace, made, machine), memory_bytes) is None
     return Tidied(made, float("inf") if runs_out else best_s)
 
 

@@ -84,6 +84,11 @@ class Interception:
             return False
         return True
 
+    @property
+    def is_alone(self) -> bool:
+        """No dispatch mode but ours is entered, neither around the step nor, as far as was seen, in it."""
+        return self._depth == 0 and not self._early
+
     def listen(self, listener: Listener, *, ops: bool) -> None:
         """From here on `listener` gets the packs and unpacks and, with `ops`, the ops."""
         self._listener = listener

@@ -95,6 +95,8 @@ class Recorder:
         self._marked: Marked = []
         self._clock = Clock(device)
         self._twins: dict[int, Twin] = {}
+        self._node = -1  # of autograd's graph, whose ops are running, by its number
+        self._node_values: set[int] = set()  # what they read and made
         self._modules = ModuleNames(model)
         self._serial = object()
         self._know_what_is_there()
@@ -204,9 +206,21 @@ class Recorder:
                 "workspace_bytes": workspace_bytes,
                 "replay": replay if all(is_plain(tensor) for tensor in tensors_in((result,))) else "no",
                 "module": self._modules.current,
+                "joins": not forward and self._joins(signature_of(func).name, reads, writes),
             }
         )
         return result
+
+    def _joins(self, name: str, reads: Sequence[int], writes: Sequence[int]) -> bool:
+        """Is this autograd's own sum, or one in a node's formula? The engine adds after its node is done: the first
+        gradient came from another node, and this one has not looked at it. Python's formulas could do just that."""
+        node = torch._C._current_autograd_node()
+        number = -1 if node is None else node._sequence_nr()
+        if number != self._node:
+            self._node, self._node_values = number, set()
+        joins = name == "aten.add.Tensor" and len(reads) == 2 and reads[0] not in self._node_values
+        self._node_values.update(reads, writes)
+        return joins and not isinstance(node, torch.autograd.function.BackwardCFunction)
 
     def _own_outputs(
         self, recipe: Any, writes: list[int], fresh: list[torch.Tensor], overwritten: list[torch.Tensor]

@@ -93,6 +93,7 @@ class Program:
         }
         self.last_watched = max((*self.captured, *self.aside), default=-1)
         self.names = [op.name for op in trace.ops[: self.last_watched + 1]]
+        self.ends_in_forward = _ends_in_forward(trace, self.last_watched)
         written = {trace.values[value].storage for op in self.captured.values() for value in op.writes}
         reads = {value for op in self.captured.values() for value in op.reads}
         # Parameters, buffers and inputs that captured ops only read: they are there all along, and need no cell.
@@ -113,6 +114,13 @@ class Program:
 def _is_outside(trace: Trace, value: int) -> bool:
     """Written into something that was there before the step: nothing we bring back."""
     return trace.storages[trace.values[value].storage].external
+
+
+def _ends_in_forward(trace: Trace, last_watched: int) -> bool:
+    """Is anything saved between the last op to be looked at and the backward? Only then Python stops looking."""
+    backward = next((op.slot for op in trace.ops if op.phase == "backward"), trace.num_slots)
+    after = trace.ops[last_watched].slot if last_watched >= 0 else -1
+    return last_watched < 0 or any(tick.kind == "pack" and after < tick.slot < backward for tick in trace.ticks)
 
 
 def is_distributed() -> bool:
@@ -188,6 +196,8 @@ class Execution:
                 result = self._capture(index, func, args, kwargs)
             else:
                 result = self._call(index, func, args, kwargs)
+            if index == program.last_watched:
+                self.wants_ops = not (self._stops_watching and self.on_plan)
         if self.meter is not None:
             self._meter(result)
         return result

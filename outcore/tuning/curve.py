@@ -181,15 +181,14 @@ class Planned:
         trace = self.family.at(batch)
         if self.resident_bytes:
             trace = replace(trace, before_bytes=trace.before_bytes + self.resident_bytes)
+        step = _as_run(trace)
         try:
-            made = plan(trace, self.machine, self.budget, planner="hybrid")
+            made = plan(step, self.machine, self.budget, planner="hybrid")
         except BudgetTooSmall as error:
             return Predicted(self._outside(batch, error.needed_bytes), trace, None)
-        schedule = lower(trace, made, self.machine)
-        verify(trace, schedule)
-        watched = trace.device == "cpu" or is_distributed()
-        as_run = trace if watched else sums_in_place(trace)
-        found = simulate(as_run, schedule, self.machine)
+        schedule = lower(step, made, self.machine)
+        verify(step, schedule)
+        found = simulate(step, schedule, self.machine)
         step_s = found.step_s + self.optimizer_s
         in_core = found.swapped_bytes + found.recomputed_bytes == 0
         kept, swapped, recomputed = found.kept_bytes, found.swapped_bytes, found.recomputed_bytes
@@ -203,7 +202,7 @@ class Planned:
 
     def in_core_bytes(self, batch: int) -> int:
         """The peak with everything kept."""
-        trace = self.family.at(batch)
+        trace = _as_run(self.family.at(batch))
         made = Plan(trace.fingerprint, "keep-all", self.budget, {}, trace.before_bytes)
         found = simulate(trace, lower(trace, made, self.machine), self.machine)
         return found.peak_bytes + self.resident_bytes
@@ -217,3 +216,8 @@ class Planned:
             middle = (low + high) // 2
             low, high = (middle, high) if self.in_core_bytes(middle) <= self.budget.device_bytes else (low, middle)
         return low
+
+
+def _as_run(trace: Trace) -> Trace:
+    """The step that `limit` plans for: on a GPU, and without other workers, nobody looks at its backward."""
+    return trace if trace.device == "cpu" or is_distributed() else sums_in_place(trace)

@@ -15,6 +15,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from typing import Any
 import torch
 
 from outcore.errors import BudgetTooSmall, TuningError
-from outcore.limit import NUM_MEASURED, Kind, Limited, limit
+from outcore.limit import NUM_MEASURED, Limited, limit
 from outcore.running.allocator import count_restarts
+from outcore.running.kinds import Kind
 from outcore.running.room import FIRST_SHARE
 from outcore.tuning.batches import LossFn, loss_of
 from outcore.tuning.curve import Planned, Predicted
@@ -184,10 +186,11 @@ class Bench:
         assert kind.trace is not None
         expected, kind.timed_again = kind.trace, False
         kind.trace = replace(expected, ops=tuple(replace(op, seconds=UNTIMED_S) for op in expected.ops))
-        self._step(ooc, data)
+        with suppress(BudgetTooSmall):  # to look at ops takes memory too
+            self._step(ooc, data)
         if kind.trace is None or any(op.seconds == UNTIMED_S for op in kind.trace.ops):
             kind.trace = expected  # it ran other ops than expected
-        kind.timed_again, kind.stale = True, False  # everything is kept, however long ops take
+        kind.timed_again = kind.stale = True  # its plan was for a step that is looked at
         return kind.trace
 
     def _time(self, ooc: Limited, data: Any, for_s: float) -> float:

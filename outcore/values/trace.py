@@ -34,6 +34,7 @@ class Op:
     module: str = ""  # "layer1.0.conv2"
     twin: bool = False  # a cheaper op gives the same bits from what this one saved, checked while recording
     twin_s: float = 0.0  # how long that takes
+    joins: bool = False  # autograd's own sum where two gradients meet: in place when Python looks at no op
 
     @property
     def rerun_s(self) -> float:

@@ -13,6 +13,7 @@ from outcore.limit import limit
 from outcore.planning import lower, plan, simulate, verify
 from outcore.planning.sums import sums_in_place
 from outcore.planning.terrain import terrain_of
+from outcore.running.execute import Program
 from outcore.values import Budget, Machine, Op, Trace
 
 
@@ -129,3 +130,52 @@ def test_a_gradient_that_comes_twice_is_not_added_into_itself() -> None:
     trace, _ = recorded(nn.Sequential(nn.Linear(64, 64), Twice()), torch.randn(256, 64))
     assert sums_of(trace)
     assert sums_in_place(trace) == trace
+
+
+def test_a_sum_in_a_formula_is_not_autograds_own() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, given):  # type: ignore[no-untyped-def]
+            return given + torch.ones_like(given)
+
+    class Formulas(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            variance, mean = torch.var_mean(x, dim=1, keepdim=True)  # its formula adds two gradients of its own
+            doubled: Tensor = Doubled.apply(x * variance + mean)  # type: ignore[no-untyped-call]
+            return doubled
+
+    trace, _ = recorded(nn.Sequential(nn.Linear(64, 64), Formulas()), torch.randn(256, 64))
+    assert len(sums_of(trace)) == 3  # of the function, of var_mean, and where x's gradients meet
+    assert sum(op.joins for op in trace.ops) == 1
+
+
+def test_a_backward_that_is_differentiated_adds_nothing_in_place() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), Block(), Block()), torch.randn(256, 64, requires_grad=True)
+    ooc = limit(model, "1GiB")
+    with ooc.step():
+        (slope,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+        slope.square().sum().backward()
+    ooc.close()
+    assert ooc.trace is not None
+    assert any(op.joins for op in ooc.trace.ops)
+    assert sums_in_place(ooc.trace) is ooc.trace
+
+
+def test_it_stays_the_same_step() -> None:
+    trace, _ = recorded(nn.Sequential(nn.Linear(64, 64), Block(), Block()), torch.randn(256, 64))
+    joined = sums_in_place(trace)
+    assert joined != trace
+    assert joined.fingerprint == trace.fingerprint
+
+
+def test_python_stops_looking_only_if_something_is_saved_before_the_backward() -> None:
+    trace, machine = recorded(nn.Sequential(nn.Linear(64, 64), Block(), Block()), torch.randn(256, 64))
+    schedule = lower(trace, plan(trace, machine, Budget(10**9, 0, 10**9)), machine)
+    assert Program(trace, schedule).ends_in_forward  # nothing is looked at
+    last = max(i for i, op in enumerate(trace.ops) if op.phase == "forward")
+    assert not Program(trace, schedule, {last: frozenset()}).ends_in_forward
+    assert Program(trace, schedule, {0: frozenset()}).ends_in_forward

@@ -1,0 +1,34 @@
+"""What a training loop knows of steps that do the same work: Kind.
+
+The first one is recorded, the second follows a plan while its ops are timed again, those after it follow a plan that is
+tried, fitted to the allocator and kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outcore.running.execute import Program
+from outcore.running.room import Room
+from outcore.values import Plan, Schedule, Timeline, Trace
+
+
+@dataclass
+class Kind:
+    """Steps that do the same work."""
+
+    trace: Trace | None = None
+    plan: Plan | None = None
+    schedule: Schedule | None = None
+    program: Program | None = None
+    predicted: Timeline | None = None
+    measured: Timeline | None = None
+    num_steps: int = 0  # planned steps so far
+    num_left: int = 0  # steps that left the plan
+    timed_again: bool = False  # op times were corrected on a planned step
+    in_place: bool = False  # planned as it runs where Python looks at no op of the backward
+    watched: bool = False  # Python looks at all of it, whatever the plan
+    stale: bool = True  # to be planned (again) when it comes next
+    room: Room | None = None  # what plans may use of a CUDA budget
+    num_slowed: int = 0  # times copies turned out slower than measured
+    unplanned: bool = False  # given up
