@@ -38,7 +38,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPAT
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # a host without a resolver must not wait for names
 
-from benchmarks.elastic_clock import Bars, cores, level_bars, levels, scaling, scaling_bars  # noqa: E402
+from benchmarks.elastic_clock import Bars, cores, level_bars, levels  # noqa: E402
+from benchmarks.elastic_paces import scaling, scaling_bars  # noqa: E402
 from benchmarks.elastic_partition import partition, partition_bars  # noqa: E402
 from outcore.elastic.compare import make_trial, run_trials  # noqa: E402
 from outcore.elastic.cores import read_cores  # noqa: E402
