@@ -1,7 +1,7 @@
 """How fast, how accurate and how hard to kill is elastic averaging on this host? Peers run in the same processes.
 
-    python benchmarks/elastic.py --data .carry/mnist --only cores,messages,scaling,levels,partition   # 275 s, 16 cores
-    python benchmarks/elastic.py --only levels,scaling               # some sections
+    python benchmarks/elastic.py --data .carry/mnist --only cores,messages,scaling,levels,partition   # 280 s, 16 cores
+    python benchmarks/elastic.py --data .carry/mnist --only scaling,partition                         # 165 s
     python benchmarks/elastic.py --only faults --soak 50             # random kills, stops, slow-downs (not timed)
     python benchmarks/elastic.py --only torchrun --soak 10           # torchrun restarts
 
