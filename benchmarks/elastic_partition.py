@@ -68,7 +68,7 @@ class Setup(NamedTuple):
 # neighbours'). Elastic averaging is bound by what a batch of 4 bears alone (0.02, not 0.04), and bears more the harder
 # the centre pulls: at the default 0.9 / 16 a rate of 0.07 diverges, at 0.11 (the bound is 0.117) it does not. There 16
 # groups need 860, 960 and 1,080 steps with 0.06 and periods of 1, 2 and 4 (1,178 with 0.05 and the default): fewer
-# steps for more exchanges. 8 groups reach the target after 1,152 steps with 0.04 and 0.05 alike, and diverged on 16 cores
+# steps for more exchanges. 8 groups reach it after 1,152 steps with 0.04 and 0.05 alike, and diverged on 16 cores
 # with 0.06; 4 groups need 1,798 with 0.03 and 0.04; so the smaller rate is taken. Steps have a seventh to a third of
 # room beyond those counted offline or on 16 cores: sums in another order lead elsewhere.
 SETUPS = [
