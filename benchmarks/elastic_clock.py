@@ -1,4 +1,4 @@
-"""What does an exchange cost on the clock? Sections `levels` and `scaling` of elastic.py, in rounds.
+"""What does an exchange cost on the clock? Sections `cores` and `levels` of elastic.py, in rounds.
 
 Cores of a rented machine are as fast as their neighbours let them be: the same lone worker differed by 14 % from one
 reading to the next. So every question is asked in several short rounds, all setups in turn within each; ratios are
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from outcore.elastic.compare import RATE, make_trial, rate_for
+from outcore.elastic.compare import make_trial, rate_for
 from outcore.elastic.cores import read_cores
 from outcore.elastic.simulate import Costs, scale, with_network
 
@@ -33,7 +33,6 @@ Bars = Iterator[tuple[str, float, bool]]
 BATCHES = (16, 8)  # `levels` at both, so that neither is a choice
 NUM_JUDGED = 1000  # test images where time counts: judging on 16 cores took longer than training
 NUM_SHORT_ROUNDS = 2  # of `levels`, after the one that also measures accuracy
-NUM_ROUNDS = 5  # of `scaling`
 PAPER_NETWORK = {"name": "FDR InfiniBand as listed in 1708.02983", "latency_s": 0.7e-6, "s_per_byte": 0.2e-9}
 LEVEL_3, ORIGINAL = "sync-easgd level 3", "original-easgd"
 
@@ -217,98 +216,15 @@ def level_bars(found: dict[str, Any]) -> Bars:
             yield f"communication share of level 3, {where}: below 14 %", share, share < 14
 
 
-# --- scaling -------------------------------------------------------------------------------------------------------
+# --- beyond -------------------------------------------------------------------------------------------------------
 
 
-def scaling_trials(sizes: list[int], quick: bool) -> list[tuple[int, Trial]]:
-    """In every round a lone worker, then 2, 4, 8 with an exchange and without any, on other cores each time."""
-    steps, found = 12 if quick else 24, []
-    fields: dict[str, Any] = {"max_steps": steps, "num_snapshots": 0, "num_judged": 100, "batch": 64, "rate": RATE}
-    elastic: dict[str, Any] = {"level": 3, "period": 4}
-    silent: dict[str, Any] = {"level": 3, "period": 10 * steps}
-    for number in range(1 if quick else NUM_ROUNDS):
-        for num in sizes:
-            fields["first_rank"] = number * max(2, num) % max(sizes) if num < max(sizes) else 0
-            both = [
-                make_trial("sync-easgd", num, join=elastic, **fields),
-                make_trial("sync-easgd", num, name="no exchange", join=silent, **fields),
-            ]
-            if num == 1:
-                found.append((number, both[1]))
-                continue
-            found += [(number, trial) for trial in (both if number % 2 else both[::-1])]
-            if number % 2:
-                found.append((number, make_trial("ddp", num, **fields)))
-    return found
-
-
-def scaling(bench: Bench) -> Any:
-    """Weak scaling with a core for every worker, and the simulator beside it and beyond. The same workers without any
-    exchange show what the machine itself takes: clocks, caches, memory, and the slowest of the cores."""
-    sizes = [num for num in (1, 2, 4, 8) if num <= bench.num_cores]
-    numbered = scaling_trials(sizes, bench.args.quick)
-    rows = bench.trials([trial for _, trial in numbered], sizes[-1], max(0, bench.num_cores - sizes[-1]))
-    fine: dict[tuple[str, int, int], Row] = {}
-    for row, (number, trial) in zip(rows, numbered):
-        row["round"] = number
-        if row.get("paces_s"):
-            fine[trial.name, trial.num_workers, number] = row
-    lone = {number: row for (_, num, number), row in fine.items() if num == 1}
-    if not lone:
-        return {"rows": rows, "error": "the lone worker did not end: nothing to compare with"}
-    measured = []
-    for name, num in dict.fromkeys((name, num) for name, num, _ in fine if num > 1):
-        mine = [
-            (lone[n], row, fine.get(("no exchange", num, n)))
-            for (a, b, n), row in fine.items()
-            if (a, b) == (name, num) and n in lone
-        ]
-        measured.append(scaled(name, num, mine))
-    alone = middle([pace_s(row) for row in lone.values()])
-    told = [f"{1e3 * alone[key]:.1f}" for key in ("median", "least", "most")]
-    print(f"    a lone worker's step: {told[0]} ms ({told[1]} to {told[2]})")
-    return {
-        "rows": rows,
-        "lone_step_s": alone,
-        "measured": measured,
-        "simulated": simulate_beyond(bench, next(iter(lone.values())), sizes),
-    }
-
-
-def scaled(name: str, num: int, rounds: list[tuple[Row, Row, Row | None]]) -> dict[str, Any]:
-    """The lone worker's step over that of `num` workers, and what of it is the exchange: the same workers' step without
-    one (the mean of them, and the slowest, for whom all must wait) over their step with it."""
-    found: dict[str, Any] = {"name": name, "num_workers": num}
-    found["efficiency"] = middle([pace_s(lone) / pace_s(row) for lone, row, _ in rounds])
-    beside = [(pace_s(silent), max(silent["paces_s"]), pace_s(row)) for _, row, silent in rounds if silent]
-    if beside and name != "no exchange":
-        found["of_no_exchange"] = middle([mean_s / with_s for mean_s, _, with_s in beside])
-        found["of_slowest_without"] = middle([slowest_s / with_s for _, slowest_s, with_s in beside])
-    told = [f"{key.replace('_', ' ')} {as_percent(value)}" for key, value in found.items() if isinstance(value, dict)]
-    print(f"    {num} x {name}: " + ", ".join(told))
-    return found
-
-
-def scaling_bars(found: dict[str, Any]) -> Bars:
-    for row in found.get("scaling", {}).get("measured", []):
-        if row["name"] == "sync-easgd":
-            for key, what in (
-                ("efficiency", "weak scaling of level 3"),
-                ("of_no_exchange", "the same over no exchange"),
-            ):
-                if key in row:
-                    percent = 100 * row[key]["median"]
-                    yield f"{what}, period 4, {row['num_workers']} workers: 92 %", percent, percent >= 92
-
-
-def simulate_beyond(bench: Bench, alone: Row, sizes: list[int]) -> Any:
+def simulate_beyond(bench: Bench, step_s: float, spread_s: float, sizes: list[int]) -> Any:
+    """Weak scaling up to the paper's 4,352, from a lone worker's steps and what `messages` measured."""
     found = bench.results["sections"].get("messages", {}).get("found", {})
     if "latency_s" not in found:
         return {"error": "the section `messages` must run first: it measures latency and bandwidth"}
-    step = alone["step_s"]
-    costs = Costs(
-        found["latency_s"], found["s_per_byte"], found["add_s_per_byte"], step["mean_s"], step["stdev_s"], 4 * 431_080
-    )
+    costs = Costs(found["latency_s"], found["s_per_byte"], found["add_s_per_byte"], step_s, spread_s, 4 * 431_080)
     far = [*sizes, 64, 256, 1024, 2176, 4352]
     fast = with_network(costs, PAPER_NETWORK["latency_s"], PAPER_NETWORK["s_per_byte"])  # type: ignore[arg-type]
     curves: dict[str, Any] = {"costs": asdict(costs), "network": PAPER_NETWORK}

@@ -53,7 +53,8 @@ def elastic_averages(trial: Trial, digits: Digits) -> Centers:
     flats, middle = [FlatModel(net) for net in nets], FlatModel(center).vector
     optimizers = [torch.optim.SGD(net.parameters(), lr=trial.rate, momentum=trial.momentum) for net in nets]
     feeds = [batches_of(trial, len(digits.train_labels), rank) for rank in range(trial.num_workers)]
-    alpha, period, step = default_alpha(METHODS["sync-easgd"], trial.num_workers), trial.join["period"], 0
+    alpha = trial.join.get("alpha") or default_alpha(METHODS["sync-easgd"], trial.num_workers)
+    period, step = trial.join["period"], 0
     while True:
         step += 1
         apart = [rules.difference(flat.vector, middle) for flat in flats] if step % period == 0 else []
@@ -105,6 +106,7 @@ def main() -> None:
     parser.add_argument("--groups", default="1,4,8,16", help="numbers of groups [1,4,8,16]")
     parser.add_argument("--rates", default="0.02,0.05,0.1", help="rates of the grid")
     parser.add_argument("--period", type=int, default=4, help="steps between elastic exchanges [4]")
+    parser.add_argument("--alpha", type=float, help="moving rate [0.9 over the number of groups]")
     parser.add_argument("--momentum", type=float, default=0.0)
     parser.add_argument("--targets", default="0.97,0.975,0.98", help="accuracies asked for")
     parser.add_argument("--seeds", default="0", help="seeds, as of a trial")
@@ -124,7 +126,7 @@ def main() -> None:
         if method == "sync-easgd" and num == 1:
             continue
         fields: dict[str, Any] = {"rate": float(rate), "batch": args.batch, "momentum": args.momentum, "seed": seed}
-        trial = Trial(method, method, num, join={"period": args.period}, **fields)
+        trial = Trial(method, method, num, join={"period": args.period, "alpha": args.alpha}, **fields)
         run = gradient_sums if method == "sync-sgd" else elastic_averages
         max_steps = args.max_samples // (num * args.batch)
         with torch.enable_grad():
@@ -135,7 +137,7 @@ def main() -> None:
                 max(1, max_steps // 60),
                 max_steps,
             )
-        row = {"method": method, "num_groups": num, "period": args.period, **fields, **found}
+        row = {"method": method, "num_groups": num, "period": args.period, "alpha": args.alpha, **fields, **found}
         print(json.dumps(row), flush=True)
         if args.out:
             with args.out.open("a") as lines:

@@ -121,17 +121,25 @@ def _steps(chance: np.random.Generator, costs: Costs, shape: tuple[int, ...]) ->
     return chance.lognormal(math.log(costs.step_s) - variance / 2, math.sqrt(variance), shape)
 
 
+def replay_sync(steps_s: Array, sum_s: float, *, overlaps: bool) -> tuple[Array, float]:
+    """Steps [worker, period, step of a period] -> when each worker ends, and how long the mean one waited.
+
+    An exchange ends `sum_s` after the last worker began it: before its last step where it overlaps, else behind it.
+    """
+    clock, waited_s = np.zeros(len(steps_s)), 0.0
+    for steps in steps_s.swapaxes(0, 1):
+        arrived = clock + steps.sum(axis=1)
+        begun = arrived - steps[:, -1] if overlaps else arrived
+        clock = np.maximum(arrived, begun.max() + sum_s) if len(steps) > 1 else arrived
+        waited_s += float((clock - arrived).mean())
+    return clock, waited_s
+
+
 def _run_sync(num: int, costs: Costs, period: int, level: int, num_periods: int, seed: int) -> tuple[float, float]:
     chance = np.random.default_rng(seed)
     sum_s = costs.sum_s(num) + (tree_rounds(num) * costs.message_s() if level == 1 else 0.0)
-    clock, waited_s = np.zeros(num), 0.0
-    for _ in range(num_periods):
-        steps = _steps(chance, costs, (num, period))
-        arrived = clock + steps.sum(axis=1)
-        begun = arrived - steps[:, -1] if level == 3 else arrived
-        summed_s = float(begun.max()) + sum_s if num > 1 else 0.0
-        clock = np.maximum(arrived, summed_s)
-        waited_s += float((clock - arrived).mean())
+    steps_s = _steps(chance, costs, (num_periods, num, period)).swapaxes(0, 1)
+    clock, waited_s = replay_sync(steps_s, sum_s, overlaps=level == 3)
     return float(clock.max()), waited_s
 
 

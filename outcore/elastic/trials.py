@@ -132,11 +132,11 @@ def run_trial(trial: Trial, digits: Digits, place: Place) -> Result:
     trainer = make(trial, net, optimizer, place)
     batches = batches_of(trial, len(digits.train_labels), place.rank)
     try:
-        _meet(place.store, "ready", trial.num_workers, trial.limit_s)
+        meet(place.store, "ready", trial.num_workers, trial.limit_s)
         snapshots, steps_s, train_s = _train(trainer, trial, digits, batches, num_steps, watch=place.rank == 0)
         costs = trainer.costs()
         write_json(place.store, f"told/{place.rank}", [costs[0], _pace_s(steps_s)])
-        _meet(place.store, "trained", trial.num_workers, trial.limit_s)
+        meet(place.store, "trained", trial.num_workers, trial.limit_s)
         snapshots.append((num_steps, train_s, costs[1], trainer.center()))
     finally:
         trainer.close()
@@ -235,7 +235,7 @@ def _all_cores() -> Iterator[None]:
         os.sched_setaffinity(0, pinned)
 
 
-def _meet(store: Store, name: str, count: int, limit_s: float) -> None:
+def meet(store: Store, name: str, count: int, limit_s: float) -> None:
     """A barrier on which nobody polls: polling idlers would be noise in somebody's measurement."""
     if store.add(f"meet/{name}", 1) >= count:
         store.set(f"open/{name}", "1")
@@ -325,7 +325,7 @@ def _copied(net: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in net.state_dict().items()}
 
 
-def _warm_up(digits: Digits) -> None:
+def warm_up(digits: Digits) -> None:
     """What torch does once (its first optimizer imports for two seconds, first kernels are built) is not a trial's."""
     net, chosen = lenet(digits.side), slice(0, 64)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
@@ -340,8 +340,8 @@ def main() -> None:
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     digits = load_digits(order["data"])
     client = connect_store(address, 30)
-    _warm_up(digits)
-    _meet(PrefixStore("trials/warm", client), "all", int(os.environ["WORLD_SIZE"]), 60)
+    warm_up(digits)
+    meet(PrefixStore("trials/warm", client), "all", int(os.environ["WORLD_SIZE"]), 60)
     for number, fields in enumerate(order["trials"]):
         trial = Trial(**fields)
         prefix = f"trials/{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}/{number}"
@@ -355,7 +355,7 @@ def main() -> None:
             if seat == 0:
                 with Path(order["out"]).open("a") as lines:
                     lines.write(json.dumps(asdict(result)) + "\n")
-        _meet(gate, "next", int(os.environ["WORLD_SIZE"]), 4 * trial.limit_s)
+        meet(gate, "next", int(os.environ["WORLD_SIZE"]), 4 * trial.limit_s)
 
 
 if __name__ == "__main__":

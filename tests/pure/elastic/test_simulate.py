@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from outcore.elastic.simulate import Costs, fit_message_costs, scale, simulate, tree_rounds, with_network
+from outcore.elastic.simulate import (
+    Costs,
+    fit_message_costs,
+    replay_sync,
+    scale,
+    simulate,
+    tree_rounds,
+    with_network,
+)
 from outcore.errors import ElasticError
 
 STEADY = Costs(
@@ -27,6 +36,17 @@ def test_levels_by_hand() -> None:
     assert two.s_per_step == pytest.approx((0.04 + 2 * 0.0011) / 4)
     assert one.s_per_step == pytest.approx((0.04 + 4 * 0.0011) / 4)
     assert three.s_per_step == pytest.approx(0.01)
+
+
+def test_replayed_steps_by_hand() -> None:
+    """A worker that is late by less than a step holds nobody up where the exchange overlaps with one."""
+    steps_s = np.array([[[1.0, 1.0, 1.0, 1.0]] * 2, [[1.0, 1.0, 1.5, 1.0], [1.0, 1.0, 1.0, 1.0]]])
+    ends_s, waited_s = replay_sync(steps_s, 0.0, overlaps=False)
+    assert ends_s.tolist() == [8.5, 8.5]
+    assert waited_s == pytest.approx(0.5 / 2)
+    ends_s, waited_s = replay_sync(steps_s, 0.0, overlaps=True)
+    assert ends_s.tolist() == [8.0, 8.5]
+    assert waited_s == 0.0
 
 
 def test_round_robin_is_bound_by_its_centre() -> None:
