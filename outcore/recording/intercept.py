@@ -47,13 +47,14 @@ def _dispatch(self: OpMode, func: Any, types: Any, args: Sequence[Any] = (), kwa
     return self.listener.op(func, args, kwargs or {})
 
 
-# PyTorch wraps a mode's method so that torch.compile does not compile it too, and the wrapping costs an op a
-# microsecond or more. Where no compiled function is running there is nothing to keep away.
+# PyTorch wraps a mode's method so that torch.compile does not compile it too, and the wrapping costs an op two
+# microseconds or more. Where no compiled function is running there is nothing to keep away.
 _careful: Any = OpMode.__torch_dispatch__
 _frames: Any = torch._C._dynamo.eval_frame
 _compiler_is_near: Any = getattr(_frames, "get_eval_frame_callback", None)
-if _compiler_is_near is not None and hasattr(_frames, "skip_code"):
-    _frames.skip_code(_dispatch.__code__)
+if _compiler_is_near is not None and hasattr(_frames, "set_code_exec_strategy"):
+    _skip, _default = _frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT
+    _frames.set_code_exec_strategy(_dispatch.__code__, _frames._FrameExecStrategy(_skip, _default))
     setattr(OpMode, "__torch_dispatch__", _dispatch)  # noqa: B010
 
 

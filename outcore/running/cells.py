@@ -143,14 +143,17 @@ class Kept:
 
     def __init__(self, tensor: torch.Tensor, pack: int, run: Any) -> None:
         kept = self.tensor = tensor if tensor.grad_fn is None else alias(tensor)
-        self.version = 0 if kept.is_inference() else kept._version
+        self.version = version_of(kept)
         self.pack = pack
         self.run = run
 
 
 def version_of(tensor: torch.Tensor) -> int:
     """Its version counter; tensors made in inference mode have none and cannot be changed."""
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
 
 
 def state_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -163,6 +166,8 @@ _UNSEEN = torch._C.DispatchKeySet(torch._C.DispatchKey.Python) | torch._C.Dispat
     torch._C.DispatchKey.PythonTLSSnapshot
 )
 
+_GUARDS: list[Any] = []  # not in use: making one takes longer than what it guards
+
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without its graph: holding it must not hold the graph that holds us.
@@ -172,8 +177,11 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.grad_fn is None:
         return tensor
-    with torch._C._ForceDispatchKeyGuard(_COUNTED, _UNSEEN):
-        return tensor.detach()
+    guard = _GUARDS.pop() if _GUARDS else torch._C._ForceDispatchKeyGuard(_COUNTED, _UNSEEN)
+    with guard:
+        alone = tensor.detach()
+    _GUARDS.append(guard)
+    return alone
 
 
 def as_bytes(data: torch.Tensor) -> torch.Tensor:

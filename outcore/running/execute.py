@@ -46,6 +46,7 @@ from outcore.running.store import Store
 from outcore.units import format_bytes
 from outcore.values import Action, Schedule, Tick, Trace
 
+_NOBODY: weakref.ref[Cell] = weakref.ref(Cell.__new__(Cell))  # the cell of a value that nobody will ask for
 SMALL_BYTES = 4096  # not worth a copy of its own: kept
 
 
@@ -98,9 +99,11 @@ class Program:
         reads = {value for op in self.captured.values() for value in op.reads}
         # Parameters, buffers and inputs that captured ops only read: they are there all along, and need no cell.
         self.held = {v for v in reads if _is_outside(trace, v) and trace.values[v].storage not in written}
-        sources = reads.union(*(op.writes for op in self.captured.values())) - self.held
+        # What is put away, what captured ops read, and the statistics that a twin starts from.
+        self.cells = {value for value, decision in schedule.decisions.items() if decision != "keep"} | reads - self.held
+        self.cells.update(value for op in self.captured.values() if op.twin for value in op.writes[1:3])
         for tick in self.ticks:
-            tick.needs_cell = tick.decision in ("swap", "recompute") or tick.value in sources
+            tick.needs_cell = tick.value in self.cells
         self.swapped_bytes = sum(
             trace.bytes_of(value) for value, decision in schedule.decisions.items() if decision == "swap"
         )
@@ -186,12 +189,12 @@ class Execution:
         index, program = self._num_ops, self.program
         if index > program.last_watched or not self.on_plan:
             self.wants_ops = self.wants_ops and not (self._stops_watching and self.on_plan)
-            result = func(*args, **kwargs)
+            result = signature.call(*args, **kwargs)
         else:
             self._num_ops = index + 1
             if signature.name != program.names[index]:
                 self.leave_plan(f"op {index} is {func}, not {program.names[index]}")
-                result = func(*args, **kwargs)
+                result = signature.call(*args, **kwargs)
             elif index in program.captured:
                 result = self._capture(index, func, args, kwargs)
             else:
@@ -203,7 +206,7 @@ class Execution:
         return result
 
     def _call(self, index: int, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs)
+        result = signature_of(func).call(*args, **kwargs)
         if self.aside is None or index not in self.program.aside:
             return result
         fresh, _ = outputs_of(func, args, kwargs, result)
@@ -245,6 +248,8 @@ class Execution:
         return cell
 
     def _output(self, value: int, tensor: torch.Tensor, recipe: Recipe, *, overwritten: bool) -> weakref.ref[Cell]:
+        if value not in self.program.cells:
+            return _NOBODY
         cell = Cell(value, tensor, overwritten=overwritten)
         cell.recipe = recipe
         cell.name(tensor, self._marked)

@@ -298,12 +298,13 @@ def outputs_of(
     func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The tensors an op made: those on storages of their own, and the arguments it wrote into."""
-    signature = signature_of(func)
-    asked = [args[index] for index in signature.tensors if index < len(args)]
-    everything = [tensor for tensor in tensors_in((*asked, *kwargs.values())) if tensor.layout is torch.strided]
+    signature, num_args = signature_of(func), len(args)
+    asked = [args[index] for index in signature.tensors if index < num_args]
+    asked = tensors_in((*asked, *kwargs.values()) if kwargs else asked)
+    everything = [tensor for tensor in asked if tensor.layout is torch.strided]
     given = {tensor.untyped_storage()._cdata for tensor in everything}
     fresh: list[torch.Tensor] = []
-    for tensor in tensors_in((result,)):
+    for tensor in (result,) if type(result) is torch.Tensor else tensors_in((result,)):
         if tensor.layout is not torch.strided:
             continue
         key = tensor.untyped_storage()._cdata
@@ -312,7 +313,9 @@ def outputs_of(
             fresh.append(tensor)
     if signature.writes_unsaid:
         return fresh, everything
-    written = [args[index] for index in signature.written if index < len(args)]
+    if not signature.written:
+        return fresh, []
+    written = [args[index] for index in signature.written if index < num_args]
     written += [kwargs[name] for name in signature.names_out if name in kwargs]
     return fresh, [tensor for tensor in tensors_in(written) if tensor.layout is torch.strided]
 
@@ -320,11 +323,12 @@ def outputs_of(
 class Signature:
     """What the hot path asks of an operator. Its schema is slow to ask, and so is its hash: once for each operator."""
 
-    __slots__ = ("func", "is_random", "name", "names_out", "statistics", "tensors", "writes_unsaid", "written")
+    __slots__ = ("call", "func", "is_random", "name", "names_out", "statistics", "tensors", "writes_unsaid", "written")
 
     def __init__(self, func: OpOverload) -> None:
         schema = func._schema
         self.func = func  # kept, so that no other operator ever has its id
+        self.call: Callable[..., Any] = func._op  # what `func(...)` calls, without a frame of Python around it
         self.name = str(func)  # `aten.relu_.default`
         self.is_random = torch.Tag.nondeterministic_seeded in func.tags
         # Collectives write into what they are given, and their schemas do not say so.
