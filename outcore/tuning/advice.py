@@ -39,6 +39,7 @@ class Advice(Saved):
     target: str = ""
     target_s: float | None = None  # predicted seconds of training to the target
     spent_s: float = 0.0  # tuning took
+    num_steps: int = 0  # to the target, the rate falling to zero over the last third of them; 0: not known
     workers: int = 1
     shares: tuple[int, ...] = ()  # samples of each worker in a step, where there are several
     communication_s: float = 0.0  # of a step
@@ -99,6 +100,8 @@ def advice_table(advice: Advice) -> Table:
     if advice.target:
         reached = "not predicted, see below" if advice.target_s is None else format_seconds(advice.target_s)
         rows.append((f"time to {advice.target}", reached))
+    if advice.num_steps:
+        rows.append(("length", f"{advice.num_steps} steps, the rate falling to zero over the last third of them"))
     rows += [("why" if at == 0 else "", sentence) for at, sentence in enumerate(advice.why)]
     return rows_table(f"outcore tune: advice for {curve.device}, found in {format_seconds(advice.spent_s)}", rows)
 

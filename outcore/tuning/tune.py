@@ -106,6 +106,7 @@ def tune(
     told |= {"workers": workers, "communication_s": communication_s, "num_trials": num_trials}
     check_alike(told | {"optimizer": optimizer is not None, "target": target is not None})
     ranks = Ranks.read(workers, communication_s)
+    aim = Target.read(target) if target is not None else None
     asked = Asked(
         make_model,
         loss_fn,
@@ -117,9 +118,9 @@ def tune(
         rule,
         trial_s,
         race and ranks is None,
+        aim,
     )
     asked.check()
-    aim = Target.read(target) if target is not None else None
     if num_trials and (aim is None or optimizer is None):
         raise TuningError("a search needs target=... and optimizer=... to compare runs by; give both")
     if num_trials and ranks is not None:
@@ -139,7 +140,8 @@ def tune(
                 )
             aiming = Aiming(asked.model, loss_fn, optimizer, samples, held_out, aim, trial_s, limits, tell)
             advice = aiming.search(advice, num_trials, study) if num_trials else advice
-            advice = aiming.predict(advice) if ranks is None else _aim_together(aiming, advice, ranks)
+            if advice.target_s is None or num_trials:  # else it was reached in the race
+                advice = aiming.predict(advice) if ranks is None else _aim_together(aiming, advice, ranks)
         return replace(advice, spent_s=time.perf_counter() - began_s)
     finally:
         back()
