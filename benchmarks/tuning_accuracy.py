@@ -243,6 +243,7 @@ class Contest:
         self.limit_s = _asked(settings, "limit_s", 150.0)
         self.end_s = time.monotonic() + self.limit_s
         self.seeds = range(case.first_seed, case.first_seed + _asked(settings, "num_seeds", 3))
+        self.brief = _asked(settings, "brief", False) or case.device != "cpu"  # minutes on a GPU are few
         self.rows: dict[str, Row] = {}
 
     def hold(self) -> None:
@@ -260,7 +261,7 @@ class Contest:
         if num_trials:
             self.search(num_trials)
         self.shorten("default")
-        if self.case.device == "cpu":
+        if not self.brief:
             self.adapt()
         for row in self.summed():
             _tell(row)
@@ -316,13 +317,13 @@ class Contest:
         print(f"      {row['method']}, seed {seed}: {took} s to target, {end} in the end", flush=True)
 
     def ends(self, row: Row, seed: int) -> bool:
-        """Whether a run goes on beyond its target: on a GPU, where minutes are few, one of each peer does."""
+        """Whether a run goes on beyond its target: where minutes are few, one of each peer does."""
         first, peer = seed == self.case.first_seed, row["method"].startswith(("def", "acc", "lig"))
-        return not row["setting"].num_steps and (self.case.device == "cpu" or first or not peer)
+        return not row["setting"].num_steps and (not self.brief or first or not peer)
 
     def most_s(self, row: Row) -> float:
         """A method that did not reach the target in its first run is stopped earlier, where minutes are few."""
-        never = self.case.device != "cpu" and bool(row["runs"]) and row["runs"][0]["to_target_s"] is None
+        never = self.brief and bool(row["runs"]) and row["runs"][0]["to_target_s"] is None
         return GIVEN_UP * float(row["runs"][0]["trained_s"]) if never else math.inf
 
     def search(self, num_trials: int) -> None:
@@ -337,7 +338,7 @@ class Contest:
             self.decide(name, partial(_same, setting))
         self.train(("search, best",))
         if best != fastest:
-            self.train(("search, fastest",), 0.0 if self.case.device == "cpu" else math.inf)
+            self.train(("search, fastest",), math.inf if self.brief else 0.0)
         more = range(self.seeds.stop, self.seeds.start + NUM_PAIRS)
         self.train(("outcore", "search, best"), 0.05 * self.limit_s, more)
 
@@ -477,6 +478,7 @@ def main() -> None:
     parser.add_argument(
         "--changed-after-seeing", default="", help="what of the advice, and which data; kept in the rows"
     )
+    parser.add_argument("--brief", action="store_true", help="as on a GPU: peers' further runs stop at their target")
     parser.add_argument("--num-trials", type=int, help="runs of the Optuna search, 0: none [16]")
     parser.add_argument(
         "--limit-s",

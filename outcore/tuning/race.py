@@ -3,13 +3,13 @@
 Noise scales and range tests are theory and a glance; before they change what a user trains with, settings run against
 each other: from the same parameters, through the data in the same order, for the same seconds of compute, and judged on
 samples that none of them trains on, by the target's own metric (the loss, where there is no target). The field is
-today's setting, the advice, the advice with half and a quarter of its batch, and other rates of each.
+today's setting, the advice at several rates, and at the best of these with half and a quarter of its batch.
 
 A run is a small training of its own: its rate falls to zero over its last third. At a constant rate a look shows the
 noise that a high rate makes rather than what it has learnt, and short races went to rates that were too low. And the
-field thins out while its runs grow: the better third goes on to twice the seconds, together with rates between those
-that ran. Once the target is reached runs are no longer than that takes, and the first at the target wins; else who is
-nearest to it when the seconds are spent.
+field thins out while its runs grow: the better half goes on to twice the seconds, together with rates between those
+that ran. Once the target is reached runs are no longer than that takes, and the first at the target wins (of those
+that come together, the best in the end); else who is nearest to it when the seconds are spent.
 
 Successive halving is Jamieson and Talwalkar, arXiv 1502.07943; here runs begin anew, since one that goes on cannot end
 twice, and each round brings new runners. The seconds are those of the curve (a step of this batch takes so long), not
@@ -40,9 +40,10 @@ LEAST_RUNNERS = 5  # in the first round, however long their steps take
 LEAST_STEPS = 16  # of the slowest runner: with fewer nothing shows
 NUM_LOOKS = 8  # evenly over a run
 NUM_EPOCHS = 6  # at today's setting: no run need be longer
-GOES_ON = 1 / 3  # of a round's runners
+GOES_ON = 1 / 2  # of a round's runners
 CLEARLY = 0.05  # sooner, or nearer to the target, than today's setting: or that one stays
 HOPELESS = 1.0  # of the leader's error that another's is higher, halfway: it need not go on
+TOGETHER = 0.15  # of the seconds to the target: another start differs by more
 BEHIND = 0.15  # of the leader's error: so far behind, today's setting need not run once more
 FAR = 4  # times the longest run: a target beyond that is not predicted
 SPARE = 0.25  # of the seconds in which the target was reached, added to them
@@ -153,8 +154,7 @@ class Race:
             return None
         longest_s = max(NUM_EPOCHS * (self.samples.num or math.inf) / today.batch * today.step_s, slowest_s)
         self.run_s = max(min(limit_s / NUM_SHARES, longest_s), LEAST_STEPS * slowest_s)
-        runners = [today, *(runner for runner in self._first(advised) if not _is_near(runner, [today]))]
-        done = self._round(runners, limit_s)
+        done = self._round(self._first(today, advised), limit_s)
         while done and len(self.ran) < MOST_RUNS:
             leader, before = done[0], len(self.ran)
             if leader.target_s is None:
@@ -186,12 +186,18 @@ class Race:
         length_s = math.exp((math.log(wanted) - level) / slope)
         return (1 + SPARE) * max(length_s, lengths[-1]) if length_s < FAR * lengths[-1] else None
 
-    def _first(self, advised: Sequence[Runner]) -> Iterator[Runner]:
+    def _first(self, today: Runner, advised: Sequence[Runner]) -> Iterator[Runner]:
         """What is most likely to win comes first: where steps are long, the seconds do not suffice for all."""
+        yield today
         advice, *others = advised
-        yield from (advice, advice.times(TIMES), advice.times(1 / TIMES), advice.times(TIMES**2))
-        for factor in (1.0, TIMES):
-            yield from (other.times(factor) for other in others)
+        for factor in (1.0, TIMES, 1 / TIMES, TIMES**2):
+            if not _is_near(advice.times(factor), [today]):
+                yield advice.times(factor)
+        at_rates = sorted((found for found in self.ran if found.runner != today), key=lambda found: found.place)
+        factor = at_rates[0].runner.factor if at_rates else 1.0
+        for other in others:
+            if not _is_near(other.times(factor), [today]):
+                yield other.times(factor)
 
     def _round(self, runners: Iterable[Runner], limit_s: float) -> list[Finish]:
         """All that there is time for, the best one first; runs of as many seconds are not run again."""
@@ -201,10 +207,10 @@ class Race:
             if known is None and self.spent_s + self.run_s > 1.001 * limit_s:
                 continue
             done.append(known or self._run(runner, min(done, key=lambda found: found.place, default=None), limit_s))
-        return sorted(done, key=lambda found: found.place)
+        return _in_order(done)
 
     def _next(self, done: Sequence[Finish], today: Runner) -> list[Runner]:
-        """The better third, today's setting while it is not far behind, and rates beside the leader's."""
+        """The better half, today's setting while it is not far behind, and rates beside the leader's."""
         going = [found.runner for found in done[: math.ceil(GOES_ON * len(done))]]
         leader = done[0]
         far = leader.left + BEHIND * abs(leader.left)
@@ -280,6 +286,17 @@ class Race:
         )
 
 
+def _in_order(done: Iterable[Finish]) -> list[Finish]:
+    """By their places; but of those that came to the target almost together the first is who is best in the end."""
+    ordered = sorted(done, key=lambda found: found.place)
+    first_s = ordered[0].target_s if ordered else None
+    if first_s is None:
+        return ordered
+    together = [found for found in ordered if found.place <= (0, (1 + TOGETHER) * first_s)]
+    best = min(together, key=lambda found: found.left)
+    return [best, *(found for found in ordered if found is not best)]
+
+
 def _is_near(runner: Runner, others: Iterable[Runner]) -> bool:
     """One of the others has this batch, at a rate so near that it would only be run again."""
     return any(runner.batch == other.batch and 1 / NEAR < runner.lr / other.lr < NEAR for other in others)
@@ -298,4 +315,4 @@ def _is_beaten(found: Finish, leader: Finish | None) -> bool:
     """The leader was at the target long before."""
     if leader is None or leader.target_s is None:
         return False
-    return found.target_s is None and found.looks[-1][0] > (1 + CLEARLY) * leader.target_s
+    return found.target_s is None and found.looks[-1][0] > (1 + TOGETHER) * leader.target_s
