@@ -41,12 +41,13 @@ LEAST_STEPS = 16  # of the slowest runner: with fewer nothing shows
 NUM_LOOKS = 8  # evenly over a run
 NUM_EPOCHS = 6  # at today's setting: no run need be longer
 GOES_ON = 1 / 2  # of a round's runners
-CLEARLY = 0.05  # sooner, or nearer to the target, than today's setting: or that one stays
+CLEARLY = 0.03  # sooner, or nearer to the target, than today's setting: or that one stays
 HOPELESS = 1.0  # of the leader's error that another's is higher, halfway: it need not go on
 TOGETHER = 0.15  # of the seconds to the target: another start differs by more
 BEHIND = 0.15  # of the leader's error: so far behind, today's setting need not run once more
 FAR = 4  # times the longest run: a target beyond that is not predicted
-SPARE = 0.25  # of the seconds in which the target was reached, added to them
+SHORTER = 1.25  # times the seconds to the target: so long are runs once it was reached
+SPARE = 0.5  # of the seconds in which the target was reached, added to them: a training that misses it begins again
 WARM_UP = 0.1  # of an epoch
 TIMES = 3.0  # the rate, from one runner to the next; between them the square root of it
 NEAR = 1.2  # times a rate that ran: nothing new
@@ -160,7 +161,7 @@ class Race:
             if leader.target_s is None:
                 self.run_s = max(self.run_s, min(2 * self.run_s, longest_s))
             else:
-                self.run_s = min(self.run_s, max((1 + SPARE) * leader.target_s, LEAST_STEPS * slowest_s))
+                self.run_s = min(self.run_s, max(SHORTER * leader.target_s, LEAST_STEPS * slowest_s))
             found = self._round(self._next(done, today), limit_s)
             if len(self.ran) == before or (leader.target_s is not None and found[0].target_s is None):
                 break
@@ -171,20 +172,19 @@ class Race:
     def length_s(self, winner: Finish) -> float | None:
         """Of a training that ends at the target, with some to spare: another start may take longer. None: not known.
 
-        Where no run reached it, what was left after runs of each length is continued along its line, not too far.
+        Where the winner did not reach it, what it had left is continued, not too far, along the line of the least that
+        was left after runs of each length.
         """
         if winner.target_s is not None:
             return (1 + SPARE) * winner.run_s
         lengths = sorted({found.run_s for found in self.ran})
         left = [min((f.left for f in self.ran if f.run_s == run_s and not f.gave_up), default=0.0) for run_s in lengths]
         wanted = self.target.left(self.target.value) or 0.0
-        if len(lengths) < 2 or min(wanted, *left) <= 0:
+        if len(lengths) < 2 or min(wanted, winner.left, *left) <= 0:
             return None
-        slope, level = np.polyfit(np.log(lengths), np.log(left), 1)
-        if slope > -LEAST_SLOPE:
-            return None
-        length_s = math.exp((math.log(wanted) - level) / slope)
-        return (1 + SPARE) * max(length_s, lengths[-1]) if length_s < FAR * lengths[-1] else None
+        slope, _ = np.polyfit(np.log(lengths), np.log(left), 1)
+        times = (wanted / winner.left) ** (1 / slope) if slope < -LEAST_SLOPE else math.inf
+        return (1 + SPARE) * times * winner.run_s if times < FAR else None
 
     def _first(self, today: Runner, advised: Sequence[Runner]) -> Iterator[Runner]:
         """What is most likely to win comes first: where steps are long, the seconds do not suffice for all."""

@@ -49,7 +49,7 @@ def test_the_first_at_the_target_is_before_who_is_better_in_the_end() -> None:
     assert never.target_s is None
     assert sorted([never, better, sooner], key=lambda found: found.place) == [sooner, better, never]
     race = race_of(mlp(), target=target)
-    assert race.length_s(sooner) == pytest.approx(1.25 * 3.0)
+    assert race.length_s(sooner) == pytest.approx(1.5 * 3.0)
     assert sooner.is_clearly_before(better)
     assert not better.is_clearly_before(sooner)
     assert not replace(sooner, gave_up=True).is_clearly_before(never)
@@ -99,7 +99,7 @@ def test_smaller_batches_are_tried_and_the_target_ends_the_growing() -> None:
         assert winner is not None
         assert winner.target_s is not None
         assert winner.target_s <= winner.run_s <= race.ran[0].run_s
-        assert race.length_s(winner) == pytest.approx(1.25 * winner.run_s)
+        assert race.length_s(winner) == pytest.approx(1.5 * winner.run_s)
         assert name == "alike" or winner.runner.batch < 128
 
 
@@ -109,7 +109,7 @@ def test_a_length_is_continued_along_the_ends_of_runs_but_not_far() -> None:
         Finish(Runner("one", 32, 0.1, 0.5), run_s, race.target, ((run_s, 1 - 0.8 / run_s**0.5),))
         for run_s in (4.0, 16.0)
     ]
-    assert race.length_s(race.ran[-1]) == pytest.approx(1.25 * (0.8 / 0.12) ** 2)
+    assert race.length_s(race.ran[-1]) == pytest.approx(1.5 * (0.8 / 0.12) ** 2)
     race.target = Target("val_accuracy", 0.95)
     assert race.length_s(race.ran[-1]) is None
     race.ran = race.ran[:1]
