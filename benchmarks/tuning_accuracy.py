@@ -58,6 +58,7 @@ SEARCH_SEED = 1000  # the search must not be judged on the seed it chose by
 FINDER_SHARES = {"outcore": 0.5, "default": 0.1, "accelerate": 0.1, "lightning": 0.11}  # of the time, at most
 LATER_SHARES = {"lightning": 0.18, "search": 0.32}  # of the time, left for what comes later, runs and all
 GIVEN_UP = 0.5  # of the time, for further runs of what did not reach the target in all of it
+NUM_LENGTHS = 3  # the length that was advised, and one twice as long
 OURS_TO_TARGET = "outcore, to target"
 GRACE_S = 5.0  # for a run of the search that was begun in time
 NUM_PAIRS = 8  # seeds of the advice and of the search's best, where there is time: their ends are compared
@@ -255,12 +256,12 @@ class Contest:
         for name, decide in (("default", by_default), ("accelerate", by_accelerate)):
             self.decide(name, partial(decide, self.case))
         self.train((OURS_TO_TARGET, "outcore", "default", "accelerate"), searching_s + finding_s)
-        self.shorten("accelerate")
+        self.shorten("accelerate", searching_s + finding_s)
         self.decide("lightning", partial(by_lightning, self.case))
         self.train(("lightning",), searching_s)
         if num_trials:
             self.search(num_trials)
-        self.shorten("default")
+        self.shorten("default", 0.0)
         if not self.brief:
             self.adapt()
         for row in self.summed():
@@ -274,14 +275,16 @@ class Contest:
             self.decide(OURS_TO_TARGET, partial(_same, setting))
             self.rows["outcore"]["setting"] = replace(setting, num_steps=0)
 
-    def shorten(self, name: str) -> None:
+    def shorten(self, name: str, later_s: float) -> None:
         """A peer's setting with the seconds that the advice names: what the length does, and what batch and rate."""
         ours, theirs = (self.rows.get(key, {}).get("setting") for key in (OURS_TO_TARGET, name))
         if ours is not None and theirs is not None:
-            seconds = ours.num_steps * ours.batch / self.case.rate(ours.batch)
-            num_steps = max(1, round(seconds * self.case.rate(theirs.batch) / theirs.batch))
+            num_steps = max(1, round(self.length_s(ours) * self.case.rate(theirs.batch) / theirs.batch))
             self.decide(f"{name}, our length", lambda: replace(theirs, num_steps=num_steps))
-            self.train((f"{name}, our length",))
+            self.train((f"{name}, our length",), later_s)
+
+    def length_s(self, setting: Setting) -> float:
+        return setting.num_steps * setting.batch / self.case.rate(setting.batch)
 
     def decide(self, name: str, decide: Callable[[], Setting]) -> None:
         most_s = min(self.limit_s * FINDER_SHARES.get(name, 0.1), max(self.left_s, 1.0))
@@ -322,7 +325,9 @@ class Contest:
         return not row["setting"].num_steps and (not self.brief or first or not peer)
 
     def most_s(self, row: Row) -> float:
-        """A method that did not reach the target in its first run is stopped earlier, where minutes are few."""
+        """A length may be missed once; what never came to the target stops earlier, where minutes are few."""
+        if row["setting"].num_steps:
+            return NUM_LENGTHS * self.length_s(row["setting"])
         never = self.brief and bool(row["runs"]) and row["runs"][0]["to_target_s"] is None
         return GIVEN_UP * float(row["runs"][0]["trained_s"]) if never else math.inf
 

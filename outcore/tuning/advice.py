@@ -38,8 +38,8 @@ class Advice(Saved):
     first_batch: int = 0  # the batch that noise and learning rate are compared with
     target: str = ""
     target_s: float | None = None  # predicted seconds of training to the target
-    spent_s: float = 0.0  # tuning took
     num_steps: int = 0  # to the target, the rate falling to zero over the last third of them; 0: not known
+    spent_s: float = 0.0  # tuning took
     workers: int = 1
     shares: tuple[int, ...] = ()  # samples of each worker in a step, where there are several
     communication_s: float = 0.0  # of a step
