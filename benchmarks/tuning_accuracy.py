@@ -342,8 +342,8 @@ class Contest:
         for name, setting in (("search, best", best), ("search, fastest", fastest)):
             self.decide(name, partial(_same, setting))
         self.train(("search, best",))
-        if best != fastest:
-            self.train(("search, fastest",), math.inf if self.brief else 0.0)
+        if not self.brief:
+            self.train(("search, fastest",))
         more = range(self.seeds.stop, self.seeds.start + NUM_PAIRS)
         self.train(("outcore", "search, best"), 0.05 * self.limit_s, more)
 
