@@ -158,16 +158,20 @@ class Race:
         done = self._round(self._first(today, advised), limit_s)
         while done and len(self.ran) < MOST_RUNS:
             leader, before = done[0], len(self.ran)
-            if leader.target_s is None:
-                self.run_s = max(self.run_s, min(2 * self.run_s, longest_s))
-            else:
-                self.run_s = min(self.run_s, max(SHORTER * leader.target_s, LEAST_STEPS * slowest_s))
+            self.run_s = self._next_run_s(leader, longest_s, LEAST_STEPS * slowest_s)
             found = self._round(self._next(done, today), limit_s)
             if len(self.ran) == before or (leader.target_s is not None and found[0].target_s is None):
                 break
             done = found
         as_today = next((found for found in done if found.runner == today), done[0])
         return done[0] if done[0].is_clearly_before(as_today) else as_today
+
+    def _next_run_s(self, leader: Finish, longest_s: float, least_s: float) -> float:
+        """Twice as long; once the target was reached no longer than that takes, or as before where that is about it."""
+        if leader.target_s is None:
+            return max(self.run_s, min(2 * self.run_s, longest_s))
+        shorter_s = max(SHORTER * leader.target_s, least_s)
+        return shorter_s if SHORTER * shorter_s < self.run_s else self.run_s
 
     def length_s(self, winner: Finish) -> float | None:
         """Of a training that ends at the target, with some to spare: another start may take longer. None: not known.
