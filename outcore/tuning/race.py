@@ -47,7 +47,8 @@ TOGETHER = 0.15  # of the seconds to the target: another start differs by more
 BEHIND = 0.15  # of the leader's error: so far behind, today's setting need not run once more
 FAR = 4  # times the longest run: a target beyond that is not predicted
 SHORTER = 1.25  # times the seconds to the target: so long are runs once it was reached
-SPARE = 0.5  # of the seconds in which the target was reached, added to them: a training that misses it begins again
+LONGER = 1.25, 1.5  # times a run that reached the target, at least and at most: so long is the training advised
+BEYOND = 0.1  # of the error at the target, to end below it
 WARM_UP = 0.1  # of an epoch
 TIMES = 3.0  # the rate, from one runner to the next; between them the square root of it
 NEAR = 1.2  # times a rate that ran: nothing new
@@ -174,21 +175,20 @@ class Race:
         return shorter_s if SHORTER * shorter_s < self.run_s else self.run_s
 
     def length_s(self, winner: Finish) -> float | None:
-        """Of a training that ends at the target, with some to spare: another start may take longer. None: not known.
+        """Of a training that ends a tenth of the error beyond the target: another start may do worse. None: not known.
 
-        Where the winner did not reach it, what it had left is continued, not too far, along the line of the least that
-        was left after runs of each length.
+        What the winner had left is continued, not too far, along the line of the least that was left after runs of each
+        length. A run that reached the target is stretched by a quarter at least, by half at most.
         """
-        if winner.target_s is not None:
-            return (1 + SPARE) * winner.run_s
         lengths = sorted({found.run_s for found in self.ran})
         left = [min((f.left for f in self.ran if f.run_s == run_s and not f.gave_up), default=0.0) for run_s in lengths]
-        wanted = self.target.left(self.target.value) or 0.0
-        if len(lengths) < 2 or min(wanted, winner.left, *left) <= 0:
-            return None
-        slope, _ = np.polyfit(np.log(lengths), np.log(left), 1)
-        times = (wanted / winner.left) ** (1 / slope) if slope < -LEAST_SLOPE else math.inf
-        return (1 + SPARE) * times * winner.run_s if times < FAR else None
+        wanted, times = (1 - BEYOND) * (self.target.left(self.target.value) or 0.0), math.inf
+        if len(lengths) > 1 and min(wanted, winner.left, *left) > 0:
+            slope, _ = np.polyfit(np.log(lengths), np.log(left), 1)
+            times = (wanted / winner.left) ** (1 / slope) if slope < -LEAST_SLOPE else math.inf
+        most = LONGER[1] if winner.target_s is not None else math.inf
+        times = min(max(times, LONGER[0]), most)
+        return times * winner.run_s if times < FAR else None
 
     def _first(self, today: Runner, advised: Sequence[Runner]) -> Iterator[Runner]:
         """What is most likely to win comes first: where steps are long, the seconds do not suffice for all."""

@@ -394,9 +394,7 @@ class Tuner:
             if winner.target_s is None
             else f"was reached in the race, in a run of {format_seconds(winner.run_s)}"
         )
-        self.why.append(
-            f"{goal} {how}: with some to spare train {num_steps} steps, the rate falling to zero over the last third"
-        )
+        self.why.append(f"{goal} {how}: train {num_steps} steps, the rate falling to zero over the last third")
         return replace(advice, num_steps=num_steps, target=goal, target_s=num_steps * advice.step_s)
 
     def _smaller(self, advice: Advice, choosing: Choosing) -> list[Advice]:

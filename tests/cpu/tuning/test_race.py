@@ -99,7 +99,7 @@ def test_smaller_batches_are_tried_and_the_target_ends_the_growing() -> None:
         assert winner is not None
         assert winner.target_s is not None
         assert winner.target_s <= winner.run_s <= race.ran[0].run_s
-        assert race.length_s(winner) == pytest.approx(1.5 * winner.run_s)
+        assert 1.25 * winner.run_s <= (race.length_s(winner) or 0.0) <= 1.5 * winner.run_s
         assert name == "alike" or winner.runner.batch < 128
 
 
@@ -109,7 +109,7 @@ def test_a_length_is_continued_along_the_ends_of_runs_but_not_far() -> None:
         Finish(Runner("one", 32, 0.1, 0.5), run_s, race.target, ((run_s, 1 - 0.8 / run_s**0.5),))
         for run_s in (4.0, 16.0)
     ]
-    assert race.length_s(race.ran[-1]) == pytest.approx(1.5 * (0.8 / 0.12) ** 2)
+    assert race.length_s(race.ran[-1]) == pytest.approx((0.8 / 0.108) ** 2)
     race.target = Target("val_accuracy", 0.95)
     assert race.length_s(race.ran[-1]) is None
     race.ran = race.ran[:1]
