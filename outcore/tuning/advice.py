@@ -38,6 +38,7 @@ class Advice(Saved):
     first_batch: int = 0  # the batch that noise and learning rate are compared with
     target: str = ""
     target_s: float | None = None  # predicted seconds of training to the target
+    num_steps: int = 0  # to the target, the rate falling to zero over the last third of them; 0: not known
     spent_s: float = 0.0  # tuning took
     workers: int = 1
     shares: tuple[int, ...] = ()  # samples of each worker in a step, where there are several
@@ -99,6 +100,8 @@ def advice_table(advice: Advice) -> Table:
     if advice.target:
         reached = "not predicted, see below" if advice.target_s is None else format_seconds(advice.target_s)
         rows.append((f"time to {advice.target}", reached))
+    if advice.num_steps:
+        rows.append(("length", f"{advice.num_steps} steps, the rate falling to zero over the last third of them"))
     rows += [("why" if at == 0 else "", sentence) for at, sentence in enumerate(advice.why)]
     return rows_table(f"outcore tune: advice for {curve.device}, found in {format_seconds(advice.spent_s)}", rows)
 

@@ -113,4 +113,5 @@ def _at(advice: Advice, batch: int, micro_batch: int, lr: float) -> Advice:
         samples_per_s=curve.rate(micro_batch, accumulation),
         step_s=curve.seconds(micro_batch, accumulation),
         peak_bytes=curve.point(micro_batch).peak_bytes,
+        num_steps=0,
     )

@@ -1,47 +1,64 @@
-"""Today's setting and the advice -> the one that trains better, by training both for a while.
+"""Today's setting and the advice -> the one that trains fastest to the target, by training several for a while.
 
-Noise scales and range tests are theory and a glance; before they change what a user trains with, the settings run
-against each other: from the same parameters, through the data in the same order, for the same seconds of compute, and
-judged by the loss on samples that none of them trains on. First today's setting, then the advice, then the advice with
-a third of its rate; then the leader with three times its rate, again where that led, and 1.7 times where it did not.
-A higher rate than the leader's comes with a warm-up: parameters that are still random bear less of it than later ones.
-Whoever challenges the leader must be clearly better: of two that train alike the one known longer, or the lower rate,
-is safer.
+Noise scales and range tests are theory and a glance; before they change what a user trains with, settings run against
+each other: from the same parameters, through the data in the same order, for the same seconds of compute, and judged on
+samples that none of them trains on, by the target's own metric (the loss, where there is no target). The field is
+today's setting, the advice at several rates, and at the best of these with half and a quarter of its batch.
 
-The seconds are those of the curve (a step of this batch takes so long), not of a clock: a machine that is busy during
-one run and idle during the next decides nothing, and a batch that would swap can run in smaller micro-batches.
+A run is a small training of its own: its rate falls to zero over its last third. At a constant rate a look shows the
+noise that a high rate makes rather than what it has learnt, and short races went to rates that were too low. And the
+field thins out while its runs grow: the better half goes on to twice the seconds, together with rates between those
+that ran. Once the target is reached runs are no longer than that takes, and the first at the target wins (of those
+that come together, the best in the end); else who is nearest to it when the seconds are spent.
+
+Successive halving is Jamieson and Talwalkar, arXiv 1502.07943; here runs begin anew, since one that goes on cannot end
+twice, and each round brings new runners. The seconds are those of the curve (a step of this batch takes so long), not
+of a clock: a machine that is busy during one run and idle during the next decides nothing, and a batch that would swap
+can run in smaller micro-batches.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from outcore.tuning.batches import LossFn
 from outcore.tuning.probing import Tell
 from outcore.tuning.samples import Samples
 from outcore.tuning.state import untouched
-from outcore.tuning.targets import Setting, Target, Trial
+from outcore.tuning.targets import LEAST_SLOPE, Setting, Target, Trial
 from outcore.units import format_seconds
 
-NUM_RUNNERS = 5
-NUM_LOOKS = 8  # at the held-out loss, evenly over a run; their mean is its result
+MOST_RUNS = 40
+NUM_SHARES = 32  # of the seconds for all runs, that one run of the first round takes
+LEAST_RUNNERS = 5  # in the first round, however long their steps take
 LEAST_STEPS = 16  # of the slowest runner: with fewer nothing shows
-NUM_EPOCHS = 6  # at today's setting: a race need not be longer
-CLEARLY = 0.03  # of the leader's loss that a challenger's must be lower
-HOPELESS = 0.5  # of the leader's loss that another's is higher, halfway: it need not go on
+NUM_LOOKS = 8  # evenly over a run
+NUM_EPOCHS = 6  # at today's setting: no run need be longer
+GOES_ON = 1 / 2  # of a round's runners
+CLEARLY = 0.03  # sooner, or nearer to the target, than today's setting: or that one stays
+HOPELESS = 1.0  # of the leader's error that another's is higher, halfway: it need not go on
+TOGETHER = 0.15  # of the seconds to the target: another start differs by more
+BEHIND = 0.15  # of the leader's error: so far behind, today's setting need not run once more
+FAR = 4  # times the longest run: a target beyond that is not predicted
+SHORTER = 1.25  # times the seconds to the target: so long are runs once it was reached
+LONGER = 1.25, 1.5  # times a run that reached the target, at least and at most: so long is the training advised
+BEYOND = 0.1  # of the error at the target, to end below it
 WARM_UP = 0.1  # of an epoch
-TIMES, LEAST_TIMES = 3.0, 1.5  # the rate; where so much was too much, its square root, and no less than this
+TIMES = 3.0  # the rate, from one runner to the next; between them the square root of it
+NEAR = 1.2  # times a rate that ran: nothing new
+LOOK_BATCH = 256  # samples at a time, in-core
+LOSS = Target("val_loss", 0.0)
 
 
 def longest_step_s(limit_s: float) -> float:
     """Of a runner's effective batch, in a race of `limit_s` seconds for all runs."""
-    return limit_s / NUM_RUNNERS / LEAST_STEPS
+    return limit_s / LEAST_RUNNERS / LEAST_STEPS
 
 
 @dataclass(frozen=True)
@@ -52,8 +69,8 @@ class Runner:
     batch: int
     lr: float
     step_s: float
-    num_warm_up_steps: int = 0
     beta2: float | None = None
+    warms_up: bool = True  # parameters that are still random bear less of a rate than later ones
     factor: float = 1.0  # of the rate that it has under its name
 
     def times(self, factor: float) -> Runner:
@@ -61,22 +78,59 @@ class Runner:
 
     @property
     def told(self) -> str:
-        how = "" if self.factor == 1 else f" at {self.factor:.2g} times the rate"
+        how = "" if math.isclose(self.factor, 1) else f" at {self.factor:.2g} times the rate"
         return f"{self.name}{how} (batch {self.batch}, rate {self.lr:.3g})"
 
 
 @dataclass(frozen=True)
 class Finish:
-    """A runner and its held-out losses on the way."""
+    """A runner, and the metric on the way through a run of `run_s` seconds."""
 
     runner: Runner
-    losses: tuple[float, ...]
+    run_s: float
+    target: Target
+    looks: tuple[tuple[float, float], ...]  # seconds, metric
+    num_warm_up_steps: int = 0
     gave_up: bool = False
 
     @property
-    def loss(self) -> float:
-        """The mean over the run: who is sooner at a low loss wins, also where all get there in the end."""
-        return math.inf if self.gave_up else statistics.fmean(self.losses)
+    def metric(self) -> float:
+        return self.looks[-1][1]
+
+    @property
+    def left(self) -> float:
+        """Of the way to the best there is; smaller is better."""
+        left = self.target.left(self.metric)
+        return -self.metric if left is None else left
+
+    @property
+    def target_s(self) -> float | None:
+        """Seconds to the target, between two looks; None: it was not reached."""
+        before_s, before = 0.0, self.looks[0][1]
+        for second, found in self.looks:
+            if self.target.reached(found):
+                part = 1.0 if found == before else (self.target.value - before) / (found - before)
+                return before_s + min(max(part, 0.0), 1.0) * (second - before_s)
+            before_s, before = second, found
+        return None
+
+    @property
+    def place(self) -> tuple[int, float]:
+        """To sort by: who reached the target, by the seconds to it; then by what is left; then who gave up."""
+        if self.gave_up:
+            return 2, 0.0
+        return (1, self.left) if self.target_s is None else (0, self.target_s)
+
+    def is_clearly_before(self, other: Finish) -> bool:
+        (rank, mine), (other_rank, others) = self.place, other.place
+        return rank < other_rank or (rank == other_rank and mine < others - CLEARLY * abs(others))
+
+    @property
+    def told(self) -> str:
+        if self.gave_up:
+            return f"{self.runner.told} gave up"
+        reached = "" if self.target_s is None else f", the target after {format_seconds(self.target_s)}"
+        return f"{self.runner.told} {self.metric:.3g}{reached}"
 
 
 @dataclass
@@ -90,102 +144,179 @@ class Race:
     validation: Samples | None
     in_core: int  # the largest micro-batch to run with
     tell: Tell
-    run_s: float = 0.0  # of compute, for each
+    target: Target = LOSS
+    run_s: float = 0.0  # of compute, for each run of this round
+    spent_s: float = 0.0  # by all runs
     ran: list[Finish] = field(default_factory=list)
 
-    def between(self, today: Runner, advice: Runner, limit_s: float) -> Finish | None:
-        """The winner; None: `limit_s` seconds for all runs are too few to tell."""
-        if not self._share_out(today, advice, limit_s):
+    def between(self, today: Runner, advised: Sequence[Runner], limit_s: float) -> Finish | None:
+        """The winner; `advised` begins with the advice. None: `limit_s` seconds for all runs are too few to tell."""
+        slowest_s = max(today.step_s, *(runner.step_s for runner in advised))
+        if slowest_s > longest_step_s(limit_s):
             return None
-        leader = self._run(today, None)
-        for challenger in (advice, advice.times(1 / TIMES)):
-            leader = self._challenge(leader, challenger)
-        factor = TIMES
-        while len(self.ran) < NUM_RUNNERS and factor > LEAST_TIMES:
-            before, leader = leader, self._challenge(leader, self._warmed(leader.runner.times(factor)))
-            factor = factor if leader is not before else math.sqrt(factor)
-        return leader
+        longest_s = max(NUM_EPOCHS * (self.samples.num or math.inf) / today.batch * today.step_s, slowest_s)
+        self.run_s = max(min(limit_s / NUM_SHARES, longest_s), LEAST_STEPS * slowest_s)
+        done = self._round(self._first(today, advised), limit_s)
+        while done and len(self.ran) < MOST_RUNS:
+            leader, before = done[0], len(self.ran)
+            self.run_s = self._next_run_s(leader, longest_s, LEAST_STEPS * slowest_s)
+            found = self._round(self._next(done, today), limit_s)
+            if len(self.ran) == before or (leader.target_s is not None and found[0].target_s is None):
+                break
+            done = found
+        as_today = next((found for found in done if found.runner == today), done[0])
+        return done[0] if done[0].is_clearly_before(as_today) else as_today
 
-    def _warmed(self, runner: Runner) -> Runner:
-        """With a warm-up over a tenth of an epoch, or of the race where that is shorter: it must run at its rate."""
-        whole = min(self.samples.num or math.inf, self.run_s / runner.step_s * runner.batch) / runner.batch
-        return replace(runner, num_warm_up_steps=max(runner.num_warm_up_steps, int(WARM_UP * whole)))
+    def _next_run_s(self, leader: Finish, longest_s: float, least_s: float) -> float:
+        """Twice as long; once the target was reached no longer than that takes, or as before where that is about it."""
+        if leader.target_s is None:
+            return max(self.run_s, min(2 * self.run_s, longest_s))
+        shorter_s = max(SHORTER * leader.target_s, least_s)
+        return shorter_s if SHORTER * shorter_s < self.run_s else self.run_s
 
-    def _share_out(self, today: Runner, advice: Runner, limit_s: float) -> bool:
-        """Finds the seconds for each run; False: too few."""
-        epochs_s = NUM_EPOCHS * (self.samples.num or math.inf) / today.batch * today.step_s
-        slowest_s = max(today.step_s, advice.step_s)
-        self.run_s = max(min(limit_s / NUM_RUNNERS, epochs_s), LEAST_STEPS * slowest_s)
-        return slowest_s <= longest_step_s(limit_s)
+    def length_s(self, winner: Finish) -> float | None:
+        """Of a training that ends a tenth of the error beyond the target: another start may do worse. None: not known.
 
-    def _tried(self, runner: Runner) -> bool:
-        """This batch at a rate so near that it would only be run again."""
-        same = [found.runner for found in self.ran if found.runner.batch == runner.batch]
-        return any(abs(math.log(runner.lr / other.lr)) < math.log(TIMES) / 3 for other in same)
+        What the winner had left is continued, not too far, along the line of the least that was left after runs of each
+        length. A run that reached the target is stretched by a quarter at least, by half at most.
+        """
+        lengths = sorted({found.run_s for found in self.ran})
+        left = [min((f.left for f in self.ran if f.run_s == run_s and not f.gave_up), default=0.0) for run_s in lengths]
+        wanted, times = (1 - BEYOND) * (self.target.left(self.target.value) or 0.0), math.inf
+        if len(lengths) > 1 and min(wanted, winner.left, *left) > 0:
+            slope, _ = np.polyfit(np.log(lengths), np.log(left), 1)
+            times = (wanted / winner.left) ** (1 / slope) if slope < -LEAST_SLOPE else math.inf
+        most = LONGER[1] if winner.target_s is not None else math.inf
+        times = min(max(times, LONGER[0]), most)
+        return times * winner.run_s if times < FAR else None
 
-    def _challenge(self, leader: Finish, runner: Runner) -> Finish:
-        if self._tried(runner):
-            return leader
-        found = self._run(runner, leader)
-        if leader.gave_up:
-            return leader if found.gave_up else found
-        return found if found.loss < leader.loss - CLEARLY * abs(leader.loss) else leader
+    def _first(self, today: Runner, advised: Sequence[Runner]) -> Iterator[Runner]:
+        """What is most likely to win comes first: where steps are long, the seconds do not suffice for all."""
+        yield today
+        advice, *others = advised
+        for factor in (1.0, TIMES, 1 / TIMES, TIMES**2):
+            if not _is_near(advice.times(factor), [today]):
+                yield advice.times(factor)
+        at_rates = sorted((found for found in self.ran if found.runner != today), key=lambda found: found.place)
+        factor = at_rates[0].runner.factor if at_rates else 1.0
+        for other in others:
+            if not _is_near(other.times(factor), [today]):
+                yield other.times(factor)
 
-    def _run(self, runner: Runner, leader: Finish | None) -> Finish:
-        self.tell(f"racing {runner.told}", len(self.ran) / NUM_RUNNERS)
-        losses: list[float] = []
-        gave_up = False
+    def _round(self, runners: Iterable[Runner], limit_s: float) -> list[Finish]:
+        """All that there is time for, the best one first; runs of as many seconds are not run again."""
+        done: list[Finish] = []
+        for runner in runners:
+            known = next((found for found in self.ran if (found.runner, found.run_s) == (runner, self.run_s)), None)
+            if known is None and self.spent_s + self.run_s > 1.001 * limit_s:
+                continue
+            done.append(known or self._run(runner, min(done, key=lambda found: found.place, default=None), limit_s))
+        return _in_order(done)
+
+    def _next(self, done: Sequence[Finish], today: Runner) -> list[Runner]:
+        """The better half, today's setting while it is not far behind, and rates beside the leader's."""
+        going = [found.runner for found in done[: math.ceil(GOES_ON * len(done))]]
+        leader = done[0]
+        far = leader.left + BEHIND * abs(leader.left)
+        still_in = [found.runner for found in done if found.runner == today and found.left <= far]
+        highest = max(found.runner.lr for found in self.ran if found.runner.batch == leader.runner.batch)
+        up = TIMES if leader.runner.lr >= highest else math.sqrt(TIMES)
+        beside = [leader.runner.times(factor) for factor in (up, 1 / math.sqrt(TIMES)) if leader.runner != today]
+        new = [runner for runner in beside if not _is_near(runner, [found.runner for found in self.ran])]
+        return list(dict.fromkeys([leader.runner, *still_in, *new, *going]))
+
+    def _run(self, runner: Runner, leader: Finish | None, limit_s: float) -> Finish:
+        self.tell(f"racing {runner.told}", min(1.0, self.spent_s / limit_s))
+        looks: list[tuple[float, float]] = []
+        gave_up, num_warm_up_steps = False, self._num_warm_up_steps(runner)
         with untouched(self.model, self.optimizer):
             torch.manual_seed(0)
-            for loss in self._losses(runner):
-                losses.append(loss)
-                gave_up = not math.isfinite(loss) or _is_hopeless(losses, leader)
-                if gave_up:
+            for second, metric in self._looks(runner, num_warm_up_steps):
+                looks.append((second, metric))
+                found = Finish(runner, self.run_s, self.target, tuple(looks))
+                gave_up = not math.isfinite(metric) or _is_hopeless(found, leader)
+                if gave_up or _is_beaten(found, leader):
                     break
-        self.ran.append(Finish(runner, tuple(losses), gave_up))
+        self.spent_s += looks[-1][0]
+        self.ran.append(Finish(runner, self.run_s, self.target, tuple(looks), num_warm_up_steps, gave_up))
         return self.ran[-1]
 
-    def _losses(self, runner: Runner) -> Iterator[float]:
-        """Trains, and looks at the held-out loss after every eighth of the seconds."""
+    def _looks(self, runner: Runner, num_warm_up_steps: int) -> Iterator[tuple[float, float]]:
+        """Trains, and looks at the metric after every eighth of the seconds."""
         first_rate = float(self.optimizer.param_groups[0]["lr"])
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * (runner.lr / first_rate) if first_rate else runner.lr
             if runner.beta2 is not None:
                 group["betas"] = (group["betas"][0], runner.beta2)
         micro_batch = max(size for size in range(1, min(runner.batch, self.in_core) + 1) if runner.batch % size == 0)
-        setting = Setting(micro_batch, runner.batch // micro_batch, runner.num_warm_up_steps)
+        num_steps = max(1, round(self.run_s / runner.step_s))
+        setting = Setting(micro_batch, runner.batch // micro_batch, num_warm_up_steps, num_steps)
         trial = Trial(
             self.model,
             self.loss_fn,
             self.samples,
             self.optimizer,
             setting,
-            Target("val_loss", 0.0),
+            self.target,
             validation=self.validation,
+            look_batch=min(LOOK_BATCH, self.in_core),
         )
-        num_steps = 0
+        num_done = 0
         for look in range(1, NUM_LOOKS + 1):
-            while num_steps < round(self.run_s * look / NUM_LOOKS / runner.step_s):
+            while num_done < round(num_steps * look / NUM_LOOKS):
                 trial.step(nullcontext)
-                num_steps += 1
-            yield trial.look()
+                num_done += 1
+            yield num_done * runner.step_s, trial.look()
+
+    def _num_warm_up_steps(self, runner: Runner) -> int:
+        """A tenth of an epoch, or of the run where that is shorter: it must run at its rate."""
+        if not runner.warms_up:
+            return 0
+        num_steps = min((self.samples.num or math.inf) / runner.batch, self.run_s / runner.step_s)
+        return int(WARM_UP * num_steps)
 
     def told(self, winner: Finish) -> str:
         """What was compared and how it ended."""
-        ran = ", ".join(f"{found.runner.told} {_loss_of(found)}" for found in self.ran)
+        lengths = sorted({found.run_s for found in self.ran})
+        ran = "; ".join(
+            f"{format_seconds(run_s)} each: " + ", ".join(found.told for found in self.ran if found.run_s == run_s)
+            for run_s in lengths
+        )
+        metric = self.target.name.split()[0]
         return (
-            f"raced from the same start, each with {format_seconds(self.run_s)} of compute, by the loss on held-out "
-            f"samples: {ran}; the winner is {winner.runner.told}"
+            f"raced from the same start with {format_seconds(self.spent_s)} of compute in all, every run a training "
+            f"whose rate falls to zero over its last third, by {metric} on held-out samples ({ran}); the winner is "
+            f"{winner.runner.told}"
         )
 
 
-def _is_hopeless(losses: list[float], leader: Finish | None) -> bool:
+def _in_order(done: Iterable[Finish]) -> list[Finish]:
+    """By their places; but of those that came to the target almost together the first is who is best in the end."""
+    ordered = sorted(done, key=lambda found: found.place)
+    first_s = ordered[0].target_s if ordered else None
+    if first_s is None:
+        return ordered
+    together = [found for found in ordered if found.place <= (0, (1 + TOGETHER) * first_s)]
+    best = min(together, key=lambda found: found.left)
+    return [best, *(found for found in ordered if found is not best)]
+
+
+def _is_near(runner: Runner, others: Iterable[Runner]) -> bool:
+    """One of the others has this batch, at a rate so near that it would only be run again."""
+    return any(runner.batch == other.batch and 1 / NEAR < runner.lr / other.lr < NEAR for other in others)
+
+
+def _is_hopeless(found: Finish, leader: Finish | None) -> bool:
     """Halfway, and far behind where the leader was then."""
-    if leader is None or leader.gave_up or len(losses) != NUM_LOOKS // 2:
+    half = NUM_LOOKS // 2
+    if leader is None or leader.gave_up or len(found.looks) != half or len(leader.looks) < half:
         return False
-    then = leader.losses[len(losses) - 1]
-    return losses[-1] > then + HOPELESS * abs(then)
+    then = replace(leader, looks=leader.looks[:half])
+    return found.left > then.left + HOPELESS * abs(then.left)
 
 
-def _loss_of(found: Finish) -> str:
-    return "gave up" if found.gave_up else f"{found.loss:.3g}"
+def _is_beaten(found: Finish, leader: Finish | None) -> bool:
+    """The leader was at the target long before."""
+    if leader is None or leader.target_s is None:
+        return False
+    return found.target_s is None and found.looks[-1][0] > (1 + TOGETHER) * leader.target_s

@@ -71,7 +71,8 @@ class Samples:
                 yield self.batch_of(picked[start : start + size])
 
     def batch_of(self, indices: Sequence[int]) -> Any:
-        return self._there(self.collate([self.data[at] for at in indices]))
+        many = getattr(self.data, "__getitems__", None)  # as torch's loaders ask for a whole batch
+        return self._there(self.collate(many(list(indices)) if many else [self.data[at] for at in indices]))
 
     def _there(self, batch: Any) -> Any:
         return each_tensor(batch, lambda tensor: tensor.to(self.device))

@@ -46,6 +46,24 @@ def untouched(
             back()
 
 
+@contextmanager
+def anew(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, the optimizer has not stepped yet. What it had gathered waits in host memory and comes back."""
+    gathered = dict(optimizer.state)
+    tensors = [part for found in gathered.values() for part in found.values() if isinstance(part, torch.Tensor)]
+    devices = [tensor.device for tensor in tensors]
+    for tensor in tensors:
+        tensor.data = tensor.data.to("cpu")
+    optimizer.state.clear()
+    try:
+        yield
+    finally:
+        for tensor, device in zip(tensors, devices):
+            tensor.data = tensor.data.to(device)
+        optimizer.state.clear()
+        optimizer.state.update(gathered)
+
+
 class _Keeper:
     """Remembers what it has already copied: parameters are met again in the optimizer's groups, tied ones twice."""
 

@@ -28,6 +28,7 @@ METRICS = ("val_accuracy", "val_loss")
 FAR = 30  # times the samples seen so far: a target beyond that is not predicted
 LEAST_SLOPE = 0.03  # log error per log samples: below that, nothing is learnt any more
 LEAST_HELD_OUT, MAX_HELD_OUT = 500, 2000  # a tenth of a small data set would tell little: up to a quarter of it
+ANNEALED = 1 / 3  # of a training whose end is known: over this part its rate falls to zero
 Metric = str | Callable[[torch.nn.Module], float]
 
 
@@ -62,6 +63,11 @@ class Target:
         return f"{name} {'>=' if self.grows else '<='} {self.value:g}"
 
     @property
+    def is_known(self) -> bool:
+        """A function of the user's may take long: it is not called more often than it must be."""
+        return isinstance(self.metric, str)
+
+    @property
     def grows(self) -> bool:
         return self.metric != "val_loss"
 
@@ -89,6 +95,7 @@ class Setting:
     micro_batch: int
     accumulation: int
     num_warm_up_steps: int = 0
+    num_steps: int = 0  # above zero: the rate falls to zero over the last third of so many
 
 
 class Trial:
@@ -104,7 +111,9 @@ class Trial:
         target: Target,
         *,
         validation: Samples | None = None,
+        look_batch: int = 0,
     ) -> None:
+        self.look_batch = max(2, setting.micro_batch, look_batch)
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
         self.samples, self.setting, self.target, self.validation = samples, setting, target, validation
         self.training = Training()
@@ -133,7 +142,10 @@ class Trial:
 
     def step(self, around: Callable[[], Any]) -> None:
         effective = self.setting.micro_batch * self.setting.accumulation
-        factor = warm_up(self.training.num_samples // effective, self.setting.num_warm_up_steps)
+        at, num_steps = self.training.num_samples // effective, self.setting.num_steps
+        factor = warm_up(at, self.setting.num_warm_up_steps)
+        if num_steps:
+            factor *= min(1.0, max(num_steps - at, 0) / (ANNEALED * num_steps))
         for group, lr in zip(self.optimizer.param_groups, self._rates):
             group["lr"] = lr * factor
         for _ in range(self.setting.accumulation):
@@ -167,7 +179,7 @@ class Trial:
         return float((out.argmax(1) == batch[1]).float().mean())
 
     def _held_out_batches(self) -> Iterator[Any]:
-        held_out, size = self.validation or self.samples, max(2, self.setting.micro_batch)
+        held_out, size = self.validation or self.samples, self.look_batch
         if held_out.num is None:
             yield held_out.any_batch(size)
             return

@@ -79,12 +79,14 @@ def tune(
     `batch` is the effective batch you train with today: it is kept by accumulation, unless `free=True`. Without it the
     batch is free. `learning_rate` is the rate that belongs to `batch` (the optimizer's, if not given), or "find" for a
     range test; it is the default where no batch is given. `rule` says how it follows a freed batch. Before the rate or
-    the batch is changed, both settings train for a while from the same start: what does better on held-out samples is
-    the advice (`race=False` leaves that out). All that training takes about 0.8 `trial_s` seconds at most.
+    the batch is changed, settings race from the same start: what is soonest at the target on held-out samples (without
+    one: at the least loss) is the advice; `race=False` leaves that out. All that training takes about 0.8 `trial_s`
+    seconds at most.
 
-    `target`, such as `("val_accuracy", 0.97)` or `(function of the model, value)`, asks for the time to it, found by
-    training for at most `trial_s` seconds, on `validation` or else on a tenth of `dataset` that is held out (of a small
-    one up to a quarter). With
+    `target`, such as `("val_accuracy", 0.97)` or `(function of the model, value)`, asks for the time to it, on
+    `validation` or else on a tenth of `dataset` that is held out (of a small one up to a quarter). A race that comes
+    near it tells that time, and over how many steps the rate is to fall; else training for at most `trial_s` seconds
+    does. With
     `num_trials` an Optuna study of so many runs, each of `trial_s` seconds, begins at the advice and looks for a better
     batch and rate; `study` names a file from which it goes on when it was interrupted.
 
@@ -106,6 +108,7 @@ def tune(
     told |= {"workers": workers, "communication_s": communication_s, "num_trials": num_trials}
     check_alike(told | {"optimizer": optimizer is not None, "target": target is not None})
     ranks = Ranks.read(workers, communication_s)
+    aim = Target.read(target) if target is not None else None
     asked = Asked(
         make_model,
         loss_fn,
@@ -117,9 +120,9 @@ def tune(
         rule,
         trial_s,
         race and ranks is None,
+        aim,
     )
     asked.check()
-    aim = Target.read(target) if target is not None else None
     if num_trials and (aim is None or optimizer is None):
         raise TuningError("a search needs target=... and optimizer=... to compare runs by; give both")
     if num_trials and ranks is not None:
@@ -139,7 +142,8 @@ def tune(
                 )
             aiming = Aiming(asked.model, loss_fn, optimizer, samples, held_out, aim, trial_s, limits, tell)
             advice = aiming.search(advice, num_trials, study) if num_trials else advice
-            advice = aiming.predict(advice) if ranks is None else _aim_together(aiming, advice, ranks)
+            if advice.target_s is None or num_trials:  # else it was reached in the race
+                advice = aiming.predict(advice) if ranks is None else _aim_together(aiming, advice, ranks)
         return replace(advice, spent_s=time.perf_counter() - began_s)
     finally:
         back()

@@ -7,8 +7,9 @@ the same parameters: whatever trains here puts them back.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -33,11 +34,13 @@ from outcore.tuning.curve import Curve
 from outcore.tuning.goodput import RULES, best_batch, beta2_for, lr_factor, num_warm_up_steps
 from outcore.tuning.noise import Noise, noise_here, visible
 from outcore.tuning.probing import Bench, Tell
-from outcore.tuning.race import Race, Runner, longest_step_s
+from outcore.tuning.race import LOSS, Finish, Race, Runner, longest_step_s
 from outcore.tuning.ranges import range_test
 from outcore.tuning.reasons import why_batch_kept, why_last_batch, why_loading, why_micro_batch
 from outcore.tuning.samples import Samples
-from outcore.tuning.state import untouched
+from outcore.tuning.state import anew, untouched
+from outcore.tuning.targets import Target
+from outcore.units import format_seconds
 
 FIRST_BATCH = 32  # where no batch is given: noise and learning rate are looked at here
 RANGE_BATCH = 256  # for the range test: a large batch shows the rate, not the noise
@@ -49,7 +52,7 @@ NOISE_BATCH, NUM_MICRO = 32, 64  # fewer, or smaller, and the noise scale is off
 NUM_PLUNGE_STEPS = 60  # at most, before noise is measured
 PLUNGED = 0.3  # of the loss at the start
 LARGEST = 1 << 16
-TODAY = "today's setting"
+NAMES = ("today's setting", "the advice", "half its batch", "a quarter of its batch")  # in a race
 MakeModel = Callable[[], torch.nn.Module] | torch.nn.Module
 
 
@@ -67,6 +70,7 @@ class Asked:
     rule: str
     trial_s: float
     race: bool
+    target: Target | None = None
 
     def check(self) -> None:
         if self.rule not in RULES:
@@ -116,6 +120,7 @@ class Tuner:
         self.why: list[str] = []
         self.rate_batch = 0  # the batch that the optimizer's learning rate belongs to
         self.first_rate = 0.0  # what is trained with today
+        self.has_state = optimizer is not None and bool(optimizer.state)  # before its first step
         if asked.batch is not None and samples.num is not None and samples.num < asked.batch:
             raise TuningError(
                 f"the data set has {samples.num} samples, fewer than the batch of {asked.batch}; lower the batch or "
@@ -225,7 +230,7 @@ class Tuner:
             self.why.append("the noise of the gradients was not measured: two micro-batches in-core are needed for it")
             return None
         self.tell("measuring the noise of the gradients", 0.0)
-        with untouched(self.model, self.optimizer):
+        with self._anew(), untouched(self.model, self.optimizer):
             if self.asked.starts_anew:
                 self._train_past_the_plunge(min(self.rate_batch, curve.largest_in_core, num // 2))
             num_micro = max(2, min(NUM_MICRO, num // micro))
@@ -300,7 +305,8 @@ class Tuner:
         batches = self.samples.shuffled(batch, seed=2)
         test = partial(range_test, num_steps=NUM_RANGE_STEPS, num_seeds=num_seeds)
         try:
-            found = test(self.model, self.asked.loss_fn, batches, self.optimizer)
+            with self._anew():
+                found = test(self.model, self.asked.loss_fn, batches, self.optimizer)
         except TuningError as error:
             self.why.append(f"the learning rate is the optimizer's: in a range test {error}")
             return
@@ -314,7 +320,7 @@ class Tuner:
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * (rate / first_rate) if first_rate else rate
 
-    def _with_rate(self, advice: Advice) -> Advice:
+    def _with_rate(self, advice: Advice, *, says_why: bool = True) -> Advice:
         if self.optimizer is None:
             return advice
         batch, first_batch, group = advice.effective_batch, self.rate_batch, self.optimizer.param_groups[0]
@@ -323,7 +329,7 @@ class Tuner:
         betas_change = normalised and batch != advice.first_batch  # they belong to the batch that is trained today
         factor = lr_factor(rule, batch, first_batch, advice.noise, normalised=normalised)
         rate = float(group["lr"])
-        if batch != first_batch:
+        if batch != first_batch and says_why:
             self.why.append(
                 f"the learning rate {rate:.3g} of a batch of {first_batch} is multiplied by {factor:.3g} (the rule "
                 f"{rule!r})"
@@ -340,20 +346,30 @@ class Tuner:
     # -- the race -----------------------------------------------------------------------------------------------------
 
     def _raced(self, advice: Advice, choosing: Choosing) -> Advice:
-        """Whichever trains better: today's setting, the advice, or the advice at another rate."""
+        """Whichever trains best: today's setting, the advice, or the advice at another rate or a smaller batch."""
         assert self.optimizer is not None
-        batch, rate = advice.first_batch, self.first_rate
-        if (advice.effective_batch, advice.learning_rate) == (batch, rate):
+        if (advice.effective_batch, advice.learning_rate) == (advice.first_batch, self.first_rate):
             return advice
         if self.samples.num is None and self.validation is None:
             self.why.append("not compared with today's setting: a function's samples cannot be held out")
             return advice
         try:
-            today = self._todays(advice, choosing)
-            runners = _runner(TODAY, today), _runner("the advice", advice)
-            model, in_core = (self.model, self.optimizer, self.asked.loss_fn), choosing.curve.largest_in_core
-            race = Race(*model, self.samples, self.validation, in_core, self.tell)
-            winner = race.between(*runners, RACE_SHARE * self.asked.trial_s)
+            today = self._like_today(advice, choosing)
+            advised = [advice, *self._smaller(advice, choosing)]
+            race = Race(
+                self.model,
+                self.optimizer,
+                self.asked.loss_fn,
+                self.samples,
+                self.validation,
+                choosing.curve.largest_in_core,
+                self.tell,
+                self.asked.target if self.asked.target is not None and self.asked.target.is_known else LOSS,
+            )
+            named = dict(zip(NAMES, (today, *advised)))
+            runners = [_runner(name, way) for name, way in named.items()]
+            with self._anew():
+                winner = race.between(replace(runners[0], warms_up=False), runners[1:], RACE_SHARE * self.asked.trial_s)
         except TuningError as error:
             self.why.append(f"not compared with today's setting: {error}")
             return advice
@@ -361,12 +377,41 @@ class Tuner:
             self.why.append("not compared with today's setting: its steps take too long for a race; raise trial_s")
             return advice
         self.why.append(race.told(winner))
-        taken = today if winner.runner.name == TODAY else advice
-        return replace(taken, learning_rate=winner.runner.lr, num_warm_up_steps=winner.runner.num_warm_up_steps)
+        taken = replace(
+            named[winner.runner.name],
+            learning_rate=winner.runner.lr,
+            num_warm_up_steps=winner.num_warm_up_steps,
+        )
+        return self._with_length(taken, winner, race.length_s(winner))
 
-    def _todays(self, advice: Advice, choosing: Choosing) -> Advice:
+    def _with_length(self, advice: Advice, winner: Finish, length_s: float | None) -> Advice:
+        """And how long to train to the target, by what the race told about it."""
+        if length_s is None:
+            return advice
+        num_steps, goal = math.ceil(length_s / advice.step_s), winner.target.name
+        how = (
+            "was not reached in the race, and lies on the line of what was left after its runs, a rough guess"
+            if winner.target_s is None
+            else f"was reached in the race, in a run of {format_seconds(winner.run_s)}"
+        )
+        self.why.append(f"{goal} {how}: train {num_steps} steps, the rate falling to zero over the last third")
+        return replace(advice, num_steps=num_steps, target=goal, target_s=num_steps * advice.step_s)
+
+    def _smaller(self, advice: Advice, choosing: Choosing) -> list[Advice]:
+        """The advice with half and a quarter of its batch: goodput is a rule of thumb."""
+        batch, least = advice.effective_batch, 2 if self.normalises else 1
+        if not self.asked.free:
+            return []
+        sizes = [batch // part for part in (2, 4) if batch % part == 0 and batch // part >= least]
+        return [self._with_rate(self._at(advice, choosing, size), says_why=False) for size in sizes]
+
+    def _like_today(self, advice: Advice, choosing: Choosing) -> Advice:
         """The advice, if it were to train on as today."""
-        batch = advice.first_batch
+        found = self._at(advice, choosing, advice.first_batch)
+        return replace(found, learning_rate=self.first_rate, rule="fixed", num_warm_up_steps=0, beta2=None)
+
+    def _at(self, advice: Advice, choosing: Choosing, batch: int) -> Advice:
+        """The advice with another effective batch, and the rate left as it is."""
         if batch <= choosing.curve.largest_in_core:
             choosing.lay_out([batch], self.tell)
         micro_batch, peak_bytes = self._peak(choosing, choosing.curve, micro_batch_for(batch)(choosing.curve), batch)
@@ -375,17 +420,16 @@ class Tuner:
             advice,
             micro_batch=micro_batch,
             accumulation=accumulation,
-            learning_rate=self.first_rate,
             samples_per_s=curve.rate(micro_batch, accumulation),
             step_s=curve.seconds(micro_batch, accumulation),
             peak_bytes=peak_bytes,
             curve=curve,
-            rule="fixed",
-            num_warm_up_steps=0,
-            beta2=None,
         )
+
+    def _anew(self) -> AbstractContextManager[None]:
+        """Steps that were timed left momentum behind, at a rate of zero: what trains begins without."""
+        return nullcontext() if self.optimizer is None or self.has_state else anew(self.optimizer)
 
 
 def _runner(name: str, advice: Advice) -> Runner:
-    batch, rate, num_steps = advice.effective_batch, advice.learning_rate or 0.0, advice.num_warm_up_steps
-    return Runner(name, batch, rate, advice.step_s, num_steps, advice.beta2)
+    return Runner(name, advice.effective_batch, advice.learning_rate or 0.0, advice.step_s, advice.beta2)

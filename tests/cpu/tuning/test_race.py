@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -15,8 +16,9 @@ from outcore.tuning.advice import Advice
 from outcore.tuning.choosing import Choosing
 from outcore.tuning.curve import Curve, Planned, Point
 from outcore.tuning.probing import Bench
-from outcore.tuning.race import NUM_RUNNERS, Race, Runner
+from outcore.tuning.race import LOSS, Finish, Race, Runner
 from outcore.tuning.samples import Samples
+from outcore.tuning.targets import Target
 from outcore.tuning.tuner import Asked, Tuner
 from tests.cpu.tuning.nets import CPU, convnet, make_sgd, mlp, stripes
 from tests.cpu.tuning.test_tune import assert_same, everything_of, generators
@@ -27,13 +29,42 @@ DATA = stripes()
 LONG_S = 1e6  # however slow the machine is: a race then ends by its epochs
 
 
-def race_of(model: torch.nn.Module, in_core: int = 64) -> Race:
-    return Race(model, make_sgd(model.parameters()), F.cross_entropy, Samples(DATA, CPU), None, in_core, print)
+def race_of(model: torch.nn.Module, in_core: int = 64, target: Target = LOSS) -> Race:
+    samples, optimizer = Samples(DATA, CPU), make_sgd(model.parameters())
+    return Race(model, optimizer, F.cross_entropy, samples, None, in_core, print, target)
+
+
+def finish(*metrics: float, target: Target = LOSS, lr: float = 0.1) -> Finish:
+    looks = tuple((float(at), metric) for at, metric in enumerate(metrics, 1))
+    return Finish(Runner("one", 32, lr, 0.5), float(len(metrics)), target, looks)
+
+
+def test_the_first_at_the_target_is_before_who_is_better_in_the_end() -> None:
+    target = Target("val_accuracy", 0.6)
+    sooner, better, never = (
+        finish(*found, target=target) for found in ((0.5, 0.7, 0.6), (0.4, 0.5, 0.9), (0.3, 0.5, 0.59))
+    )
+    assert sooner.target_s == pytest.approx(1.5)  # halfway between two looks
+    assert better.target_s == pytest.approx(2.25)
+    assert never.target_s is None
+    assert sorted([never, better, sooner], key=lambda found: found.place) == [sooner, better, never]
+    race = race_of(mlp(), target=target)
+    assert race.length_s(sooner) == pytest.approx(1.5 * 3.0)
+    assert sooner.is_clearly_before(better)
+    assert not better.is_clearly_before(sooner)
+    assert not replace(sooner, gave_up=True).is_clearly_before(never)
+
+
+def test_nearer_in_the_end_counts_and_not_the_mean_on_the_way() -> None:
+    """A high rate looks bad until it falls: the mean of the looks would take the other."""
+    noisy, calm = finish(1.5, 1.6, 1.5, 0.8), finish(1.3, 1.1, 1.0, 0.95)
+    assert noisy.is_clearly_before(calm)
+    assert not finish(1.0, 0.95).is_clearly_before(finish(1.0, 0.96))
 
 
 def test_an_advice_that_does_not_train_loses_to_today() -> None:
     race = race_of(mlp())
-    winner = race.between(Runner("today", 32, 0.05, 0.01), Runner("the advice", 64, 1e30, 0.015), LONG_S)
+    winner = race.between(Runner("today", 32, 0.05, 0.01), [Runner("the advice", 64, 1e30, 0.015)], LONG_S)
     assert winner is not None
     assert winner.runner.name == "today"
     assert [found.gave_up for found in race.ran[:3]] == [False, True, True]
@@ -41,17 +72,49 @@ def test_an_advice_that_does_not_train_loses_to_today() -> None:
     assert "the advice (batch 64, rate 1e+30) gave up" in race.told(winner)
 
 
-def test_a_better_rate_wins_and_three_times_that_is_tried_too() -> None:
+def test_higher_rates_are_tried_until_none_is_better() -> None:
     race = race_of(mlp())
-    winner = race.between(Runner("today", 32, 1e-5, 0.01), Runner("the advice", 32, 0.003, 0.01), LONG_S)
+    winner = race.between(Runner("today", 32, 1e-5, 0.01, warms_up=False), [Runner("the advice", 32, 1e-3, 0.01)], 60.0)
     assert winner is not None
-    assert winner.runner.lr >= 0.003
+    assert winner.runner.lr > 9e-3  # beyond the highest that it began with
     rates = [found.runner.lr for found in race.ran]
-    assert rates[:4] == pytest.approx([1e-5, 0.003, 0.001, 0.009])
-    assert [found.runner.num_warm_up_steps for found in race.ran[:4]] == [0, 0, 0, len(DATA) // 320]
-    assert len(rates) <= NUM_RUNNERS
-    best = min(found.loss for found in race.ran)
-    assert winner.loss <= best * 1.1
+    assert rates[:5] == pytest.approx([1e-5, 1e-3, 3e-3, 1e-3 / 3, 9e-3])
+    assert race.ran[0].num_warm_up_steps == 0
+    assert race.ran[1].num_warm_up_steps > 0
+    assert race.spent_s <= 60.0
+    longest = [found for found in race.ran if found.run_s == winner.run_s]
+    assert winner == min(longest, key=lambda found: found.place)
+
+
+def test_smaller_batches_are_tried_and_the_target_ends_the_growing() -> None:
+    """Where a step of 128 costs as much as one of 32, 128 wins; where it costs four times as much, not."""
+    for name, step_s in (
+        ("alike", {128: 0.01, 64: 0.01, 32: 0.01}),
+        ("by the sample", {128: 0.04, 64: 0.02, 32: 0.01}),
+    ):
+        race = race_of(mlp(), in_core=128, target=Target("val_accuracy", 0.95))
+        advised = [Runner(f"{batch}", batch, 1e-3, seconds) for batch, seconds in step_s.items()]
+        winner = race.between(Runner("today", 128, 1e-6, step_s[128], warms_up=False), advised, 100.0)
+        assert {ran.runner.batch for ran in race.ran} == {32, 64, 128}
+        assert winner is not None
+        assert winner.target_s is not None
+        assert winner.target_s <= winner.run_s <= race.ran[0].run_s
+        assert 1.25 * winner.run_s <= (race.length_s(winner) or 0.0) <= 1.5 * winner.run_s
+        assert name == "alike" or winner.runner.batch < 128
+
+
+def test_a_length_is_continued_along_the_ends_of_runs_but_not_far() -> None:
+    race = race_of(mlp(), target=Target("val_accuracy", 0.88))
+    race.ran = [
+        Finish(Runner("one", 32, 0.1, 0.5), run_s, race.target, ((run_s, 1 - 0.8 / run_s**0.5),))
+        for run_s in (4.0, 16.0)
+    ]
+    assert race.length_s(race.ran[-1]) == pytest.approx((0.8 / 0.108) ** 2)
+    race.target = Target("val_accuracy", 0.95)
+    assert race.length_s(race.ran[-1]) is None
+    race.ran = race.ran[:1]
+    assert race.length_s(race.ran[-1]) is None
+    assert race_of(mlp()).length_s(finish(1.0, 0.9)) is None  # a loss has no target
 
 
 def test_a_warm_up_is_over_long_before_the_race_is() -> None:
@@ -60,15 +123,25 @@ def test_a_warm_up_is_over_long_before_the_race_is() -> None:
     race.run_s = 0.8
     assert race.samples.num is not None
     assert race.samples.num > 80
-    assert race._warmed(Runner("one", 1, 0.05, 0.01)).num_warm_up_steps == 8
+    assert race._num_warm_up_steps(Runner("one", 1, 0.05, 0.01)) == 8
+    assert race._num_warm_up_steps(Runner("one", 1, 0.05, 0.01, warms_up=False)) == 0
 
 
 def test_of_two_that_train_alike_today_stays() -> None:
     race = race_of(mlp())
     race.samples.data = torch.utils.data.TensorDataset(DATA.tensors[0], DATA.tensors[1].roll(1))  # nothing to learn
-    winner = race.between(Runner("today", 32, 1e-7, 0.01), Runner("the advice", 32, 1e-6, 0.01), LONG_S)
+    winner = race.between(Runner("today", 32, 1e-7, 0.01), [Runner("the advice", 32, 1e-6, 0.01)], LONG_S)
     assert winner is not None
     assert winner.runner.name == "today"
+
+
+def test_the_rate_of_a_run_ends_at_zero() -> None:
+    race, rates = race_of(mlp()), []
+    race.run_s = 0.3
+    race.optimizer.register_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+    race._run(Runner("one", 32, 0.06, 0.01, warms_up=False), None, 1.0)
+    assert rates[:20] == pytest.approx([0.06] * 20)
+    assert rates[20:] == pytest.approx([0.006 * left for left in range(10, 0, -1)])
 
 
 def test_every_run_starts_alike_and_nothing_is_left_of_it() -> None:
@@ -80,10 +153,11 @@ def test_every_run_starts_alike_and_nothing_is_left_of_it() -> None:
         parameter.grad = torch.ones_like(parameter)
     race.optimizer.step()  # so that there is momentum to keep
     before, numbers, state = everything_of(model), generators(), deepcopy(race.optimizer.state_dict())
-    race.run_s = 0.16
-    first, again = (race._run(Runner("one", 32, 0.05, 0.01, num_warm_up_steps=4), None) for _ in range(2))
-    assert first.losses == again.losses
-    assert len(set(first.losses)) == len(first.losses)
+    race.run_s = 0.4
+    first, again = (race._run(Runner("one", 32, 0.05, 0.01), None, 1.0) for _ in range(2))
+    assert first.num_warm_up_steps == 1
+    assert first.looks == again.looks
+    assert len(set(first.looks)) == len(first.looks)
     assert_same(before, everything_of(model))
     assert generators() == numbers
     after = race.optimizer.state_dict()
@@ -93,12 +167,14 @@ def test_every_run_starts_alike_and_nothing_is_left_of_it() -> None:
     whole, parts = (race_of(net, in_core) for net, in_core in ((mlp(), 64), (mlp(), 16)))
     parts.model.load_state_dict(whole.model.state_dict())
     whole.run_s = parts.run_s = 0.08
-    runner = Runner("one", 64, 0.05, 0.01)
-    assert parts._run(runner, None).losses == pytest.approx(whole._run(runner, None).losses, rel=1e-3)
+    ends = [
+        [metric for _, metric in race._run(Runner("one", 64, 0.05, 0.01), None, 1.0).looks] for race in (whole, parts)
+    ]
+    assert ends[1] == pytest.approx(ends[0], rel=1e-3)
 
 
 def test_no_verdict_where_there_is_no_time_for_one() -> None:
-    assert race_of(mlp()).between(Runner("today", 32, 0.1, 1.0), Runner("the advice", 32, 1.0, 1.0), 20.0) is None
+    assert race_of(mlp()).between(Runner("today", 32, 0.1, 1.0), [Runner("the advice", 32, 1.0, 1.0)], 20.0) is None
 
 
 @pytest.mark.parametrize(("race", "chosen"), [(True, 64), (False, 256)])
@@ -129,6 +205,39 @@ def test_tune_races_what_it_would_change(tmp_path: Any) -> None:
     assert advice.learning_rate is not None
     assert 1e-4 < advice.learning_rate < 3
     assert Advice.from_json(advice.to_json()) == advice
+
+
+def test_a_target_reached_in_the_race_is_not_trained_for_again(tmp_path: Any) -> None:
+    told: list[str] = []
+    say = lambda what, part: told.append(what)  # noqa: E731
+    advice = tuned(1e-6, disk=tmp_path, target=("val_accuracy", 0.8), trial_s=60.0, progress=say)
+    assert advice.num_steps > 0
+    assert advice.target_s == pytest.approx(advice.num_steps * advice.step_s)
+    assert not any("training towards" in what for what in told)
+    assert f"{advice.num_steps} steps, the rate falling to zero" in str(advice)
+    assert Advice.from_json(advice.to_json()) == advice
+
+
+def test_what_trains_begins_without_the_momentum_of_timed_steps() -> None:
+    """Ten steps of one batch at a rate of zero leave ten times its gradient."""
+    model = mlp()
+    asked = Asked(mlp, F.cross_entropy, make_sgd, 1, None, True, None, "adascale", trial_s=5.0, race=True)
+    optimizer = make_sgd(model.parameters())
+    tuner = Tuner(asked, Samples(DATA, CPU), model, optimizer, lambda what, part: None)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    kept = [optimizer.state[parameter]["momentum_buffer"] for parameter in model.parameters()]
+    with tuner._anew():
+        assert not optimizer.state
+        optimizer.step()
+    for parameter, buffer in zip(model.parameters(), kept):
+        assert optimizer.state[parameter]["momentum_buffer"] is buffer
+        assert torch.equal(buffer, torch.ones_like(buffer))
+    ready = torch.optim.Adagrad(model.parameters())  # which has state before its first step
+    tuner = Tuner(asked, Samples(DATA, CPU), model, ready, lambda what, part: None)
+    with tuner._anew():
+        assert ready.state
 
 
 def test_without_time_for_a_race_it_says_so(tmp_path: Any) -> None:
