@@ -157,6 +157,7 @@ def _time_steps(
         around: Any = ooc.step
     elif method.startswith("compile"):
         torch.compiler.reset()  # or what was compiled before for the same code is used again, with its budget
+        torch._functorch.config.activation_memory_budget = 1.0
         if method == "compile-budget":  # the share of activations that may be saved, as its own setting wants it
             if in_core_gib == float("inf"):
                 raise RuntimeError("compile-budget needs in-core before it in --methods: its budget is a share of that")
