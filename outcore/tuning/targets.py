@@ -112,6 +112,7 @@ class Trial:
         *,
         validation: Samples | None = None,
         look_batch: int = 0,
+        order: int = 0,
     ) -> None:
         self.look_batch = max(2, setting.micro_batch, look_batch)
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
@@ -125,7 +126,7 @@ class Trial:
                 f"the data set has {len(trained)} samples to train on, fewer than the batch of {effective}; lower the "
                 "batch or give more data"
             )
-        self._batches = samples.shuffled(setting.micro_batch, only=trained)
+        self._batches = samples.shuffled(setting.micro_batch, seed=order, only=trained)
 
     def looks(self, around: Callable[[], Any], limit_s: float) -> Iterator[tuple[float, float]]:
         """Trains for `limit_s` seconds; yields seconds of training and the metric, at growing distances."""

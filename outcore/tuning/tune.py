@@ -80,8 +80,8 @@ def tune(
     batch is free. `learning_rate` is the rate that belongs to `batch` (the optimizer's, if not given), or "find" for a
     range test; it is the default where no batch is given. `rule` says how it follows a freed batch. Before the rate or
     the batch is changed, settings race from the same start: what is soonest at the target on held-out samples (without
-    one: at the least loss) is the advice; `race=False` leaves that out. All that training takes about 0.8 `trial_s`
-    seconds at most.
+    one: at the least loss), in the mean over three orders of the data, is the advice; `race=False` leaves that out. All
+    that training takes about 1.3 `trial_s` seconds at most.
 
     `target`, such as `("val_accuracy", 0.97)` or `(function of the model, value)`, asks for the time to it, on
     `validation` or else on a tenth of `dataset` that is held out (of a small one up to a quarter). A race that comes
