@@ -33,7 +33,10 @@ Array = np.ndarray[Any, Any]
 
 BLOCK_BYTES = 1 << 19  # of a share, added up at a time: with what the tree keeps beside it, it stays in a core's cache
 NUM_LOOKS = 20  # before the first pause
-PAUSE_S = 5e-5
+PAUSE_SHARE = (
+    0.05  # of the wait so far: at level 3 a training step runs beside it, and every look takes the interpreter
+)
+PAUSES_S = 5e-5, 1e-3  # the shortest and the longest
 CHECK_EVERY_S = 0.02  # between looks whether the missing still live
 _PAGE_BYTES = mmap.PAGESIZE
 _LINE_BYTES = 64  # of a cache: what one member writes again and again is on no other's
@@ -71,25 +74,25 @@ class Window:
 
     def meet(self, member: int, limit_s: float) -> int | None:
         """Waits until all are here as often as this member; returns who left instead, or is late (see `is_gone`)."""
-        arrivals = self._lines[:, _ARRIVALS]
+        arrivals, has_left = self._lines[:, _ARRIVALS], self._lines[:, _HAS_LEFT]
         arrivals[member] += 1
-        wanted, num_looks = int(arrivals[member]), 0
-        end_s, looked_s = time.monotonic() + limit_s, time.monotonic()
+        wanted, began_s = int(arrivals[member]), time.monotonic()
+        for _ in range(NUM_LOOKS):
+            if arrivals.min() >= wanted:
+                return None
+            time.sleep(0)
+        looked_s = began_s
         while arrivals.min() < wanted:
-            num_looks += 1
-            if num_looks < NUM_LOOKS:
-                time.sleep(0)
-                continue
-            missing, now_s = [int(other) for other in np.flatnonzero(arrivals < wanted)], time.monotonic()
+            now_s = time.monotonic()
             if now_s - looked_s > CHECK_EVERY_S:
                 looked_s = now_s
-                self._mark_dead(missing)
-            is_over = now_s > end_s or bool(self._lines[:, _HAS_LEFT].any())
-            if arrivals.min() >= wanted:  # who came and then left was here
-                break
-            if is_over:  # one who left this meeting unfinished will not see it end: nobody will
-                return next(filter(self.is_gone, missing), missing[0])
-            time.sleep(PAUSE_S)
+                self._mark_dead([int(other) for other in np.flatnonzero(arrivals < wanted)])
+            if has_left.any() or now_s - began_s > limit_s:
+                missing = [int(other) for other in np.flatnonzero(arrivals < wanted)]
+                if missing:  # one who left this meeting unfinished will not see it end: nobody will
+                    return next(filter(self.is_gone, missing), missing[0])
+                break  # who came and then left was here
+            time.sleep(min(max(PAUSE_SHARE * (now_s - began_s), PAUSES_S[0]), PAUSES_S[1]))
         return None
 
     def is_gone(self, member: int) -> bool:
