@@ -16,7 +16,7 @@ from outcore.tuning.advice import Advice
 from outcore.tuning.choosing import Choosing
 from outcore.tuning.curve import Curve, Planned, Point
 from outcore.tuning.probing import Bench
-from outcore.tuning.race import LOSS, Finish, Race, Runner
+from outcore.tuning.race import LOSS, Finish, Race, Runner, _best_of
 from outcore.tuning.samples import Samples
 from outcore.tuning.targets import Target
 from outcore.tuning.tuner import Asked, Tuner
@@ -107,7 +107,22 @@ def test_higher_rates_are_tried_until_none_is_better() -> None:
     finalists = {found.runner for found in longest if found.order == 2}
     assert len(finalists) > 2
     costs = {runner: sum(found.cost for found in longest if found.runner == runner) for runner in finalists}
-    assert winner.runner == min(costs, key=lambda runner: costs[runner])
+    assert winner.runner == min(costs, key=lambda runner: costs[runner])  # without a target the end is all there is
+
+
+def test_of_those_that_come_together_the_best_in_the_end_is_taken() -> None:
+    target = Target("val_accuracy", 0.6)
+
+    def starts(*, end: float, target_s: float) -> list[Finish]:
+        looks = (target_s, 0.6), (3.0, end)
+        return [Finish(Runner("", 32, 0.1, 0.01), 3.0, target, looks, order=order) for order in range(3)]
+
+    today, soon, good, late = (Runner(name, 32, 0.1, 0.01) for name in ("today", "soon", "good", "late"))
+    field = {today: starts(end=0.9, target_s=2.0), soon: starts(end=0.7, target_s=1.0)}
+    assert _best_of(field, today) == soon
+    assert _best_of({**field, good: starts(end=0.8, target_s=1.1)}, today) == good
+    assert _best_of({**field, late: starts(end=0.8, target_s=1.3)}, today) == soon
+    assert _best_of({today: field[today], good: starts(end=0.95, target_s=1.95)}, today) == today
 
 
 def test_smaller_batches_are_tried_and_the_target_ends_the_growing() -> None:
