@@ -279,6 +279,7 @@ class Limited:
             return
         kind.num_steps += 1
         self._last = kind
+        kind.watched = kind.watched or (kind.in_place and run.is_watched)
         if run.clock is not None:
             self._correct_times(kind, run)
         elif self._log is not None:
@@ -290,10 +291,7 @@ class Limited:
         assert run.clock is not None
         kind.timed_again = True
         if kind.trace is not None and run.timed == [op.name for op in kind.trace.ops]:
-            seconds = run.clock.seconds()
-            ops = tuple(dataclasses.replace(op, seconds=min(op.seconds, s)) for op, s in zip(kind.trace.ops, seconds))
-            kind.trace = dataclasses.replace(kind.trace, ops=ops)
-            kind.stale = True
+            kind.take_times(run.clock.seconds())
         else:
             log.info("the first planned step ran other ops than recorded; its times were not used")
 
@@ -324,7 +322,14 @@ class Limited:
             kind.room.begin()
         kind.trace = dataclasses.replace(kind.trace, before_bytes=before_bytes)
         trace = self._as_run(kind)
-        made = self._plan_for(trace, kind.room)
+        try:
+            made = self._plan_for(trace, kind.room)
+        except BudgetTooSmall:
+            if kind.timed_again:
+                raise
+            kind.timed_again = True  # a step whose ops are timed may need more than those that follow
+            trace = self._as_run(kind)
+            made = self._plan_for(trace, kind.room)
         if made is None:
             self._go_back(kind)
             return
@@ -337,12 +342,17 @@ class Limited:
             raise BudgetTooSmall(peak.peak_bytes, self.budget.device_bytes, peak.peak_at, where=str(self.device))
         crowded = kind.room is not None and kind.room.crowded
         crowd = bystanders(trace, kind.schedule, self.budget.device_bytes) if crowded else {}
+        kind.in_place, kind.stale = trace is not kind.trace, False
+        if kind.in_place:  # nobody looks at its backward
+            crowd = {op: aside for op, aside in crowd.items() if trace.ops[op].phase == "forward"}
         kind.program = Program(trace, kind.schedule, crowd, gradients_aside=crowded and not crowd)
         kind.num_steps = 0
-        kind.in_place, kind.stale = trace is not kind.trace, False
         if kind.in_place and not kind.program.ends_in_forward:
-            kind.watched, kind.room = True, None
-            self._make_plan(kind, before_bytes)
+            if kind.room is not None and kind.room.attempts:
+                self._go_back(kind)
+            else:
+                kind.watched = True
+                self._make_plan(kind, before_bytes)
             return
         if kind.room is not None and kind.room.is_hopeless(kind.predicted.step_s):
             self._go_back(kind)
@@ -404,8 +414,7 @@ class Limited:
         if self._given_fits or plan.count("keep") == len(plan.decisions):
             room.settle()
         elif room.note(measured.step_s, num_restarts, measured.reserved_bytes):
-            made = (plan, kind.schedule, kind.predicted, kind.program)
-            kind.stale = room.judge(made, again=not num_restarts and self._slow_down(kind))
+            kind.stale = room.judge(kind.made, again=not num_restarts and self._slow_down(kind))
             if room.settled:
                 self._go_back(kind)
 
@@ -417,11 +426,7 @@ class Limited:
         if measured.stall_s <= predicted.stall_s + STALL_SHARE * measured.step_s:
             return False
         kind.num_slowed += 1
-        self.machine = dataclasses.replace(
-            self.machine,
-            swap_out_bytes_per_s=0.9 * self.machine.swap_out_bytes_per_s,
-            swap_in_bytes_per_s=0.9 * self.machine.swap_in_bytes_per_s,
-        )
+        self.machine = self.machine.with_copies_at(0.9)
         return True
 
     def _go_back(self, kind: Kind) -> None:
@@ -455,7 +460,7 @@ class Limited:
         kind.plan = dataclasses.replace(
             kind.plan, predicted_step_s=kind.predicted.step_s, in_core_step_s=pace * kind.plan.in_core_step_s
         )
-        room.keep_best((kind.plan, kind.schedule, kind.predicted, kind.program))
+        room.keep_best(kind.made)
 
     def _ran_out(self, kind: Kind | None, error: torch.OutOfMemoryError) -> None:
         """A step ran out of memory: no plan of this size again."""

@@ -6,11 +6,17 @@ on to a listener: the recorder, or the execution of a plan.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+_TORCH = Path(torch.__file__).parent
+_BETWEEN = (str(Path(__file__).parents[1]), str(_TORCH / "_dynamo"), str(_TORCH / "_compile.py"))
 
 
 class Listener(Protocol):
@@ -134,6 +140,15 @@ class Interception:
 def _unpack(handle: Any) -> torch.Tensor:
     unpacked: torch.Tensor = handle.run.unpack(handle)
     return unpacked
+
+
+def called_by_engine() -> bool:
+    """Is the op that came to our mode autograd's own, with no Python of anybody's between the two? On a GPU the engine
+    has threads of its own, and there is none at all; else there is the function that called it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame is None or frame.f_code.co_name == "_engine_run_backward"
 
 
 def in_backward() -> bool:

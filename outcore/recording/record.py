@@ -19,11 +19,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from outcore.recording.intercept import in_backward
+from outcore.recording.intercept import called_by_engine, in_backward
 from outcore.running.cells import Cell, Handle, Kept, Marked, check_unchanged, clear_marks, is_plain
 from outcore.running.clock import Clock
 from outcore.running.execute import SMALL_BYTES, bring, swap_out_now
 from outcore.running.replay import (
+    UNFILLED,
     OpOverload,
     below_everything,
     capture,
@@ -206,21 +207,22 @@ class Recorder:
                 "workspace_bytes": workspace_bytes,
                 "replay": replay if all(is_plain(tensor) for tensor in tensors_in((result,))) else "no",
                 "module": self._modules.current,
-                "joins": not forward and self._joins(signature_of(func).name, reads, writes),
+                "joins": not forward and self._joins(func, args, reads, writes),
             }
         )
         return result
 
-    def _joins(self, name: str, reads: Sequence[int], writes: Sequence[int]) -> bool:
-        """Is this autograd's own sum, or one in a node's formula? The engine adds after its node is done: the first
-        gradient came from another node, and this one has not looked at it. Python's formulas could do just that."""
+    def _joins(self, func: OpOverload, args: Sequence[Any], reads: Sequence[int], writes: Sequence[int]) -> bool:
+        """Is this autograd's own sum, and one that it makes in place where nobody looks? The engine adds after its node
+        is done: the first gradient came from another node, this one's formula has not looked at it, and no Python (a
+        formula's or a hook's) is running. Into a view it never adds: the base holds the storage too."""
         node = torch._C._current_autograd_node()
         number = -1 if node is None else node._sequence_nr()
         if number != self._node:
             self._node, self._node_values = number, set()
-        joins = name == "aten.add.Tensor" and len(reads) == 2 and reads[0] not in self._node_values
+        joins = func is torch.ops.aten.add.Tensor and len(reads) == 2 and reads[0] not in self._node_values
         self._node_values.update(reads, writes)
-        return joins and not isinstance(node, torch.autograd.function.BackwardCFunction)
+        return joins and not args[0]._is_view() and called_by_engine()
 
     def _own_outputs(
         self, recipe: Any, writes: list[int], fresh: list[torch.Tensor], overwritten: list[torch.Tensor]
@@ -279,7 +281,7 @@ class Recorder:
         self._pack_values.append(value)
         tick = self._add_tick("pack", value, pack, tensor)
         storage = self._storages[self._values[value].storage]
-        if storage.external or not storage.movable or storage.bytes < SMALL_BYTES:
+        if storage.external or not storage.movable or storage.bytes < SMALL_BYTES or self._is_unfilled(value):
             return self._watch_handle(Kept(tensor, pack, self), tick)
         cell = self._cell_of(tensor)
         handle = self._watch_handle(Handle(cell, tensor, pack, self), tick)
@@ -288,6 +290,11 @@ class Recorder:
                 self._put_away(cell, tensor)
         self._reset_peak()
         return handle
+
+    def _is_unfilled(self, value: int) -> bool:
+        """Its content comes later: RReLU saves the noise that it is about to draw."""
+        producer = self._values[value].producer
+        return producer >= 0 and "::".join(self._ops[producer]["name"].split(".")[:2]) in UNFILLED
 
     def _watch_handle(self, handle: H, tick: dict[str, Any]) -> H:
         self._handle_refs.append(weakref.ref(handle, partial(self._handle_died, tick)))

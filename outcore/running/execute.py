@@ -158,6 +158,8 @@ class Execution:
         self._stops_watching = meter is None and clock is None and not is_distributed()
         self.on_plan = True
         self.left_plan_because = ""
+        self.is_watched = False  # somebody's mode looked at the backward
+        self._has_unpacked = False
         self._ticks = iter(program.ticks)
         self._num_ops = 0
         self._cells: dict[int, weakref.ref[Cell]] = {}
@@ -199,6 +201,9 @@ class Execution:
                 result = self._capture(index, func, args, kwargs)
             else:
                 result = self._call(index, func, args, kwargs)
+                if signature.writes_lists:
+                    for tensor in tensors_in(args[position] for position in signature.written if position < len(args)):
+                        forget_cell(tensor)  # their version counters move when what they made has been saved already
             if index == program.last_watched:
                 self.wants_ops = not (self._stops_watching and self.on_plan)
         if self.meter is not None:
@@ -226,9 +231,8 @@ class Execution:
         for value, tensor in zip(op.writes, fresh):
             recipe.made.append(self._output(value, tensor, recipe, overwritten=False))
         for value, tensor in zip(op.writes[len(fresh) :], overwritten):
-            if value in self.program.outside:
-                continue
-            recipe.overwrote.append(self._output(value, tensor, recipe, overwritten=True))
+            outside = value in self.program.outside
+            recipe.overwrote.append(_NOBODY if outside else self._output(value, tensor, recipe, overwritten=True))
         self._recipes[index] = weakref.ref(recipe)
         return result
 
@@ -249,6 +253,8 @@ class Execution:
 
     def _output(self, value: int, tensor: torch.Tensor, recipe: Recipe, *, overwritten: bool) -> weakref.ref[Cell]:
         if value not in self.program.cells:
+            if overwritten:
+                forget_cell(tensor)  # the mark is the last version's, and not every op's version counter has moved yet
             return _NOBODY
         cell = Cell(value, tensor, overwritten=overwritten)
         cell.recipe = recipe
@@ -292,6 +298,8 @@ class Execution:
     def _pack_unplanned(self, tensor: torch.Tensor) -> Handle | Kept:
         if not is_plain(tensor) or tensor.device.type != self.store.device.type or self._is_outside(tensor):
             return Kept(tensor, -1, self)
+        if not tensor.requires_grad and tensor.is_floating_point():  # noise, say, that is saved before it is drawn
+            return Kept(tensor, -1, self)
         cell = cell_of(tensor)
         if cell is None:
             cell = Cell(-1, tensor)
@@ -310,6 +318,9 @@ class Execution:
         return storage.nbytes() < SMALL_BYTES or storage._cdata in self._outside
 
     def unpack(self, handle: Handle | Kept) -> torch.Tensor:
+        if not self._has_unpacked:
+            self._has_unpacked = True
+            self.is_watched = torch._C._len_torch_dispatch_stack() > 0
         tick = next(self._ticks, None)
         if self.on_plan and (tick is None or tick.is_pack or tick.pack != handle.pack):
             self.leave_plan(f"autograd asked for saved tensor {handle.pack} out of the planned order")
@@ -424,6 +435,7 @@ class Execution:
         if not self.on_plan:
             return
         self.on_plan = False
+        clear_marks(self._marked)  # what was made is not looked at any more: no mark may outlive its version
         self._ticks = iter(())
         self.left_plan_because = because
         with below_everything():

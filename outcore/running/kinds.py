@@ -6,7 +6,8 @@ tried, fitted to the allocator and kept.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from outcore.running.execute import Program
 from outcore.running.room import Room
@@ -32,3 +33,14 @@ class Kind:
     room: Room | None = None  # what plans may use of a CUDA budget
     num_slowed: int = 0  # times copies turned out slower than measured
     unplanned: bool = False  # given up
+
+    @property
+    def made(self) -> tuple[Plan | None, Schedule | None, Timeline | None, Program | None]:
+        """What it takes to follow the plan, and to come back to it."""
+        return self.plan, self.schedule, self.predicted, self.program
+
+    def take_times(self, seconds: Sequence[float]) -> None:
+        """Of its ops, timed once more: the smaller figures count, and it is to be planned with them."""
+        assert self.trace is not None
+        ops = tuple(replace(op, seconds=min(op.seconds, s)) for op, s in zip(self.trace.ops, seconds, strict=True))
+        self.trace, self.stale = replace(self.trace, ops=ops), True

@@ -71,7 +71,7 @@ _NONDETERMINISTIC = frozenset(
 
 
 # Filled by whoever they are handed to, which may be no op at all: a Triton or C++ kernel. Zeros are what it adds into.
-_UNFILLED = frozenset(
+UNFILLED = frozenset(
     {
         "aten::empty",
         "aten::empty_like",
@@ -323,7 +323,18 @@ def outputs_of(
 class Signature:
     """What the hot path asks of an operator. Its schema is slow to ask, and so is its hash: once for each operator."""
 
-    __slots__ = ("call", "func", "is_random", "name", "names_out", "statistics", "tensors", "writes_unsaid", "written")
+    __slots__ = (
+        "call",
+        "func",
+        "is_random",
+        "name",
+        "names_out",
+        "statistics",
+        "tensors",
+        "writes_lists",
+        "writes_unsaid",
+        "written",
+    )
 
     def __init__(self, func: OpOverload) -> None:
         schema = func._schema
@@ -338,6 +349,7 @@ class Signature:
         self.written = tuple(
             i for i, arg in enumerate(schema.arguments) if arg.alias_info is not None and arg.alias_info.is_write
         )
+        self.writes_lists = any(str(schema.arguments[i].type) == "List[Tensor]" for i in self.written)
         # Names of the arguments that are written and never given by position: `out=...`.
         self.names_out = tuple(argument.name for argument in schema.arguments if argument.is_out)
         self.statistics = schema.name in _STATISTICS and (_STATISTICS[schema.name],)
@@ -377,7 +389,7 @@ def _known(func: OpOverload) -> bool:
     return (
         name.partition("::")[0] in ("aten", "prims")
         and name not in _NONDETERMINISTIC
-        and name not in _UNFILLED
+        and name not in UNFILLED
         and torch.Tag.nondeterministic_bitwise not in tags
         and torch.Tag.data_dependent_output not in tags
         and torch.Tag.dynamic_output_shape not in tags

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 from outcore.values.codec import Saved
 
@@ -42,3 +42,8 @@ class Machine(Saved):
         """Seconds to swap `num_bytes` in from `tier`."""
         rate = self.swap_in_bytes_per_s if tier == "host" else self.disk_read_bytes_per_s
         return self.copy_latency_s + num_bytes / rate
+
+    def with_copies_at(self, share: float) -> Self:
+        """The same machine with copies to and from the host at this share of their rates."""
+        out, back = share * self.swap_out_bytes_per_s, share * self.swap_in_bytes_per_s
+        return replace(self, swap_out_bytes_per_s=out, swap_in_bytes_per_s=back)

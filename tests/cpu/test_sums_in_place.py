@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outcore.limit import limit
+from outcore.limit import Limited, limit
 from outcore.planning import lower, plan, simulate, verify
 from outcore.planning.sums import sums_in_place
 from outcore.planning.terrain import terrain_of
@@ -179,3 +182,80 @@ def test_python_stops_looking_only_if_something_is_saved_before_the_backward() -
     last = max(i for i, op in enumerate(trace.ops) if op.phase == "forward")
     assert not Program(trace, schedule, {last: frozenset()}).ends_in_forward
     assert Program(trace, schedule, {0: frozenset()}).ends_in_forward
+
+
+def bytes_of_sums(trace: Trace) -> int:
+    """What a step's own sums allocate in its backward."""
+    return sum(trace.bytes_of(op.writes[0]) for op in sums_of(trace) if trace.values[op.writes[0]].version == 0)
+
+
+class Projected(nn.Module):
+    """q, k and v, as attention makes them: their input has three axes, so its gradients are views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.tanh()
+        return torch.stack([part(x) for part in (self.q, self.k, self.v)]).sin()
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(512, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.words((x * 100).long().abs() % 512).mean(1), self.words.weight)
+
+
+class Hooked(nn.Module):
+    """A hook adds to a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.tanh()
+        noise = torch.full_like(y, 1e-3)
+        y.register_hook(lambda given: given + noise)
+        return y.sin()
+
+
+class Residual(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.tanh() * x.sin()
+
+
+@pytest.mark.parametrize(
+    "model", [Projected(), Tied(), Hooked(), Residual(), nn.GRUCell(64, 64)], ids=lambda m: type(m).__name__
+)
+def test_planned_sums_allocate_what_real_ones_do(model: nn.Module) -> None:
+    x = torch.randn(8, 32, 64) if isinstance(model, Projected) else torch.randn(256, 64)
+    whole = nn.Sequential(nn.Identity() if isinstance(model, Tied) else nn.Linear(64, 64), model)
+    trace, _ = recorded(whole, x)
+    assert bytes_of_sums(sums_in_place(trace)) == num_bytes_added(whole(x).square().mean().backward)
+
+
+@pytest.mark.parametrize("around", ["backward", "the model's end", "nothing"])
+def test_a_backward_that_somebody_looks_at_is_planned_for_that(around: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class End(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with Adds() if around == "the model's end" else nullcontext():
+                return x.tanh().sin().sum()
+
+    monkeypatch.setattr(Limited, "_looks_at_all", lambda self, kind: kind.watched)  # as on CUDA
+    monkeypatch.setattr(sys.modules["outcore.limit"], "NUM_MEASURED", 0)
+    model = nn.Sequential(nn.Linear(64, 64), Block(), Block(), End())
+    ooc = limit(model, "1GiB", planner="recompute-all")
+    in_place = []
+    for _ in range(4):
+        model.zero_grad()
+        with ooc.step():
+            loss = model(torch.randn(256, 64))
+            with Adds() if around == "backward" else nullcontext():
+                loss.backward()
+        (kind,) = ooc.kinds.values()
+        in_place.append(kind.in_place)
+    ooc.close()
+    assert in_place == ([False, True, True, True] if around == "nothing" else [False, True, False, False])
+    assert kind.watched is (around != "nothing")
+    assert kind.num_left == 0
