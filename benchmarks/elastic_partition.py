@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from benchmarks.elastic import Bench
     from outcore.elastic.trials import Trial
 
-TARGET = 0.97
+TARGETS = 0.97, 0.965  # the bars are for the first
 NUM_JUDGED = 2000  # as in elastic_rates.py, where the steps were counted
 NUM_PACED = 120  # steps of a trial that only asks for the pace
 
@@ -94,7 +94,7 @@ def partition(bench: Bench) -> Any:
             if setup.method == "sync-easgd" and num_groups == 16:
                 trials.append(setup.overlapped(quick=bench.args.quick))
         rows += bench.trials(trials, num_groups)
-    return {"table": partition_table(rows, TARGET), "rows": rows}
+    return {"table": [row for target in TARGETS for row in partition_table(rows, target)], "rows": rows}
 
 
 def partition_table(rows: list[Row], target: float) -> list[dict[str, Any]]:
@@ -146,7 +146,7 @@ def tell(row: dict[str, Any]) -> None:
 
 def partition_bars(found: dict[str, Any]) -> Bars:
     for row in found.get("partition", {}).get("table", []):
-        if row["num_groups"] == 16 and row["speed_up"]:
+        if row["num_groups"] == 16 and row["speed_up"] and row["target_accuracy"] == TARGETS[0]:
             where = f"{100 * row['target_accuracy']:.1f} %, {row['method']}, period {row['period']}"
             what = f"16 groups over 1 to {where}: 3.3 x"
             yield what, row["speed_up"], row["speed_up"] >= 3.3
