@@ -47,7 +47,7 @@ NUM_EPOCHS = 6  # at today's setting: no run need be longer
 GOES_ON = 1 / 2  # of a round's runners
 CLEARLY = 0.05  # sooner, or nearer to the target, than today's setting over all starts: or that one stays
 NUM_FINALISTS, NUM_STARTS = 3, 3  # today's setting besides
-NOT_REACHED = 1.25  # times the seconds of a run in which the target was not reached
+NOT_REACHED = 1.25  # times the seconds of a run in which the target was not reached, at least
 HOPELESS = 1.0  # of the leader's error that another's is higher, halfway: it need not go on
 TOGETHER = 0.15  # of the seconds to the target: another start differs by more
 BEHIND = 0.15  # of the leader's error: so far behind, today's setting need not run once more
@@ -135,7 +135,10 @@ class Finish:
             return math.inf
         if self.target is LOSS:
             return self.left
-        return NOT_REACHED * self.looks[-1][0] if self.target_s is None else self.target_s
+        if self.target_s is not None:
+            return self.target_s
+        further = self.left / max(self.target.left(self.target.value) or 0.0, 1e-9)
+        return max(NOT_REACHED, further) * self.looks[-1][0]
 
     @property
     def told(self) -> str:
@@ -176,6 +179,7 @@ class Race:
             if len(self.ran) == before or (leader.target_s is not None and found[0].target_s is None):
                 break
             done, ranked = found, [*found, *ranked]
+        self.run_s = ranked[0].run_s if ranked else self.run_s  # shorter ones did not come to the target
         return self._final(ranked, today, self.spent_s + limit_s)
 
     def _final(self, ranked: Sequence[Finish], today: Runner, limit_s: float) -> Finish:
