@@ -21,6 +21,7 @@ from outcore.values import Machine, Plan, Trace
 
 RESTART_S = 0.02  # what one start over costs, about, on an H200
 SAFE_SHARE = 0.95  # of a cap: model and device have differed by half a GiB of 16
+HOPELESS_SHARE = 0.1  # of a cap, beyond what is safe: a giant block is in the way, and no neighbour changes that
 OVER_SHARE = 0.02  # of a cap: wanting this much more costs another start over
 DRAW_WORK = 1_200_000  # neighbours drawn x (ops + ticks): a few seconds
 MOST_DRAWS = 800
@@ -49,7 +50,8 @@ def tidy(trace: Trace, machine: Machine, plan: Plan, memory_bytes: int) -> Tidie
     here_bytes = wanted_bytes(trace, lower(trace, plan, machine), memory_bytes)
     best, best_s = here, here.step_s + _lost_s(here_bytes, memory_bytes)
     most_s, enough_s, until_s = here.step_s * (1 + FAR), here.step_s * (1 + NEAR), time.monotonic() + MOST_S
-    can_draw = plan.planner == "hybrid" and terrain.evictable
+    hopeless = here_bytes > (SAFE_SHARE + HOPELESS_SHARE) * memory_bytes
+    can_draw = plan.planner == "hybrid" and terrain.evictable and not hopeless
     for _ in range(min(MOST_DRAWS, DRAW_WORK // trace.num_slots) if can_draw else 0):
         if best_s <= enough_s or time.monotonic() > until_s:
             break
