@@ -325,7 +325,7 @@ class Limited:
         try:
             made = self._plan_for(trace, kind.room)
         except BudgetTooSmall:
-            if kind.timed_again:
+            if kind.timed_again or self.device.type != "cuda":
                 raise
             kind.timed_again = True  # a step whose ops are timed may need more than those that follow
             trace = self._as_run(kind)
@@ -341,17 +341,16 @@ class Limited:
             kind.stale = True
             raise BudgetTooSmall(peak.peak_bytes, self.budget.device_bytes, peak.peak_at, where=str(self.device))
         crowded = kind.room is not None and kind.room.crowded
-        crowd = bystanders(trace, kind.schedule, self.budget.device_bytes) if crowded else {}
-        kind.in_place, kind.stale = trace is not kind.trace, False
-        if kind.in_place:  # nobody looks at its backward
-            crowd = {op: aside for op, aside in crowd.items() if trace.ops[op].phase == "forward"}
-        kind.program = Program(trace, kind.schedule, crowd, gradients_aside=crowded and not crowd)
+        found = bystanders(trace, kind.schedule, self.budget.device_bytes) if crowded else {}
+        kind.in_place, kind.stale = trace is not kind.trace, False  # in place: nobody looks at its backward
+        crowd = {op: aside for op, aside in found.items() if not kind.in_place or trace.ops[op].phase == "forward"}
+        kind.program = Program(trace, kind.schedule, crowd, gradients_aside=crowded and not found)
         kind.num_steps = 0
         if kind.in_place and not kind.program.ends_in_forward:
             if kind.room is not None and kind.room.attempts:
                 self._go_back(kind)
             else:
-                kind.watched = True
+                kind.watched, kind.room = True, None  # what it looked at were plans for sums in place
                 self._make_plan(kind, before_bytes)
             return
         if kind.room is not None and kind.room.is_hopeless(kind.predicted.step_s):
