@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -58,6 +59,7 @@ BEYOND = 0.1  # of the error at the target, to end below it
 WARM_UP = 0.1  # of an epoch
 TIMES = 3.0  # the rate, from one runner to the next; between them the square root of it
 NEAR = 1.2  # times a rate that ran: nothing new
+MOST_TIMES, LEAST_CLOCK_S = 3.0, 20.0  # of a clock's seconds to those of compute; a race that is over sooner is not cut
 LOOK_BATCH = 256  # samples at a time, in-core
 LOSS = Target("val_loss", 0.0)
 
@@ -112,7 +114,9 @@ class Finish:
 
     @property
     def target_s(self) -> float | None:
-        """Seconds to the target, between two looks; None: it was not reached."""
+        """Seconds to the target, between two looks; None: it was not reached, or there is none."""
+        if self.target is LOSS:
+            return None
         before_s, before = 0.0, self.looks[0][1]
         for second, found in self.looks:
             if self.target.reached(found):
@@ -129,6 +133,11 @@ class Finish:
         return (1, self.left) if self.target_s is None else (0, self.target_s)
 
     @property
+    def floor(self) -> float:
+        """What is left at the target: less than that need not be told apart."""
+        return 0.0 if self.target is LOSS else self.target.left(self.target.value) or 0.0
+
+    @property
     def cost(self) -> float:
         """What the mean over starts is taken of: seconds to the target; without one, what is left."""
         if self.gave_up:
@@ -137,15 +146,8 @@ class Finish:
             return self.left
         if self.target_s is not None:
             return self.target_s
-        further = self.left / max(self.target.left(self.target.value) or 0.0, 1e-9)
+        further = self.left / max(self.floor, 1e-9)
         return max(NOT_REACHED, further) * self.looks[-1][0]
-
-    @property
-    def told(self) -> str:
-        if self.gave_up:
-            return f"{self.runner.told} gave up"
-        reached = "" if self.target_s is None else f", the target after {format_seconds(self.target_s)}"
-        return f"{self.runner.told} {self.metric:.3g}{reached}"
 
 
 @dataclass
@@ -163,6 +165,12 @@ class Race:
     run_s: float = 0.0  # of compute, for each run of this round
     spent_s: float = 0.0  # by all runs
     ran: list[Finish] = field(default_factory=list)
+    final: dict[Runner, list[Finish]] = field(default_factory=dict)
+    began_s: float = field(default_factory=time.monotonic)
+
+    def _is_late(self, limit_s: float) -> bool:
+        """Reading data and looking may take far longer than the compute that is counted: no run begins then."""
+        return time.monotonic() - self.began_s > max(MOST_TIMES * limit_s, LEAST_CLOCK_S)
 
     def between(self, today: Runner, advised: Sequence[Runner], limit_s: float) -> Finish | None:
         """The winner; `advised` begins with the advice. None: `limit_s` seconds for all runs are too few to tell."""
@@ -187,10 +195,12 @@ class Race:
         best = list(dict.fromkeys(found.runner for found in ranked if not found.gave_up))[:NUM_FINALISTS]
         starts: dict[Runner, list[Finish]] = {runner: [] for runner in dict.fromkeys([*best, today])}
         for order in range(NUM_STARTS):
-            if len(starts) == 1 or (order and self.spent_s + len(starts) * self.run_s > limit_s):
+            over = self.spent_s + len(starts) * self.run_s > limit_s or self._is_late(limit_s)
+            if len(starts) == 1 or (order and over):
                 break
             for runner, ran in starts.items():
                 ran.append(self._known(runner, order) or self._run(runner, None, limit_s, order))
+        self.final = starts
         ran = sorted(starts[_best_of(starts, today)], key=lambda found: found.cost)
         return ran[len(ran) // 2] if ran else ranked[0]
 
@@ -213,7 +223,8 @@ class Race:
         """
         lengths = sorted({found.run_s for found in self.ran})
         left = [min((f.left for f in self.ran if f.run_s == run_s and not f.gave_up), default=0.0) for run_s in lengths]
-        wanted, times = (1 - BEYOND) * (self.target.left(self.target.value) or 0.0), math.inf
+        wanted = (1 - BEYOND) * (self.target.left(self.target.value) or 0.0)
+        times = LONGER[0] if winner.target_s is not None and winner.left <= 0 else math.inf
         if len(lengths) > 1 and min(wanted, winner.left, *left) > 0:
             slope, _ = np.polyfit(np.log(lengths), np.log(left), 1)
             times = (wanted / winner.left) ** (1 / slope) if slope < -LEAST_SLOPE else math.inf
@@ -239,7 +250,7 @@ class Race:
         done: list[Finish] = []
         for runner in runners:
             known = self._known(runner)
-            if known is None and self.spent_s + self.run_s > 1.001 * limit_s:
+            if known is None and (self.spent_s + self.run_s > 1.001 * limit_s or self._is_late(limit_s)):
                 continue
             done.append(known or self._run(runner, min(done, key=lambda found: found.place, default=None), limit_s))
         return _in_order(done)
@@ -248,7 +259,8 @@ class Race:
         """The better half, today's setting while it is not far behind, and rates beside the leader's."""
         going = [found.runner for found in done[: math.ceil(GOES_ON * len(done))]]
         leader = done[0]
-        far = leader.left + BEHIND * abs(leader.left)
+        least = max(leader.left, leader.floor) if leader.floor else leader.left
+        far = least + BEHIND * abs(least)
         still_in = [found.runner for found in done if found.runner == today and found.left <= far]
         highest = max(found.runner.lr for found in self.ran if found.runner.batch == leader.runner.batch)
         up = TIMES if leader.runner.lr >= highest else math.sqrt(TIMES)
@@ -309,29 +321,44 @@ class Race:
 
     def told(self, winner: Finish) -> str:
         """What was compared and how it ended."""
-        lengths = sorted({found.run_s for found in self.ran})
-        ran = "; ".join(
-            f"{format_seconds(run_s)} each: " + ", ".join(found.told for found in self.ran if found.run_s == run_s)
-            for run_s in lengths
-        )
-        metric = self.target.name.split()[0]
+        final = {runner: ran for runner, ran in self.final.items() if ran} or {winner.runner: [winner]}
+        by_cost = sorted(final, key=lambda runner: statistics.fmean(found.cost for found in final[runner]))
+        ended = "; ".join(f"{runner.told} {_mean_told(final[runner])}" for runner in by_cost)
+        gave_up = list(dict.fromkeys(found.runner.told for found in self.ran if found.gave_up))
+        gave_up_told = f"; {' and '.join(gave_up[:2])}{' and others' if len(gave_up) > 2 else ''} gave up"
+        num_orders, metric = max(len(ran) for ran in final.values()), self.target.name.split()[0]
         return (
-            f"raced from the same start with {format_seconds(self.spent_s)} of compute in all, every run a training "
-            f"whose rate falls to zero over its last third, by {metric} on held-out samples ({ran}); the winner is "
-            f"{winner.runner.told}"
+            f"raced from the same start: {len(self.ran)} runs with {format_seconds(self.spent_s)} of compute in all, "
+            "each a training whose rate falls to zero over its last third; by "
+            f"{metric} on held-out samples, in the mean over {num_orders} order{'s' * (num_orders > 1)} of the data: "
+            f"{ended}{gave_up_told if gave_up else ''}; the winner is {winner.runner.told}"
         )
+
+
+def _mean_told(ran: Sequence[Finish]) -> str:
+    """How a finalist ended."""
+    if all(found.gave_up for found in ran):
+        return "gave up"
+    ended = [found for found in ran if not found.gave_up]
+    reached = [found.target_s for found in ended if found.target_s is not None]
+    target = f", the target after {format_seconds(statistics.fmean(reached))}" if reached else ""
+    times = f" ({len(reached)} of {len(ran)} times)" if reached and len(reached) < len(ran) else ""
+    return f"{statistics.fmean(found.metric for found in ended):.3g}{target}{times}"
 
 
 def _best_of(starts: Mapping[Runner, Sequence[Finish]], today: Runner) -> Runner:
     """In the mean over their starts: of those that come to the target almost together who is best in the end; today's
     setting unless another is clearly sooner."""
     cost = {runner: statistics.fmean(found.cost for found in ran) for runner, ran in starts.items() if ran}
-    if not cost:
+    least = min(cost.values(), default=math.inf)
+    if least == math.inf:
         return today
-    together = [runner for runner in cost if cost[runner] <= (1 + TOGETHER) * min(cost.values())]
+    together = [runner for runner in cost if cost[runner] <= least + TOGETHER * abs(least)]
     by_end = min(together, key=lambda runner: statistics.fmean(found.left for found in starts[runner]))
+    if cost[today] == math.inf:
+        return by_end
     for winner in (by_end, min(cost, key=lambda runner: cost[runner])):
-        if cost[winner] < (1 - CLEARLY) * cost[today]:
+        if cost[winner] < cost[today] - CLEARLY * abs(cost[today]):
             return winner
     return today
 
@@ -349,7 +376,7 @@ def _in_order(done: Iterable[Finish]) -> list[Finish]:
 
 def _is_near(runner: Runner, others: Iterable[Runner]) -> bool:
     """One of the others has this batch, at a rate so near that it would only be run again."""
-    return any(runner.batch == other.batch and 1 / NEAR < runner.lr / other.lr < NEAR for other in others)
+    return any(runner.batch == other.batch and other.lr / NEAR < runner.lr < NEAR * other.lr for other in others)
 
 
 def _is_hopeless(found: Finish, leader: Finish | None) -> bool:
@@ -358,7 +385,8 @@ def _is_hopeless(found: Finish, leader: Finish | None) -> bool:
     if leader is None or leader.gave_up or len(found.looks) != half or len(leader.looks) < half:
         return False
     then = replace(leader, looks=leader.looks[:half])
-    return found.left > then.left + HOPELESS * abs(then.left)
+    least = max(then.left, then.floor) if then.floor else then.left
+    return found.target_s is None and found.left > least + HOPELESS * abs(least)
 
 
 def _is_beaten(found: Finish, leader: Finish | None) -> bool:

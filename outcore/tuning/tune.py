@@ -80,8 +80,9 @@ def tune(
     batch is free. `learning_rate` is the rate that belongs to `batch` (the optimizer's, if not given), or "find" for a
     range test; it is the default where no batch is given. `rule` says how it follows a freed batch. Before the rate or
     the batch is changed, settings race from the same start: what is soonest at the target on held-out samples (without
-    one: at the least loss), in the mean over three orders of the data, is the advice; `race=False` leaves that out. All
-    that training takes about 1.3 `trial_s` seconds at most.
+    one, or with a function for its metric: at the least loss), in the mean over up to three orders of the data, is the
+    advice; `race=False` leaves that out. All that training takes about 1.3 `trial_s` seconds of compute at most;
+    reading the data and looking at held-out samples come on top.
 
     `target`, such as `("val_accuracy", 0.97)` or `(function of the model, value)`, asks for the time to it, on
     `validation` or else on a tenth of `dataset` that is held out (of a small one up to a quarter). A race that comes
@@ -141,8 +142,10 @@ def tune(
                     "time to a target is found by training; give optimizer=..., such as torch.optim.AdamW"
                 )
             aiming = Aiming(asked.model, loss_fn, optimizer, samples, held_out, aim, trial_s, limits, tell)
+            raced = advice
             advice = aiming.search(advice, num_trials, study) if num_trials else advice
-            if advice.target_s is None or num_trials:  # else it was reached in the race
+            same = (advice.effective_batch, advice.learning_rate) == (raced.effective_batch, raced.learning_rate)
+            if advice.target_s is None or not same:  # else it was reached in the race
                 advice = aiming.predict(advice) if ranks is None else _aim_together(aiming, advice, ranks)
         return replace(advice, spent_s=time.perf_counter() - began_s)
     finally:

@@ -77,6 +77,8 @@ class Asked:
             raise TuningError(f"there is no learning-rate rule {self.rule!r}; choose one of {', '.join(RULES)}")
         if self.batch is not None and (isinstance(self.batch, bool) or self.batch < 1):
             raise TuningError(f"a batch of {self.batch!r} cannot be trained; give a whole number above zero")
+        if not 0 <= self.trial_s < math.inf:
+            raise TuningError(f"a trial of {self.trial_s!r} seconds cannot be run; give a number that is not negative")
         if self.batch is None and not self.free:
             raise TuningError("no batch was given to keep; give batch=..., or leave it free")
         if isinstance(self.learning_rate, str) and self.learning_rate != "find":

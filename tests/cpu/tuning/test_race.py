@@ -16,7 +16,7 @@ from outcore.tuning.advice import Advice
 from outcore.tuning.choosing import Choosing
 from outcore.tuning.curve import Curve, Planned, Point
 from outcore.tuning.probing import Bench
-from outcore.tuning.race import LOSS, Finish, Race, Runner, _best_of
+from outcore.tuning.race import LOSS, Finish, Race, Runner, _best_of, _is_hopeless
 from outcore.tuning.samples import Samples
 from outcore.tuning.targets import Target
 from outcore.tuning.tuner import Asked, Tuner
@@ -90,7 +90,9 @@ def test_an_advice_that_does_not_train_loses_to_today() -> None:
     assert winner.runner.name == "today"
     assert [found.gave_up for found in race.ran[:3]] == [False, True, True]
     assert "today (batch 32, rate 0.05)" in race.told(winner)
-    assert "the advice (batch 64, rate 1e+30) gave up" in race.told(winner)
+    assert "the advice (batch 64, rate 1e+30)" in race.told(winner)
+    assert "gave up; the winner is today (batch 32, rate 0.05)" in race.told(winner)
+    assert len(race.told(winner)) < 600
 
 
 def test_higher_rates_are_tried_until_none_is_better() -> None:
@@ -298,3 +300,21 @@ def test_a_function_has_no_samples_to_hold_out(tmp_path: Any) -> None:
 
     advice = tuned(1e-5, dataset=draw, disk=tmp_path, largest=64)
     assert any("a function's samples cannot be held out" in why for why in advice.why)
+
+
+def test_losses_below_zero_race_too() -> None:
+    """Of a density, say: a share of such a number points the other way."""
+    today, other = Runner("today", 32, 0.1, 0.01), Runner("other", 32, 0.2, 0.01)
+    assert _best_of({today: [finish(-4.0)], other: [finish(-5.0)]}, today) == other
+    assert _best_of({today: [finish(-4.0)], other: [finish(-4.1)]}, today) == today
+    assert _best_of({today: [replace(finish(-4.0), gave_up=True)], other: [finish(-1.0)]}, today) == other
+    assert finish(-1.0).target_s is None  # without a target none is reached
+    assert finish(0.0).target_s is None
+
+
+def test_who_reached_the_target_does_not_give_up() -> None:
+    target = Target("val_accuracy", 0.85)
+    leader = finish(0.9, 0.95, 1.0, 1.0, 1.0, target=target)
+    assert not _is_hopeless(finish(0.92, 0.95, 0.94, 0.93, target=target), leader)
+    assert not _is_hopeless(finish(0.6, 0.7, 0.7, 0.75, target=target), leader)
+    assert _is_hopeless(finish(0.1, 0.1, 0.1, 0.1, target=target), leader)
