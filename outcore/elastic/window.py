@@ -33,9 +33,7 @@ Array = np.ndarray[Any, Any]
 
 BLOCK_BYTES = 1 << 19  # of a share, added up at a time: with what the tree keeps beside it, it stays in a core's cache
 NUM_LOOKS = 20  # before the first pause
-PAUSE_SHARE = (
-    0.05  # of the wait so far: at level 3 a training step runs beside it, and every look takes the interpreter
-)
+PAUSE_SHARE = 0.05  # of the wait so far: every look takes the interpreter from the step that runs beside level 3
 PAUSES_S = 5e-5, 1e-3  # the shortest and the longest
 CHECK_EVERY_S = 0.02  # between looks whether the missing still live
 _PAGE_BYTES = mmap.PAGESIZE

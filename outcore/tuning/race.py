@@ -133,9 +133,14 @@ class Finish:
         return (1, self.left) if self.target_s is None else (0, self.target_s)
 
     @property
-    def floor(self) -> float:
-        """What is left at the target: less than that need not be told apart."""
-        return 0.0 if self.target is LOSS else self.target.left(self.target.value) or 0.0
+    def wanted(self) -> float:
+        """What is left at the target; without one, nothing is known that would do."""
+        return -math.inf if self.target is LOSS else self.target.left(self.target.value) or 0.0
+
+    def left_and(self, share: float) -> float:
+        """What is left, and so much more. Less than at the target need not be told apart."""
+        least = max(self.left, self.wanted)
+        return least + share * abs(least)
 
     @property
     def cost(self) -> float:
@@ -146,7 +151,7 @@ class Finish:
             return self.left
         if self.target_s is not None:
             return self.target_s
-        further = self.left / max(self.floor, 1e-9)
+        further = self.left / max(self.wanted, 1e-9)
         return max(NOT_REACHED, further) * self.looks[-1][0]
 
 
@@ -167,10 +172,6 @@ class Race:
     ran: list[Finish] = field(default_factory=list)
     final: dict[Runner, list[Finish]] = field(default_factory=dict)
     began_s: float = field(default_factory=time.monotonic)
-
-    def _is_late(self, limit_s: float) -> bool:
-        """Reading data and looking may take far longer than the compute that is counted: no run begins then."""
-        return time.monotonic() - self.began_s > max(MOST_TIMES * limit_s, LEAST_CLOCK_S)
 
     def between(self, today: Runner, advised: Sequence[Runner], limit_s: float) -> Finish | None:
         """The winner; `advised` begins with the advice. None: `limit_s` seconds for all runs are too few to tell."""
@@ -207,6 +208,10 @@ class Race:
     def _known(self, runner: Runner, order: int = 0) -> Finish | None:
         wanted = runner, self.run_s, order
         return next((found for found in self.ran if (found.runner, found.run_s, found.order) == wanted), None)
+
+    def _is_late(self, limit_s: float) -> bool:
+        """Reading data and looking may take far longer than the compute that is counted: no run begins then."""
+        return time.monotonic() - self.began_s > max(MOST_TIMES * limit_s, LEAST_CLOCK_S)
 
     def _next_run_s(self, leader: Finish, longest_s: float, least_s: float) -> float:
         """Twice as long; once the target was reached no longer than that takes, or as before where that is about it."""
@@ -259,8 +264,7 @@ class Race:
         """The better half, today's setting while it is not far behind, and rates beside the leader's."""
         going = [found.runner for found in done[: math.ceil(GOES_ON * len(done))]]
         leader = done[0]
-        least = max(leader.left, leader.floor) if leader.floor else leader.left
-        far = least + BEHIND * abs(least)
+        far = leader.left_and(BEHIND)
         still_in = [found.runner for found in done if found.runner == today and found.left <= far]
         highest = max(found.runner.lr for found in self.ran if found.runner.batch == leader.runner.batch)
         up = TIMES if leader.runner.lr >= highest else math.sqrt(TIMES)
@@ -385,8 +389,7 @@ def _is_hopeless(found: Finish, leader: Finish | None) -> bool:
     if leader is None or leader.gave_up or len(found.looks) != half or len(leader.looks) < half:
         return False
     then = replace(leader, looks=leader.looks[:half])
-    least = max(then.left, then.floor) if then.floor else then.left
-    return found.target_s is None and found.left > least + HOPELESS * abs(least)
+    return found.target_s is None and found.left > then.left_and(HOPELESS)
 
 
 def _is_beaten(found: Finish, leader: Finish | None) -> bool:

@@ -87,9 +87,8 @@ def tune(
     `target`, such as `("val_accuracy", 0.97)` or `(function of the model, value)`, asks for the time to it, on
     `validation` or else on a tenth of `dataset` that is held out (of a small one up to a quarter). A race that comes
     near it tells that time, and over how many steps the rate is to fall; else training for at most `trial_s` seconds
-    does. With
-    `num_trials` an Optuna study of so many runs, each of `trial_s` seconds, begins at the advice and looks for a better
-    batch and rate; `study` names a file from which it goes on when it was interrupted.
+    does. With `num_trials` an Optuna study of so many runs, each of `trial_s` seconds, begins at the advice and looks
+    for a better batch and rate; `study` names a file from which it goes on when it was interrupted.
 
     Where several workers train together, batches are global ones, and the advice says how many samples each worker
     takes. In a process group of torch.distributed all ranks call this alike, with the model itself (not wrapped in

@@ -152,32 +152,21 @@ def test_a_neighbour_that_is_far_slower_is_not_taken(monkeypatch: pytest.MonkeyP
     assert tidy(trace, MACHINE, made, 210 * MIB).plan.predicted_step_s <= made.predicted_step_s * (1 + tidying.FAR)
 
 
-def test_on_a_slow_host_the_drawing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("wanted_share", "most_s"), [(1.03, -1.0), (1.2, 60.0)], ids=["slow host", "a giant"])
+def test_nothing_is_drawn_on_a_slow_host_nor_where_a_giant_is_in_the_way(
+    wanted_share: float, most_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trace = large_chain()
     made = planned(trace, 200 * MIB)
     asked = []
 
-    def far_too_much(trace: Trace, schedule: Schedule, memory_bytes: int) -> int:
+    def too_much(trace: Trace, schedule: Schedule, memory_bytes: int) -> int:
         asked.append(schedule)
-        return int(1.03 * memory_bytes)
+        return int(wanted_share * memory_bytes)
 
-    monkeypatch.setattr(tidying, "wanted_bytes", far_too_much)
-    monkeypatch.setattr(tidying, "MOST_S", -1.0)
-    assert tidy(trace, MACHINE, made, 210 * MIB).plan.decisions == made.decisions
-    assert len(asked) == 1
-
-
-def test_where_a_giant_is_in_the_way_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = large_chain()
-    made = planned(trace, 200 * MIB)
-    asked = []
-
-    def far_too_much(trace: Trace, schedule: Schedule, memory_bytes: int) -> int:
-        asked.append(schedule)
-        return int(1.2 * memory_bytes)
-
-    monkeypatch.setattr(tidying, "wanted_bytes", far_too_much)
+    monkeypatch.setattr(tidying, "wanted_bytes", too_much)
     monkeypatch.setattr(tidying, "mapped", lambda trace, schedule, memory_bytes: Mapped(1, memory_bytes))
+    monkeypatch.setattr(tidying, "MOST_S", most_s)
     found = tidy(trace, MACHINE, made, 210 * MIB)
     assert found.plan.decisions == made.decisions
     assert found.restarts
