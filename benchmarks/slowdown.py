@@ -3,7 +3,8 @@
 Each network runs in a process of its own: in-core first, then every method under a hard cap on the device
 (`set_per_process_memory_fraction`: going over it is a real out-of-memory error). Times are medians over steps, whole
 steps, the optimizer included: `step_s` with a wait for the device after each, which is what tables and bars use, and
-`loop_step_s` without, as most loops run. `python -m benchmarks.slowdown --help`.
+`loop_step_s` without, as most loops run. `compile-budget:0.1` gives torch.compile that share of activations, without a
+number the budget's. `python -m benchmarks.slowdown --help`.
 """
 
 from __future__ import annotations
@@ -158,10 +159,8 @@ def _time_steps(
     elif method.startswith("compile"):
         torch.compiler.reset()  # or what was compiled before for the same code is used again, with its budget
         torch._functorch.config.activation_memory_budget = 1.0
-        if method == "compile-budget":  # the share of activations that may be saved, as its own setting wants it
-            if in_core_gib == float("inf"):
-                raise RuntimeError("compile-budget needs in-core before it in --methods: its budget is a share of that")
-            torch._functorch.config.activation_memory_budget = min(1.0, memory_gib / in_core_gib)
+        if method.startswith("compile-budget"):
+            torch._functorch.config.activation_memory_budget = _share_saved(method, memory_gib, in_core_gib)
         model.compile()
         around = PEERS["in-core"](network)
     else:
@@ -179,6 +178,16 @@ def _time_steps(
         if ooc is not None:
             ooc.close()
     return row
+
+
+def _share_saved(method: str, memory_gib: float, in_core_gib: float) -> float:
+    """The share of activations that may be saved, as torch.compile wants its budget: after a colon, or the memory's."""
+    _, _, share = method.partition(":")
+    if share:
+        return float(share)
+    if in_core_gib == float("inf"):
+        raise RuntimeError("compile-budget needs in-core before it in --methods: its budget is a share of that")
+    return min(1.0, memory_gib / in_core_gib)
 
 
 def _measure(network: Any, around: Any, optimizer: Any, ooc: Any, steps: int) -> dict[str, Any]:
