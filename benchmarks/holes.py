@@ -20,7 +20,7 @@ import click
 
 from benchmarks.recorded import h200
 from outcore.planning import lower, plan
-from outcore.planning.holes import NUM_STEPS, SMALL_BYTES, Device, Mapped, mapped
+from outcore.planning.holes import NUM_STEPS, PAGE_BYTES, SMALL_BYTES, Device, Mapped, mapped
 from outcore.planning.sums import sums_in_place
 from outcore.planning.tidy import tidy
 from outcore.units import GIB
@@ -57,16 +57,16 @@ def say(found: Mapped | None) -> str:
 
 
 def replayed(path: Path, cap_bytes: int) -> str:
-    """A step's own requests, several times in a row. Entries: what, address, bytes, stream."""
+    """A step's own requests, several times in a row, from where its weights lay on. Entries: what, address, bytes,
+    stream; other streams than the first have pages of their own."""
     events = json.loads(gzip.decompress(path.read_bytes()))
-    device, restarts = Device(cap_bytes), []
-    for part in (False, True):
-        there = sum(size for what, _, size, stream in events if what == "there" and bool(stream) == part)
-        device.take(("there", part), there, aside=part)
+    there = [(address, size) for what, address, size, stream in events if what == "there" and not stream]
+    first = min((address for address, _ in there), default=0) // PAGE_BYTES * PAGE_BYTES
+    device, restarts = Device(cap_bytes, [(address - first, size) for address, size in there]), []
     for step in range(NUM_STEPS):
         before, owners = device.num_restarts, dict[int, object]()
         for at, (what, address, size, stream) in enumerate(events):
-            if what == "alloc" and size >= SMALL_BYTES:
+            if what == "alloc" and size > SMALL_BYTES:
                 owners[address] = step, at
                 device.take((step, at), size, aside=bool(stream))
             elif what == "free_completed":

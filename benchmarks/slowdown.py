@@ -258,7 +258,7 @@ def _save_history(path: Path, step: Callable[[], Any]) -> None:
         ["there", block["address"], block["size"], segment["stream"]]
         for segment in torch.cuda.memory_snapshot()
         for block in segment["blocks"]
-        if block["state"].startswith("active")
+        if segment["segment_type"] == "large" and block["state"].startswith("active")
     ]
     torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=200_000)
     try:

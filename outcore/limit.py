@@ -385,7 +385,8 @@ class Limited:
             return make_plan(trace, self.machine, budget, planner=self.planner)
 
         if room is not None and room.crowded and not room.again:
-            found = room.another(lambda size: tidy(trace, self.machine, plan_in(size), memory_bytes))
+            there = allocator.places(self.device)
+            found = room.another(lambda size: tidy(trace, self.machine, plan_in(size), memory_bytes, there))
             if found is not None or room.attempts:
                 return found
         rooms = [room.room_bytes] if room is not None else []

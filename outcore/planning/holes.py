@@ -1,16 +1,17 @@
 """Trace + Schedule -> how a device's allocator fares with it: pages mapped, and times it has to start over.
 
 A plan's peak counts what is allocated; a cap counts what is mapped. PyTorch's allocator (expandable segments) puts a
-block into the smallest hole that is long enough; where there is none it maps pages, at the lowest address with room for
-all of it; and where the cap forbids that, it unmaps every free page and starts over, which drains the device. That is
-played through here for a few steps. Fed with the requests of steps recorded on an H200 it maps what was mapped there:
-27.58 GiB for 27.59 (Llama), 14.6 for 13.8 (ResNet-50), 11.7 for 11.5 (ResNet-152); see docs/log.md.
+block into the smallest hole that is long enough, a hole that could grow counting as long as it could become; where
+there is none it maps pages, at the lowest address with room for all of it; and where the cap forbids that, it unmaps
+every free page and starts over, which drains the device. That is played through here for a few steps, from where the
+weights lie on. Fed with the requests of a step recorded on an H200 it puts 160 of 163 blocks where they were put there,
+and starts over in the same steps; see docs/log.md.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,7 +25,9 @@ SMALL_BYTES = MIB  # smaller ones have a pool of their own
 ROUND_BYTES = 512
 NUM_STEPS = 4  # after which the blocks of a step lie where they will lie
 USED_SHARE = 0.985  # of a cap: the rest is for small blocks
+NEIGHBOURS = 6  # ops before and after: one of them has no workspace
 Event = tuple[Literal["take", "give"], object, int]  # who, bytes
+Places = Sequence[tuple[int, int]]  # address and bytes of blocks that lie there before the step
 
 
 @dataclass(frozen=True)
@@ -35,21 +38,24 @@ class Mapped:
     num_bytes: int  # most
 
 
-def mapped(trace: Trace, schedule: Schedule, budget_bytes: int, aside: Collection[int] | None = None) -> Mapped | None:
+def mapped(
+    trace: Trace, schedule: Schedule, budget_bytes: int, aside: Collection[int] | None = None, there: Places = ()
+) -> Mapped | None:
     """A few steps under a cap of `budget_bytes`, what a crowded step puts aside lying aside; None where memory runs
     out."""
-    device = Device(int(USED_SHARE * budget_bytes))
+    device = Device(int(USED_SHARE * budget_bytes), there)
     try:
-        restarts = _play(device, trace, schedule, _aside(trace, schedule, budget_bytes) if aside is None else aside)
+        aside = _aside(trace, schedule, budget_bytes) if aside is None else aside
+        restarts = _play(device, trace, schedule, aside)
     except MemoryError:
         return None
     return Mapped(restarts[-1] - restarts[-2], device.most_bytes)
 
 
-def wanted_bytes(trace: Trace, schedule: Schedule, budget_bytes: int) -> int:
+def wanted_bytes(trace: Trace, schedule: Schedule, budget_bytes: int, there: Places = ()) -> int:
     """What the same steps would map if nothing forbade it. Up to there the cap plays no part; a step that has to start
     over lands somewhere else with any small change, in the model as on the device."""
-    device = Device(1 << 60)
+    device = Device(1 << 60, there)
     _play(device, trace, schedule, _aside(trace, schedule, budget_bytes))
     return device.most_bytes
 
@@ -62,13 +68,13 @@ def _aside(trace: Trace, schedule: Schedule, budget_bytes: int) -> Collection[in
 def _play(device: Device, trace: Trace, schedule: Schedule, aside: Collection[int]) -> list[int]:
     """Some steps; how often it had started over before each and after the last."""
     events, restarts = list(allocations(trace, schedule)), [0]
-    if trace.before_bytes >= SMALL_BYTES:
+    if trace.before_bytes > SMALL_BYTES and not device.mapped_bytes:
         device.take("before", trace.before_bytes)
     for _ in range(NUM_STEPS):
         for kind, who, num_bytes in events:
             if kind == "give":
                 device.give(who)
-            elif num_bytes >= SMALL_BYTES:
+            elif num_bytes > SMALL_BYTES:
                 device.take(who, num_bytes, aside=who in aside)
         device.give_all(but="before")  # the gradients, after the optimizer
         restarts.append(device.num_restarts)
@@ -78,11 +84,12 @@ def _play(device: Device, trace: Trace, schedule: Schedule, aside: Collection[in
 class Device:
     """Pages up to a cap, shared by two rows of blocks: what is aside has pages of its own."""
 
-    def __init__(self, cap_bytes: int) -> None:
+    def __init__(self, cap_bytes: int, there: Places = ()) -> None:
         self.cap_bytes = cap_bytes
-        self.mapped_bytes = self.most_bytes = self.num_restarts = 0
+        self.num_restarts = 0
         self._rows = (Row(), Row())
         self._owned: dict[object, tuple[Row, int, int]] = {}
+        self.mapped_bytes = self.most_bytes = sum(self._rows[0].lay(*place) for place in there)
 
     def take(self, who: object, num_bytes: int, *, aside: bool = False) -> None:
         row, num_bytes = self._rows[aside], -(-num_bytes // ROUND_BYTES) * ROUND_BYTES
@@ -126,8 +133,21 @@ class Row:
         self._gaps: dict[int, int] = {0: 1 << 60}  # address -> bytes
 
     def best_fit(self, num_bytes: int) -> int | None:
-        at = bisect.bisect_left(self._holes, (num_bytes, -1))
-        return self._holes[at][1] if at < len(self._holes) else None
+        """The smallest hole, where one before a gap counts as long as it could grow: the allocator would rather cut a
+        larger hole than one that it can still lengthen."""
+        holes, at = self._holes, bisect.bisect_left(self._holes, (num_bytes, -1))
+        if at == len(holes):
+            return None
+        while at + 1 < len(holes) and self._room_after(at) and self._could_be(at + 1) < self._could_be(at):
+            at += 1
+        return holes[at][1]
+
+    def _room_after(self, at: int) -> int:
+        num_bytes, address = self._holes[at]
+        return self._gaps.get(address + num_bytes, 0)
+
+    def _could_be(self, at: int) -> int:
+        return self._holes[at][0] + self._room_after(at)
 
     def cut(self, address: int, num_bytes: int) -> None:
         """A block from the beginning of a hole."""
@@ -135,6 +155,26 @@ class Row:
         self._close(address, hole_bytes)
         if hole_bytes > num_bytes:
             self._open(address + num_bytes, hole_bytes - num_bytes)
+
+    def lay(self, address: int, num_bytes: int) -> int:
+        """A block where one was before the step, and pages under it; how many bytes of them are new."""
+        end, new_bytes = address + num_bytes, 0
+        for page in range(address // PAGE_BYTES * PAGE_BYTES, end, PAGE_BYTES):
+            gap = next((gap for gap, gap_bytes in self._gaps.items() if gap <= page < gap + gap_bytes), None)
+            if gap is not None:
+                gap_bytes = self._gaps.pop(gap)
+                self._gaps |= {gap: page - gap} if gap < page else {}
+                self._gaps[page] = gap + gap_bytes - page
+                self.map(page, PAGE_BYTES)
+                new_bytes += PAGE_BYTES
+        hole = max(hole for hole in self._starts if hole <= address)
+        hole_bytes = self._starts[hole]
+        self._close(hole, hole_bytes)
+        if hole < address:
+            self._open(hole, address - hole)
+        if end < hole + hole_bytes:
+            self._open(end, hole + hole_bytes - end)
+        return new_bytes
 
     def open(self, address: int, num_bytes: int) -> None:
         """A hole where a block was, or a gap; it joins its neighbours."""
@@ -203,6 +243,14 @@ def allocations(trace: Trace, schedule: Schedule) -> Iterator[Event]:
     return _Walk(trace, schedule).events()
 
 
+def _workspaces(trace: Trace) -> dict[int, int]:
+    """By slot. What a recorder cannot name (a library's own buffer, bytes that are rounded up) lives on and shows as a
+    workspace of every op from then on: the least of an op's neighbours' is not its own."""
+    found = [op.workspace_bytes for op in trace.ops]
+    around = [found[max(0, at - NEIGHBOURS) : at + NEIGHBOURS + 1] for at in range(len(found))]
+    return {op.slot: op.workspace_bytes - min(near) for op, near in zip(trace.ops, around)}
+
+
 class _Walk:
     def __init__(self, trace: Trace, schedule: Schedule) -> None:
         self.trace, self.terrain = trace, terrain_of(trace)
@@ -213,10 +261,10 @@ class _Walk:
         self.copies: dict[int, int] = {}  # value -> its copy
         self.late: dict[int, list[int]] = {}  # slot -> copies autograd holds until then
         self.num_copies = 0
+        self.workspaces = _workspaces(trace)
 
     def events(self) -> Iterator[Event]:
         trace = self.trace
-        workspaces = {op.slot: op.workspace_bytes for op in trace.ops}
         ticks = {slot: tick for tick, slot in enumerate(self.terrain.tick_slots)}
         born: dict[int, list[int]] = {}
         dies: dict[int, list[int]] = {}
@@ -226,7 +274,7 @@ class _Walk:
         for slot in range(trace.num_slots):
             for number in born.get(slot, ()):
                 yield "take", number, trace.storages[number].bytes
-            yield from self._passing(workspaces.get(slot, 0))
+            yield from self._passing(self.workspaces.get(slot, 0))
             if slot in ticks:
                 for action in self.actions.get(ticks[slot], ()):
                     yield from self._act(action, slot)
@@ -266,7 +314,7 @@ class _Walk:
             yield self._copy(value)
             if value not in action.values:
                 unwanted.append(self.copies.pop(value))
-        yield from self._passing(0 if op.twin else op.workspace_bytes)
+        yield from self._passing(0 if op.twin else self.workspaces[op.slot])
         for copy in unwanted:
             yield "give", ("copy", copy), 0
 

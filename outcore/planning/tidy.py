@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-from outcore.planning.holes import mapped, wanted_bytes
+from outcore.planning.holes import Places, mapped, wanted_bytes
 from outcore.planning.hybrid import Flips
 from outcore.planning.lower import lower
 from outcore.planning.scoring import lean_bytes, score
@@ -20,7 +20,7 @@ from outcore.planning.terrain import terrain_of
 from outcore.values import Machine, Plan, Trace
 
 RESTART_S = 0.02  # what one start over costs, about, on an H200
-SAFE_SHARE = 0.95  # of a cap: model and device have differed by half a GiB of 16
+SAFE_SHARE = 0.97  # of a cap: the rest is for small blocks, and for requests that no trace knows
 HOPELESS_SHARE = 0.1  # of a cap, beyond what is safe: a giant block is in the way, and no neighbour changes that
 OVER_SHARE = 0.02  # of a cap: wanting this much more costs another start over
 DRAW_WORK = 1_200_000  # neighbours drawn x (ops + ticks): a few seconds
@@ -42,12 +42,13 @@ class Tidied:
         return self.step_s > self.plan.predicted_step_s
 
 
-def tidy(trace: Trace, machine: Machine, plan: Plan, memory_bytes: int) -> Tidied:
-    """The plan or a neighbour. `memory_bytes`: what may be mapped, of which the plan allocates its own budget.
-    Planners that are there to be compared with decide for themselves: their plans have no neighbours."""
+def tidy(trace: Trace, machine: Machine, plan: Plan, memory_bytes: int, there: Places = ()) -> Tidied:
+    """The plan or a neighbour. `memory_bytes`: what may be mapped, of which the plan allocates its own budget. `there`:
+    where the weights lie; without it they are taken for one block. Planners that are there to be compared with decide
+    for themselves: their plans have no neighbours."""
     terrain, budget = terrain_of(trace), plan.budget
     here, flips = score(terrain, machine, budget, plan.decisions), Flips(terrain, budget)
-    here_bytes = wanted_bytes(trace, lower(trace, plan, machine), memory_bytes)
+    here_bytes = wanted_bytes(trace, lower(trace, plan, machine), memory_bytes, there)
     best, best_s = here, here.step_s + _lost_s(here_bytes, memory_bytes)
     most_s, enough_s, until_s = here.step_s * (1 + FAR), here.step_s * (1 + NEAR), time.monotonic() + MOST_S
     hopeless = here_bytes > (SAFE_SHARE + HOPELESS_SHARE) * memory_bytes
@@ -64,7 +65,8 @@ def tidy(trace: Trace, machine: Machine, plan: Plan, memory_bytes: int) -> Tidie
         tried = score(terrain, machine, budget, decisions)
         if not tried.fits or tried.step_s > min(most_s, best_s):
             continue
-        tried_bytes = wanted_bytes(trace, lower(trace, replace(plan, decisions=decisions), machine), memory_bytes)
+        schedule = lower(trace, replace(plan, decisions=decisions), machine)
+        tried_bytes = wanted_bytes(trace, schedule, memory_bytes, there)
         if tried_bytes <= max(here_bytes, SAFE_SHARE * memory_bytes):  # downhill, or along where it is safe
             here, here_bytes = tried, tried_bytes
         tried_s = tried.step_s + _lost_s(tried_bytes, memory_bytes)
@@ -73,7 +75,7 @@ def tidy(trace: Trace, machine: Machine, plan: Plan, memory_bytes: int) -> Tidie
     made = replace(
         plan, decisions=dict(best.decisions), predicted_step_s=best.step_s, predicted_peak_bytes=best.peak_bytes
     )
-    runs_out = best_s > best.step_s and mapped(trace, lower(trace, made, machine), memory_bytes) is None
+    runs_out = best_s > best.step_s and mapped(trace, lower(trace, made, machine), memory_bytes, None, there) is None
     return Tidied(made, float("inf") if runs_out else best_s)
 
 

@@ -30,6 +30,24 @@ def _ask_for_workspaces(device: torch.device) -> None:
         torch.mm(square, square).sum().backward()
 
 
+def places(device: torch.device) -> tuple[tuple[int, int], ...]:
+    """Address and bytes of every large block there is, from the first page of its row on. Empty where segments do not
+    grow: `outcore.planning.holes` knows nothing of those."""
+    if device.type != "cuda":
+        return ()
+    stream = torch.cuda.current_stream(device).cuda_stream
+    rows = [
+        segment
+        for segment in torch.cuda.memory_snapshot()
+        if (segment["device"], segment["stream"], segment["segment_type"]) == (device.index, stream, "large")
+        and segment.get("is_expandable")
+        and tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0)
+    ]
+    first = min((segment["address"] for segment in rows), default=0)
+    blocks = [block for segment in rows for block in segment["blocks"] if block["state"] != "inactive"]
+    return tuple((block["address"] - first, block["size"]) for block in blocks)
+
+
 def count_restarts(device: torch.device) -> int:
     """How often the allocator gave everything back and started over, so far."""
     return int(torch.cuda.memory_stats(device)["num_alloc_retries"]) if device.type == "cuda" else 0
