@@ -48,6 +48,7 @@ def largest(works: Callable[[int], bool], first: int, most: int) -> int:
 @click.option("--memory-gib", default=16.0, show_default=True)
 @click.option("--limit-s", default=120.0, show_default=True, help="Seconds for one method's search.")
 @click.option("--out", type=click.Path(path_type=Path), default=None)
+@click.option("--first", default=0, help="Size to begin with, if known to run [batch 64, depth 152].")
 @click.option("--here", nargs=2, default=None, hidden=True, help="QUESTION METHOD: search in this process.")
 def main(
     questions: str,
@@ -55,11 +56,12 @@ def main(
     memory_gib: float,
     limit_s: float,
     out: Path | None,
+    first: int,
     here: tuple[str, str] | None,
 ) -> None:
     """The largest batch and the deepest network under one budget, per method."""
     if here is not None:
-        search_here(*here, memory_gib)
+        search_here(*here, memory_gib, first)
         return
     from benchmarks.slowdown import about, hardware
 
@@ -68,16 +70,17 @@ def main(
     rows: list[dict[str, Any]] = []
     for question in questions.split(","):
         for method in methods.split(","):
-            rows.append(search(question, method, memory_gib, limit_s))
+            rows.append(search(question, method, memory_gib, limit_s, first))
             out.write_text(json.dumps({"question": "fit", **about(), "rows": rows}, indent=1))
     for row in rows:
         found = f"{'' if row['complete'] else '>='}{row['largest']}"
         print(f"{row['question']:6} {row['method']:12} {found:>8}  {row['samples_per_s'] or 0:8.1f} samples/s")
 
 
-def search(question: str, method: str, memory_gib: float, limit_s: float) -> dict[str, Any]:
+def search(question: str, method: str, memory_gib: float, limit_s: float, first: int) -> dict[str, Any]:
     """What a process of its own found until the time was up."""
-    command = [sys.executable, "-m", "benchmarks.fit", "--memory-gib", str(memory_gib), "--here", question, method]
+    command = [sys.executable, "-m", "benchmarks.fit", "--memory-gib", str(memory_gib), "--first", str(first)]
+    command += ["--here", question, method]
     environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     timer = threading.Timer(limit_s, process.kill)
@@ -117,7 +120,7 @@ def summary(
     }
 
 
-def search_here(question: str, method: str, memory_gib: float) -> None:
+def search_here(question: str, method: str, memory_gib: float, first: int) -> None:
     """Under the cap; prints one line a trial."""
     import gc
 
@@ -138,7 +141,7 @@ def search_here(question: str, method: str, memory_gib: float) -> None:
         print("TRIAL " + json.dumps({"size": size, **found}), flush=True)
         return "error" not in found
 
-    largest(works, FIRST[question], MOST[question])
+    largest(works, first or FIRST[question], MOST[question])
 
 
 def _steps(question: str, method: str, size: int, memory_gib: float) -> dict[str, Any]:

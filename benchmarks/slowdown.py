@@ -277,6 +277,7 @@ def describe(ooc: Any, traces: Path | None, label: str) -> dict[str, Any]:
     if traces is not None:
         traces.mkdir(parents=True, exist_ok=True)
         ooc.trace.save(traces / f"{label}.trace.json")
+        plan.save(traces / f"{label}.plan.json")
     return {
         "predicted_step_s": predicted.step_s,
         "predicted_peak_gib": predicted.peak_bytes / GIB,
