@@ -343,8 +343,7 @@ class Limited:
         crowded = kind.room is not None and kind.room.crowded
         found = bystanders(trace, kind.schedule, self.budget.device_bytes) if crowded else {}
         kind.in_place, kind.stale = trace is not kind.trace, False  # in place: nobody looks at its backward
-        crowd = {op: aside for op, aside in found.items() if not kind.in_place or trace.ops[op].phase == "forward"}
-        kind.program = Program(trace, kind.schedule, crowd, gradients_aside=crowded and not found)
+        kind.program = Program(trace, kind.schedule, found, gradients_aside=crowded and not found)
         kind.num_steps = 0
         if kind.in_place and not kind.program.ends_in_forward:
             if kind.room is not None and kind.room.attempts:

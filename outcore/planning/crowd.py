@@ -25,7 +25,8 @@ OURS_TO_MOVE = ("aten.", "prims.")  # another op may still be writing when it re
 
 
 def bystanders(trace: Trace, schedule: Schedule, budget_bytes: int) -> dict[int, frozenset[int]]:
-    """Op -> storages it makes that should lie aside: there when a giant is asked for, and no giant themselves."""
+    """Op of the forward -> storages it makes that should lie aside: there when a giant is asked for, and no giant
+    themselves. In a backward nobody looks at ops."""
     ends = storage_ends(trace, schedule)
     giants = [
         storage.born
@@ -35,7 +36,8 @@ def bystanders(trace: Trace, schedule: Schedule, budget_bytes: int) -> dict[int,
     if not giants:
         return {}
     left_bytes = MOST_SHARE * budget_bytes
-    makers = {op.slot: index for index, op in enumerate(trace.ops) if op.name.startswith(OURS_TO_MOVE)}
+    forward = [(index, op) for index, op in enumerate(trace.ops) if op.phase == "forward"]
+    makers = {op.slot: index for index, op in forward if op.name.startswith(OURS_TO_MOVE)}
     found: dict[int, set[int]] = {}
     for number, end in ends.items():
         storage = trace.storages[number]

@@ -26,7 +26,7 @@ ROUND_BYTES = 512
 NUM_STEPS = 4  # after which the blocks of a step lie where they will lie
 USED_SHARE = 0.985  # of a cap: the rest is for small blocks
 NEIGHBOURS = 6  # ops before and after: one of them has no workspace
-Event = tuple[Literal["take", "give"], object, int]  # who, bytes
+Event = tuple[Literal["take", "give", "end"], object, int]  # who, bytes; of a slot
 Places = Sequence[tuple[int, int]]  # address and bytes of blocks that lie there before the step
 
 
@@ -71,11 +71,17 @@ def _play(device: Device, trace: Trace, schedule: Schedule, aside: Collection[in
     if trace.before_bytes > SMALL_BYTES and not device.mapped_bytes:
         device.take("before", trace.before_bytes)
     for _ in range(NUM_STEPS):
+        new = []
         for kind, who, num_bytes in events:
             if kind == "give":
                 device.give(who)
-            elif num_bytes > SMALL_BYTES:
-                device.take(who, num_bytes, aside=who in aside)
+            elif kind == "take" and num_bytes > SMALL_BYTES:
+                device.take(who, num_bytes)
+                new += [who] if who in aside else []
+            elif kind == "end":
+                for who in new:
+                    device.move_aside(who)
+                new.clear()
         device.give_all(but="before")  # the gradients, after the optimizer
         restarts.append(device.num_restarts)
     return restarts
@@ -102,6 +108,13 @@ class Device:
     def give(self, who: object) -> None:
         if who in self._owned:
             row, address, num_bytes = self._owned.pop(who)
+            row.open(address, num_bytes)
+
+    def move_aside(self, who: object) -> None:
+        """A copy first: what goes aside was made among the others."""
+        if who in self._owned:
+            row, address, num_bytes = self._owned.pop(who)
+            self.take(who, num_bytes, aside=True)
             row.open(address, num_bytes)
 
     def give_all(self, but: object) -> None:
@@ -282,6 +295,7 @@ class _Walk:
                 yield "give", number, 0
             for copy in self.late.pop(slot, ()):
                 yield "give", ("copy", copy), 0
+            yield "end", None, 0
 
     def _passing(self, workspace_bytes: int) -> Iterator[Event]:
         """cuDNN asks for it when the output is there."""
