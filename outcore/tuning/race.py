@@ -172,6 +172,7 @@ class Race:
     ran: list[Finish] = field(default_factory=list)
     final: dict[Runner, list[Finish]] = field(default_factory=dict)
     began_s: float = field(default_factory=time.monotonic)
+    holds_out_anew: bool = False  # other samples for every order of the data
 
     def between(self, today: Runner, advised: Sequence[Runner], limit_s: float) -> Finish | None:
         """The winner; `advised` begins with the advice. None: `limit_s` seconds for all runs are too few to tell."""
@@ -200,7 +201,7 @@ class Race:
             if len(starts) == 1 or (order and over):
                 break
             for runner, ran in starts.items():
-                ran.append(self._known(runner, order) or self._run(runner, None, limit_s, order))
+                ran.append(self._known(runner, order) or self.run(runner, None, limit_s, order))
         self.final = starts
         ran = sorted(starts[_best_of(starts, today)], key=lambda found: found.cost)
         return ran[len(ran) // 2] if ran else ranked[0]
@@ -237,6 +238,14 @@ class Race:
         times = min(max(times, LONGER[0]), most)
         return times * winner.run_s if times < FAR else None
 
+    def best_of_other_batches(self, winner: Runner) -> list[Runner]:
+        """One of each, as it did best in its longest run; the best one first."""
+        found: dict[int, Finish] = {}
+        for ran in sorted(self.ran, key=lambda ran: (-ran.run_s, ran.place)):
+            if ran.runner.batch != winner.batch and not ran.gave_up:
+                found.setdefault(ran.runner.batch, ran)
+        return [ran.runner for ran in sorted(found.values(), key=lambda ran: (-ran.run_s, ran.place))]
+
     def _first(self, today: Runner, advised: Sequence[Runner]) -> Iterator[Runner]:
         """What is most likely to win comes first: where steps are long, the seconds do not suffice for all."""
         yield today
@@ -255,9 +264,9 @@ class Race:
         done: list[Finish] = []
         for runner in runners:
             known = self._known(runner)
-            if known is None and (self.spent_s + self.run_s > 1.001 * limit_s or self._is_late(limit_s)):
+            if known is None and not self.has_time(self.run_s, limit_s):
                 continue
-            done.append(known or self._run(runner, min(done, key=lambda found: found.place, default=None), limit_s))
+            done.append(known or self.run(runner, min(done, key=lambda found: found.place, default=None), limit_s))
         return _in_order(done)
 
     def _next(self, done: Sequence[Finish], today: Runner) -> list[Runner]:
@@ -272,7 +281,12 @@ class Race:
         new = [runner for runner in beside if not _is_near(runner, [found.runner for found in self.ran])]
         return list(dict.fromkeys([leader.runner, *still_in, *new, *going]))
 
-    def _run(self, runner: Runner, leader: Finish | None, limit_s: float, order: int = 0) -> Finish:
+    def has_time(self, run_s: float, limit_s: float) -> bool:
+        """For further runs of so many seconds in all, within a limit for all runs."""
+        return self.spent_s + run_s <= 1.001 * limit_s and not self._is_late(limit_s)
+
+    def run(self, runner: Runner, leader: Finish | None, limit_s: float, order: int = 0) -> Finish:
+        """One training; it stops early where it has no hope against the leader."""
         self.tell(f"racing {runner.told}", min(1.0, self.spent_s / limit_s))
         looks: list[tuple[float, float]] = []
         gave_up, num_warm_up_steps = False, self._num_warm_up_steps(runner)
@@ -308,6 +322,7 @@ class Race:
             validation=self.validation,
             look_batch=min(LOOK_BATCH, self.in_core),
             order=order,
+            split=order if self.holds_out_anew else 0,
         )
         num_done = 0
         for look in range(1, NUM_LOOKS + 1):

@@ -1,0 +1,144 @@
+"""What raced + the length of a training -> the setting that is best when a training of that length is over.
+
+What is soonest at a target need not be best in the end: a higher rate makes more noise for as long as it lasts, and
+more of it is won back when the rate falls. On CIFAR-10 the soonest ended a point below twice its rate. So where the
+user says how long they mean to train, trainings of that length are run, and only their ends count.
+
+The best rate at the end has been above the soonest one's, so at its batch once, twice and four times the rate run, then
+whatever lies beyond the best of these, then the other batches that raced, at a rate moved as much. All train for the
+same seconds of compute. At most `NUM_LENGTHS` trainings' worth is run where trainings are long; where they are short,
+each runs in up to `NUM_ORDERS` orders of the data, with other samples held out each time: of a few hundred held-out
+samples one alone is a tenth or more of a point, and those that were held out in the race chose the field already.
+
+Where the target is an accuracy, ends are compared by the mean probability that held-out samples give to their right
+class. Accuracy counts whole samples and is too coarse for a few hundred of them; the loss is smooth but goes its own
+way, since a network that knows its samples by heart is punished for being sure of itself, at large batches more than at
+small ones. Measured by how well one training tells how accurate a setting is on other samples and from other starts:
+see `docs/design/006-tuning.md`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from outcore.tuning.race import LEAST_STEPS, Finish, Race, Runner
+from outcore.tuning.targets import SURENESS
+from outcore.units import format_seconds
+
+NUM_LENGTHS = 6  # trainings of the length, at most, where they are long
+NUM_ORDERS = 3  # of the data for every setting, where they are short
+FIRST_ORDER = 3  # those before it were raced
+UP = (1.0, 2.0, 4.0)  # times the rate that is soonest
+STEP = 2.0  # times the rate, beyond these
+MOST_OTHERS = 2  # batches
+NAMES = {SURENESS: "the probability of the right class", "val_loss": "the loss"}
+
+
+@dataclass
+class Ending:
+    """Trainings of `length_s` seconds, and who is best at the end of them."""
+
+    race: Race
+    length_s: float
+    limit_s: float  # of compute, for all of them
+    ended: dict[Runner, list[Finish]] = field(default_factory=dict)
+
+    @classmethod
+    def after(cls, race: Race, length_s: float, limit_s: float) -> Ending:
+        """The same model, data and metric, and a count of seconds and runs of its own."""
+        anew = Race(
+            race.model,
+            race.optimizer,
+            race.loss_fn,
+            race.samples,
+            race.validation,
+            race.in_core,
+            race.tell,
+            race.target.at_the_end,
+            holds_out_anew=True,
+        )
+        return cls(anew, length_s, limit_s)
+
+    def __post_init__(self) -> None:
+        self.race.run_s = min(self.length_s, self.limit_s / NUM_LENGTHS)
+
+    @property
+    def orders(self) -> range:
+        """Of the data, in which every setting is trained."""
+        num = round(self.limit_s / NUM_LENGTHS // self.race.run_s)
+        return range(FIRST_ORDER, FIRST_ORDER + max(1, min(NUM_ORDERS, num)))
+
+    def best(self, soonest: Runner, others: Sequence[Runner]) -> Finish | None:
+        """The best in the end; None: there is too little time for any."""
+        if max(runner.step_s for runner in (soonest, *others)) * LEAST_STEPS > self.race.run_s:
+            return None
+        self._train(_moved(soonest, factor) for factor in UP)
+        self._go_beyond()
+        if not self.ended:
+            return None
+        moved = self._leader().factor / soonest.factor
+        for other in others[:MOST_OTHERS]:
+            if self._train([_moved(other, moved)]) and self._left(_moved(other, moved)) == math.inf:
+                self._train([_moved(other, moved / STEP)])  # what one batch bears may be too much for another
+        return self._middle(self._leader())
+
+    def _go_beyond(self) -> None:
+        """Further up or down, as long as that is better."""
+        goes_on = bool(self.ended)
+        while goes_on:
+            leader, rates = self._leader(), [runner.lr for runner in self.ended]
+            beyond = {max(rates): STEP, min(rates): 1 / STEP}.get(leader.lr)
+            goes_on = beyond is not None and self._train([_moved(leader, beyond)])
+
+    def _train(self, runners: Iterable[Runner]) -> bool:
+        """Each in every order; whether there was time for all of them."""
+        for runner in runners:
+            if not self.race.has_time(len(self.orders) * self.race.run_s, self.limit_s):
+                return False
+            self.ended[runner] = [self._run(runner, order) for order in self.orders]
+        return True
+
+    def _run(self, runner: Runner, order: int) -> Finish:
+        so_far = [found for ran in self.ended.values() for found in ran if found.order == order]
+        return self.race.run(runner, min(so_far, key=lambda found: found.place, default=None), self.limit_s, order)
+
+    def _left(self, runner: Runner) -> float:
+        """In the mean over the orders."""
+        ran = self.ended[runner]
+        return math.inf if any(found.gave_up for found in ran) else statistics.fmean(found.left for found in ran)
+
+    def _leader(self) -> Runner:
+        return min(self.ended, key=self._left)
+
+    def _middle(self, runner: Runner) -> Finish:
+        ran = sorted(self.ended[runner], key=lambda found: found.left)
+        return ran[len(ran) // 2]
+
+    def told(self, best: Finish) -> str:
+        """What was trained and how it ended."""
+        by_end = sorted(self.ended, key=self._left)
+        ended = "; ".join(f"{runner.told} {self._told(runner)}" for runner in by_end)
+        run_s, wanted_s = format_seconds(self.race.run_s), format_seconds(self.length_s)
+        how = f"{run_s} each, as long as you train"
+        if self.race.run_s < 0.99 * self.length_s:
+            enough = math.ceil(self.length_s / self.race.run_s)
+            how = f"{run_s} each instead of your {wanted_s}, for which trial_s has to be {enough} times as long"
+        num_orders = len(self.orders)
+        return (
+            f"then {len(self.race.ran)} trainings of {how}; {NAMES[str(self.race.target.metric)]} on held-out samples "
+            f"in the end, in the mean over {num_orders} order{'s' * (num_orders > 1)} of the data: {ended}; best in "
+            f"the end is {best.runner.told}"
+        )
+
+    def _told(self, runner: Runner) -> str:
+        left = self._left(runner)
+        ends = [found.metric for found in self.ended[runner]]
+        return "gave up" if left == math.inf else f"{statistics.fmean(ends):.4g}"
+
+
+def _moved(runner: Runner, factor: float) -> Runner:
+    """At another rate; today's setting, too, then begins with a warm-up."""
+    return replace(runner.times(factor), warms_up=runner.warms_up or factor > 1)
