@@ -434,19 +434,19 @@ class Tuner:
         ending = Ending.after(race, length_s, END_SHARE * self.asked.trial_s)
         with self._anew():
             best = ending.best(winner.runner, race.best_of_other_batches(winner.runner))
+        found, soonest = taken, _soonest(taken) if taken.num_steps else None
         if best is None:
             self.why.append("trainings of the length you said were not compared: a step takes too long; raise trial_s")
-            return taken
-        self.why.append(ending.told(best))
-        found = replace(
-            named[best.runner.name],
-            learning_rate=best.runner.lr,
-            num_warm_up_steps=best.num_warm_up_steps,
-            num_steps=max(1, round(length_s / best.runner.step_s)),
-            target=taken.target,
-            target_s=taken.target_s,
-        )
-        return replace(found, soonest=_soonest(taken)) if taken.num_steps else found
+        else:
+            self.why.append(ending.told(best))
+            found = replace(
+                named[best.runner.name],
+                learning_rate=best.runner.lr,
+                num_warm_up_steps=best.num_warm_up_steps,
+                target=taken.target,
+                target_s=taken.target_s,
+            )
+        return replace(found, num_steps=max(1, round(length_s / found.step_s)), soonest=soonest)
 
     def _with_length(self, advice: Advice, winner: Finish, length_s: float | None) -> Advice:
         """And how long to train to the target, by what the race told about it."""
