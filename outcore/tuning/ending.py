@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from outcore.tuning.race import LEAST_STEPS, Finish, Race, Runner
@@ -34,6 +34,7 @@ FIRST_ORDER = 3  # those before it were raced
 UP = (1.0, 2.0, 4.0)  # times the rate that is soonest
 STEP = 2.0  # times the rate, beyond these
 MOST_OTHERS = 2  # batches
+HOPELESS = 4.0  # times the leader's error more, halfway: who is slow at first may be best in the end
 NAMES = {SURENESS: "the probability of the right class", "val_loss": "the loss"}
 
 
@@ -59,47 +60,61 @@ class Ending:
             race.tell,
             race.target.at_the_end,
             holds_out_anew=True,
+            hopeless=HOPELESS,
         )
         return cls(anew, length_s, limit_s)
 
     def __post_init__(self) -> None:
         self.race.run_s = min(self.length_s, self.limit_s / NUM_LENGTHS)
-
-    @property
-    def orders(self) -> range:
-        """Of the data, in which every setting is trained."""
-        num = round(self.limit_s / NUM_LENGTHS // self.race.run_s)
-        return range(FIRST_ORDER, FIRST_ORDER + max(1, min(NUM_ORDERS, num)))
+        num_orders = min(NUM_ORDERS, max(1, int(1.001 * self.limit_s / NUM_LENGTHS / self.race.run_s)))
+        self.orders = range(FIRST_ORDER, FIRST_ORDER + num_orders)  # of the data, in which every setting is trained
+        self.limit_s = NUM_LENGTHS * num_orders * self.race.run_s
 
     def best(self, soonest: Runner, others: Sequence[Runner]) -> Finish | None:
-        """The best in the end; None: there is too little time for any."""
+        """The best in the end; None: there is too little time for any, or none of them learns."""
         if max(runner.step_s for runner in (soonest, *others)) * LEAST_STEPS > self.race.run_s:
             return None
-        self._train(_moved(soonest, factor) for factor in UP)
-        self._go_beyond()
+        for factor in UP:
+            if not self._trains(_moved(soonest, factor)):
+                break
         if not self.ended:
             return None
+        self._go_beyond()
         moved = self._leader().factor / soonest.factor
         for other in others[:MOST_OTHERS]:
-            if self._train([_moved(other, moved)]) and self._left(_moved(other, moved)) == math.inf:
-                self._train([_moved(other, moved / STEP)])  # what one batch bears may be too much for another
-        return self._middle(self._leader())
+            if not self._trains(_moved(other, moved)):
+                self._trains(_moved(other, moved / STEP))  # what one batch bears may be too much for another
+        self._compare_again()
+        leader = self._leader()
+        return None if self._has_failed(leader) else self._middle(leader)
 
     def _go_beyond(self) -> None:
         """Further up or down, as long as that is better."""
-        goes_on = bool(self.ended)
-        while goes_on:
+        while True:
             leader, rates = self._leader(), [runner.lr for runner in self.ended]
             beyond = {max(rates): STEP, min(rates): 1 / STEP}.get(leader.lr)
-            goes_on = beyond is not None and self._train([_moved(leader, beyond)])
+            if beyond is None or not self._has_time(len(self.orders)):
+                return
+            self._trains(_moved(leader, beyond))
 
-    def _train(self, runners: Iterable[Runner]) -> bool:
-        """Each in every order; whether there was time for all of them."""
-        for runner in runners:
-            if not self.race.has_time(len(self.orders) * self.race.run_s, self.limit_s):
-                return False
-            self.ended[runner] = [self._run(runner, order) for order in self.orders]
-        return True
+    def _compare_again(self) -> None:
+        """The best two in further orders, while there is time."""
+        order = self.orders.stop
+        while self._has_time(2) and sum(not self._has_failed(runner) for runner in self.ended) > 1:
+            for runner in sorted(self.ended, key=self._left)[:2]:
+                self.ended[runner].append(self._run(runner, order))
+            order += 1
+
+    def _has_time(self, num: int) -> bool:
+        """For so many trainings."""
+        return self.race.has_time(num * self.race.run_s, self.limit_s)
+
+    def _trains(self, runner: Runner) -> bool:
+        """In every order; whether there was time for it and it did not give up."""
+        if not self._has_time(len(self.orders)):
+            return False
+        self.ended[runner] = [self._run(runner, order) for order in self.orders]
+        return not self._has_failed(runner)
 
     def _run(self, runner: Runner, order: int) -> Finish:
         so_far = [found for ran in self.ended.values() for found in ran if found.order == order]
@@ -109,6 +124,9 @@ class Ending:
         """In the mean over the orders."""
         ran = self.ended[runner]
         return math.inf if any(found.gave_up for found in ran) else statistics.fmean(found.left for found in ran)
+
+    def _has_failed(self, runner: Runner) -> bool:
+        return self._left(runner) == math.inf
 
     def _leader(self) -> Runner:
         return min(self.ended, key=self._left)
@@ -126,17 +144,17 @@ class Ending:
         if self.race.run_s < 0.99 * self.length_s:
             enough = math.ceil(self.length_s / self.race.run_s)
             how = f"{run_s} each instead of your {wanted_s}, for which trial_s has to be {enough} times as long"
-        num_orders = len(self.orders)
+        fewest, most = len(self.orders), len(self.ended[best.runner])
+        orders = f"{fewest} to {most} orders" if most > fewest else f"{fewest} order{'s' * (fewest > 1)}"
         return (
             f"then {len(self.race.ran)} trainings of {how}; {NAMES[str(self.race.target.metric)]} on held-out samples "
-            f"in the end, in the mean over {num_orders} order{'s' * (num_orders > 1)} of the data: {ended}; best in "
+            f"in the end, in the mean over {orders} of the data: {ended}; best in "
             f"the end is {best.runner.told}"
         )
 
     def _told(self, runner: Runner) -> str:
-        left = self._left(runner)
         ends = [found.metric for found in self.ended[runner]]
-        return "gave up" if left == math.inf else f"{statistics.fmean(ends):.4g}"
+        return "gave up" if self._has_failed(runner) else f"{statistics.fmean(ends):.4g}"
 
 
 def _moved(runner: Runner, factor: float) -> Runner:

@@ -173,6 +173,7 @@ class Race:
     final: dict[Runner, list[Finish]] = field(default_factory=dict)
     began_s: float = field(default_factory=time.monotonic)
     holds_out_anew: bool = False  # other samples for every order of the data
+    hopeless: float = HOPELESS
 
     def between(self, today: Runner, advised: Sequence[Runner], limit_s: float) -> Finish | None:
         """The winner; `advised` begins with the advice. None: `limit_s` seconds for all runs are too few to tell."""
@@ -239,12 +240,14 @@ class Race:
         return times * winner.run_s if times < FAR else None
 
     def best_of_other_batches(self, winner: Runner) -> list[Runner]:
-        """One of each, as it did best in its longest run; the best one first."""
+        """One of each, as it did best in its longest runs; who was least behind the best of those runs comes first."""
+        ended = [ran for ran in self.ran if not ran.gave_up]
+        least = {ran.run_s: min(one.left for one in ended if one.run_s == ran.run_s) for ran in ended}
         found: dict[int, Finish] = {}
-        for ran in sorted(self.ran, key=lambda ran: (-ran.run_s, ran.place)):
-            if ran.runner.batch != winner.batch and not ran.gave_up:
+        for ran in sorted(ended, key=lambda ran: (-ran.run_s, ran.left)):
+            if ran.runner.batch != winner.batch:
                 found.setdefault(ran.runner.batch, ran)
-        return [ran.runner for ran in sorted(found.values(), key=lambda ran: (-ran.run_s, ran.place))]
+        return [ran.runner for ran in sorted(found.values(), key=lambda ran: ran.left - least[ran.run_s])]
 
     def _first(self, today: Runner, advised: Sequence[Runner]) -> Iterator[Runner]:
         """What is most likely to win comes first: where steps are long, the seconds do not suffice for all."""
@@ -295,7 +298,7 @@ class Race:
             for second, metric in self._looks(runner, num_warm_up_steps, order):
                 looks.append((second, metric))
                 found = Finish(runner, self.run_s, self.target, tuple(looks))
-                gave_up = not math.isfinite(metric) or _is_hopeless(found, leader)
+                gave_up = not math.isfinite(metric) or _is_hopeless(found, leader, self.hopeless)
                 if gave_up or _is_beaten(found, leader):
                     break
         self.spent_s += looks[-1][0]
@@ -398,13 +401,13 @@ def _is_near(runner: Runner, others: Iterable[Runner]) -> bool:
     return any(runner.batch == other.batch and other.lr / NEAR < runner.lr < NEAR * other.lr for other in others)
 
 
-def _is_hopeless(found: Finish, leader: Finish | None) -> bool:
+def _is_hopeless(found: Finish, leader: Finish | None, share: float = HOPELESS) -> bool:
     """Halfway, and far behind where the leader was then."""
     half = NUM_LOOKS // 2
     if leader is None or leader.gave_up or len(found.looks) != half or len(leader.looks) < half:
         return False
     then = replace(leader, looks=leader.looks[:half])
-    return found.target_s is None and found.left > then.left_and(HOPELESS)
+    return found.target_s is None and found.left > then.left_and(share)
 
 
 def _is_beaten(found: Finish, leader: Finish | None) -> bool:

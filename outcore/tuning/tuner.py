@@ -436,7 +436,9 @@ class Tuner:
             best = ending.best(winner.runner, race.best_of_other_batches(winner.runner))
         found, soonest = taken, _soonest(taken) if taken.num_steps else None
         if best is None:
-            self.why.append("trainings of the length you said were not compared: a step takes too long; raise trial_s")
+            self.why.append(
+                "trainings as long as yours were not compared: there is too little time, or none learnt; raise trial_s"
+            )
         else:
             self.why.append(ending.told(best))
             found = replace(
