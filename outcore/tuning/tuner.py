@@ -111,9 +111,7 @@ class Asked:
         """Of the training that the user means, with this batch; None: they did not say."""
         if self.num_epochs is None or self.train_s is not None:
             return self.train_s
-        if num_samples is None:
-            raise TuningError("a function's samples have no epochs; give train_s=... instead of num_epochs=...")
-        return max(1.0, self.num_epochs * num_samples / runner.batch) * runner.step_s
+        return max(1.0, self.num_epochs * (num_samples or 0) / runner.batch) * runner.step_s
 
     @contextmanager
     def model(self) -> Iterator[torch.nn.Module]:
@@ -152,6 +150,8 @@ class Tuner:
         self.rate_batch = 0  # the batch that the optimizer's learning rate belongs to
         self.first_rate = 0.0  # what is trained with today
         self.has_state = optimizer is not None and bool(optimizer.state)  # before its first step
+        if asked.num_epochs is not None and samples.num is None:
+            raise TuningError("a function's samples have no epochs; give train_s=... instead of num_epochs=...")
         if asked.batch is not None and samples.num is not None and samples.num < asked.batch:
             raise TuningError(
                 f"the data set has {samples.num} samples, fewer than the batch of {asked.batch}; lower the batch or "
