@@ -5,8 +5,8 @@ more of it is won back when the rate falls. On CIFAR-10 the soonest ended a poin
 user says how long they mean to train, trainings of that length are run, and only their ends count.
 
 The best rate at the end has been above the soonest one's, so at its batch once, twice and four times the rate run, then
-whatever lies beyond the best of these, then the other batches that raced, at a rate moved as much. All train for the
-same seconds of compute. At most `NUM_LENGTHS` trainings' worth is run where trainings are long; where they are short,
+the other batches that raced, at a rate moved as much, then the rates on both sides of the best. All train for the same
+seconds of compute. At most `NUM_LENGTHS` trainings' worth is run where trainings are long; where they are short,
 each runs in up to `NUM_ORDERS` orders of the data, with other samples held out each time: of a few hundred held-out
 samples one alone is a tenth or more of a point, and those that were held out in the race chose the field already.
 
@@ -79,23 +79,26 @@ class Ending:
                 break
         if not self.ended:
             return None
-        self._go_beyond()
-        moved = self._leader().factor / soonest.factor
+        moved = 1.0 if self._has_failed(self._leader()) else self._leader().factor / soonest.factor
         for other in others[:MOST_OTHERS]:
-            if not self._trains(_moved(other, moved)):
-                self._trains(_moved(other, moved / STEP))  # what one batch bears may be too much for another
+            self._trains(_moved(other, moved))
+        while (beside := self._beside()) is not None and self._has_time(len(self.orders)):
+            self._trains(beside)
         self._compare_again()
         leader = self._leader()
         return None if self._has_failed(leader) else self._middle(leader)
 
-    def _go_beyond(self) -> None:
-        """Further up or down, as long as that is better."""
-        while True:
-            leader, rates = self._leader(), [runner.lr for runner in self.ended]
-            beyond = {max(rates): STEP, min(rates): 1 / STEP}.get(leader.lr)
-            if beyond is None or not self._has_time(len(self.orders)):
-                return
-            self._trains(_moved(leader, beyond))
+    def _beside(self) -> Runner | None:
+        """The next higher rate of the best one, or the next lower; where both ran, of the best with another batch."""
+        best: dict[int, Runner] = {}
+        for runner in sorted(self.ended, key=self._left):
+            best.setdefault(runner.batch, runner)
+        for runner in best.values():
+            factors = (1 / STEP,) if self._has_failed(runner) else (STEP, 1 / STEP)
+            for beside in (_moved(runner, factor) for factor in factors):
+                if not any(one.batch == beside.batch and math.isclose(one.lr, beside.lr) for one in self.ended):
+                    return beside
+        return None
 
     def _compare_again(self) -> None:
         """The best two in further orders, while there is time."""

@@ -64,16 +64,17 @@ def test_a_rate_that_gives_up_is_no_reason_to_go_higher_nor_the_end_of_another_b
     assert best is not None
     assert best.runner == SOONEST
     tried = [(runner.batch, runner.lr) for runner in ending.ended]
-    assert tried == [(64, 0.01), (64, 0.02), (64, 0.005), (32, 0.01), (32, 0.005)]
+    assert tried == [(64, 0.01), (64, 0.02), (32, 0.01), (64, 0.005), (32, 0.005), (32, 0.0025)]
     assert ending.told(best).count("gave up") == 2
     assert ending_of(lambda runner, order: 2.0).best(SOONEST, [OTHER]) is None
 
 
-def test_another_batch_may_be_the_best_in_the_end() -> None:
-    ending = ending_of(lambda runner, order: 0.1 if runner.batch == 32 else 0.2 + abs(runner.lr - 0.02))
+def test_another_batch_may_be_the_best_in_the_end_and_then_rates_beside_it_run() -> None:
+    ending = ending_of(lambda runner, order: (0.1 if runner.batch == 32 else 0.2) + abs(runner.lr - 0.02))
     best = ending.best(SOONEST, [OTHER])
     assert best is not None
     assert (best.runner.batch, best.runner.lr) == (32, 0.02)  # moved as much as the soonest was
+    assert [runner.lr for runner in ending.ended if runner.batch == 32] == pytest.approx([0.02, 0.04, 0.01])
 
 
 def test_short_trainings_run_in_several_orders_and_long_ones_are_shortened() -> None:
