@@ -34,6 +34,7 @@ FIRST_ORDER = 3  # those before it were raced
 UP = (1.0, 2.0, 4.0)  # times the rate that is soonest
 STEP = 2.0  # times the rate, beyond these
 MOST_OTHERS = 2  # batches
+LITTLE = 0.1  # of the probability: however good the leader is, with so little left nobody gives up
 HOPELESS = 4.0  # times the leader's error more, halfway: who is slow at first may be best in the end
 NAMES = {SURENESS: "the probability of the right class", "val_loss": "the loss"}
 
@@ -62,6 +63,8 @@ class Ending:
             holds_out_anew=True,
             hopeless=HOPELESS,
         )
+        if anew.target.metric == SURENESS:
+            anew.little = LITTLE
         return cls(anew, length_s, limit_s)
 
     def __post_init__(self) -> None:

@@ -174,6 +174,7 @@ class Race:
     began_s: float = field(default_factory=time.monotonic)
     holds_out_anew: bool = False  # other samples for every order of the data
     hopeless: float = HOPELESS
+    little: float = -math.inf  # left: nobody gives up who is so near
 
     def between(self, today: Runner, advised: Sequence[Runner], limit_s: float) -> Finish | None:
         """The winner; `advised` begins with the advice. None: `limit_s` seconds for all runs are too few to tell."""
@@ -298,7 +299,8 @@ class Race:
             for second, metric in self._looks(runner, num_warm_up_steps, order):
                 looks.append((second, metric))
                 found = Finish(runner, self.run_s, self.target, tuple(looks))
-                gave_up = not math.isfinite(metric) or _is_hopeless(found, leader, self.hopeless)
+                hopeless = found.left > self.little and _is_hopeless(found, leader, self.hopeless)
+                gave_up = not math.isfinite(metric) or hopeless
                 if gave_up or _is_beaten(found, leader):
                     break
         self.spent_s += looks[-1][0]

@@ -108,6 +108,11 @@ def test_real_trainings_hold_out_other_samples_in_every_order_and_leave_nothing_
     assert best is not None
     assert best.runner.lr > 0.003
     assert 0 < best.metric < 1
+    ending.race.run_s = 0.6
+    perfect = Finish(best.runner, 0.6, ending.race.target, tuple((at / 8, 1 - 1e-9) for at in range(1, 9)))
+    near = ending.race.run(Runner("near", 32, 0.02, 0.01), perfect, 60.0, FIRST_ORDER)
+    assert not near.gave_up  # with a hundredth left, however much more than the leader's that is
+    assert ending.race.run(Runner("far", 32, 1e-6, 0.01), perfect, 60.0, FIRST_ORDER).gave_up
     assert len(ending.race.samples._kept) > 1
     assert all(torch.equal(one, other) for one, other in zip(before, race.model.parameters()))
     assert LOSS.at_the_end.metric == "val_loss"
