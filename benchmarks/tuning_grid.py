@@ -3,6 +3,7 @@
     python -m benchmarks.tuning_grid --only grid --data .carry/mnist --num-train 4000 --targets 0.93,0.95
     python -m benchmarks.tuning_grid --only grid --data .carry/mnist --num-train 4000 --settings 32:0.01,32:0.02:0.25
     python -m benchmarks.tuning_grid --only pairs --of benchmarks/results/tuning-accuracy_cpu2_20261115.json
+    python -m benchmarks.tuning_grid --only ends --settings 32:0.02,32:0.04,32:0.08,64:0.04,64:0.08,128:0.08,128:0.16
 
 `grid`   every batch with every rate, without and with a warm-up of a quarter of an epoch: seconds to each target and
          the accuracy in the end. It says whether a setting exists that beats today's clearly, whoever looks for it.
@@ -11,6 +12,9 @@
 `pairs`  the settings that `benchmarks/tuning_accuracy.py` found, on new splits of the data and new seeds, in pairs: the
          difference of their accuracy in the end with its 95 % interval. One split of digits has 360 test images, one of
          which is 0.28 points: three seeds on it cannot tell 0.2 points, sixty splits can.
+`ends`   which figure of one training, taken on the samples that `outcore.tune` would hold out, tells best how accurate
+         its setting is on test samples from other starts? Its correlation with that, over the settings, and the points
+         that are lost by taking the best setting by it.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import date
 from itertools import product
@@ -31,16 +36,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.slowdown import hardware  # noqa: E402
 from benchmarks.tuning_cases import OPTIMIZERS, Case, Row, Setting, load_case, run  # noqa: E402
+from outcore.elastic.digits import accuracy as accuracy_of  # noqa: E402
+from outcore.tuning.race import WARM_UP  # noqa: E402
+from outcore.tuning.samples import Samples  # noqa: E402
+from outcore.tuning.targets import METRICS, SURENESS, Target, Trial  # noqa: E402
+from outcore.tuning.targets import Setting as TrialSetting  # noqa: E402
 
 TIMES = (0.5, 1.0, 2.0, 3.0, 6.0)  # the usual rate
 WARMED = 2.0  # times the usual rate, from which on a warm-up may help
 WARM_UP_EPOCHS = 0.25
+MEASURES = (*METRICS, SURENESS)  # of ends
 T95 = {2: 12.7, 3: 4.3, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 15: 2.14, 30: 2.05}  # Student's, by the pairs
 
 
@@ -147,9 +160,53 @@ def of_pairs(rows: list[Row], ours: str = "outcore") -> list[Row]:
     return found
 
 
+def ends(settings: argparse.Namespace) -> Iterator[Row]:
+    """Every setting for the time of all, with other samples held out for every seed; one row per run."""
+    case, end_s = case_of(settings, settings.optimizer), time.monotonic() + settings.limit_s
+    for seed in range(settings.first_seed, settings.first_seed + settings.num_seeds):
+        for batch, lr, epochs in asked_settings(settings):
+            if time.monotonic() > end_s:
+                return
+            net = case.net(seed)
+            optimizer, num_steps = case.make_optimizer(net.parameters(), lr), case.num_samples(batch) // batch
+            how = TrialSetting(batch, 1, int(max(epochs, WARM_UP) * case.num_train / batch), num_steps)
+            samples = Samples(TensorDataset(case.train_x, case.train_y), torch.device(case.device))
+            target = Target("val_accuracy", 1.0)
+            trial = Trial(net, F.cross_entropy, samples, optimizer, how, target, look_batch=256, order=seed, split=seed)
+            for _ in range(num_steps):
+                trial.step(nullcontext)
+            found = {}
+            for metric in MEASURES:
+                trial.target = Target(metric, 1.0)
+                found[metric] = trial.look()
+            row = {"data": case.name, "optimizer": case.optimizer, "batch": batch, "lr": lr, "seed": seed}
+            yield row | found | {"test_accuracy": accuracy_of(net, case.test_x, case.test_y)}
+
+
+def of_ends(rows: list[Row]) -> list[Row]:
+    """By measure, in the mean over seeds. Settings that failed with any seed are left out: all measures see that."""
+    seeds, settings = sorted({row["seed"] for row in rows}), sorted({(row["batch"], row["lr"]) for row in rows})
+    at = {(row["batch"], row["lr"], row["seed"]): row for row in rows if math.isfinite(row["val_loss"])}
+    seeds = [seed for seed in seeds if any((*setting, seed) in at for setting in settings)]
+    learnt = [s for s in settings if all((*s, seed) in at and at[*s, seed]["test_accuracy"] > 0.3 for seed in seeds)]
+    found = []
+    for metric in MEASURES if len(seeds) > 1 and len(learnt) > 1 else ():
+        alike, lost = [], []
+        for seed in seeds:
+            others = [other for other in seeds if other != seed]
+            true = [statistics.fmean(at[*s, other]["test_accuracy"] for other in others) for s in learnt]
+            seen = [(-1 if metric == "val_loss" else 1) * at[*s, seed][metric] for s in learnt]
+            alike.append(statistics.correlation(seen, true) if len(set(seen)) > 1 else 0.0)
+            lost.append(100 * (max(true) - true[seen.index(max(seen))]))
+        row: Row = {"measure": metric, "num_settings": len(learnt), "num_seeds": len(seeds)}
+        found.append(row | {"correlation": statistics.fmean(alike), "lost_points": statistics.fmean(lost)})
+    return found
+
+
 SECTIONS: dict[str, tuple[Callable[[Any], Iterator[Row]], Callable[[list[Row]], list[Row]]]] = {
     "grid": (grid, of_grid),
     "pairs": (pairs, of_pairs),
+    "ends": (ends, of_ends),
 }
 
 

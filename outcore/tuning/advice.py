@@ -18,6 +18,22 @@ MAX_SHARES = 4  # different ones that a table lists
 
 
 @dataclass(frozen=True)
+class Soonest:
+    """What comes to the target first, where the advice is what is best at the end of a longer training."""
+
+    micro_batch: int
+    accumulation: int
+    learning_rate: float
+    num_steps: int  # the rate falling to zero over the last third of them
+    num_warm_up_steps: int = 0
+    beta2: float | None = None
+
+    @property
+    def effective_batch(self) -> int:
+        return self.micro_batch * self.accumulation
+
+
+@dataclass(frozen=True)
 class Advice(Saved):
     """Train with `accumulation` micro-batches of `micro_batch` samples per optimizer step."""
 
@@ -38,7 +54,9 @@ class Advice(Saved):
     first_batch: int = 0  # the batch that noise and learning rate are compared with
     target: str = ""
     target_s: float | None = None  # predicted seconds of training to the target
-    num_steps: int = 0  # to the target, the rate falling to zero over the last third of them; 0: not known
+    num_steps: int = 0  # the rate falling to zero over the last third of them: to the target, or as long as the user
+    # means to train, where they said so; 0: not known
+    soonest: Soonest | None = None  # only where they said so, and the target was reached: how to come to it first
     spent_s: float = 0.0  # tuning took
     workers: int = 1
     shares: tuple[int, ...] = ()  # samples of each worker in a step, where there are several
@@ -97,11 +115,11 @@ def advice_table(advice: Advice) -> Table:
         ("samples per second", f"{advice.samples_per_s:.4g}, a step takes {format_seconds(advice.step_s)}"),
         ("peak memory", f"{format_bytes(advice.peak_bytes)} of {format_bytes(curve.memory_bytes)}"),
     ]
-    if advice.target:
-        reached = "not predicted, see below" if advice.target_s is None else format_seconds(advice.target_s)
-        rows.append((f"time to {advice.target}", reached))
     if advice.num_steps:
         rows.append(("length", f"{advice.num_steps} steps, the rate falling to zero over the last third of them"))
+    if advice.target:
+        reached = "not predicted, see below" if advice.target_s is None else format_seconds(advice.target_s)
+        rows.append((f"time to {advice.target}", reached + _with(advice.soonest)))
     rows += [("why" if at == 0 else "", sentence) for at, sentence in enumerate(advice.why)]
     return rows_table(f"outcore tune: advice for {curve.device}, found in {format_seconds(advice.spent_s)}", rows)
 
@@ -123,6 +141,13 @@ def _worker_rows(advice: Advice) -> list[tuple[str, str]]:
 
 def _warm_up(advice: Advice) -> str:
     return f", reached over {advice.num_warm_up_steps} steps of warm-up" if advice.num_warm_up_steps else ""
+
+
+def _with(soonest: Soonest | None) -> str:
+    if soonest is None:
+        return ""
+    batch, lr = soonest.effective_batch, soonest.learning_rate
+    return f", with a batch of {batch} at a rate of {lr:.3g} over {soonest.num_steps} steps instead"
 
 
 def curve_table(advice: Advice) -> Table:

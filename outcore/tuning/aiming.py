@@ -17,6 +17,7 @@ from outcore.tuning.choosing import ways_to
 from outcore.tuning.probing import Tell
 from outcore.tuning.samples import Samples
 from outcore.tuning.search import Tried, search
+from outcore.tuning.state import as_made
 from outcore.tuning.targets import Setting, Target, Trial
 from outcore.units import format_seconds
 
@@ -83,8 +84,7 @@ class Aiming:
 
     def _looks(self, advice: Advice, made: list[Trial]) -> Iterator[tuple[float, float]]:
         """Training at a setting; the trial is put into `made`."""
-        with self.model() as model:
-            optimizer = self.make_optimizer(model.parameters())
+        with self.model() as model, as_made(self.make_optimizer, model.parameters()) as optimizer:
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * 0 + (advice.learning_rate or group["lr"])
                 if advice.beta2 is not None:

@@ -27,6 +27,10 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--learning-rate", help="The rate that belongs to --batch, or `find`.  [default: the optimizer's]")
 @click.option("--rule", default="adascale", show_default=True, help="How the rate follows a freed batch.")
 @click.option("--target", help="Also predict the time to it: val_accuracy=0.97 or val_loss=0.2.")
+@click.option(
+    "--epochs", "num_epochs", type=float, help="You mean to train so long: advise what is best in the end of that."
+)
+@click.option("--train-s", type=float, help="The same in seconds.")
 @click.option("--trial", "trial_s", default=20.0, show_default=True, help="Seconds to train towards --target, at most.")
 @click.option("--race/--no-race", default=True, show_default=True, help="Train a little as today and as advised first.")
 @click.option("--search", "num_trials", default=0, help="Runs of a search around the advice.  [default: none]")
@@ -58,6 +62,7 @@ def tune_command(script: Path, curve: Path | None, out: Path | None, as_json: bo
     \b
         outcore tune train.py --memory 16GiB --batch 256
         outcore tune train.py --memory 16GiB --target val_accuracy=0.97 --curve curve.svg
+        outcore tune train.py --memory 16GiB --target val_accuracy=0.97 --epochs 30
         outcore tune train.py --memory 16GiB --workers 8 --communication-s 0.02
         torchrun --nproc-per-node 8 -m outcore tune train.py --memory 16GiB
 
@@ -103,6 +108,8 @@ def _read(options: dict[str, Any]) -> dict[str, Any]:
         "learning_rate": rate if rate in (None, "find") else _number(rate, "--learning-rate"),
         "rule": options["rule"],
         "target": _target(target) if target is not None else None,
+        "num_epochs": options["num_epochs"],
+        "train_s": options["train_s"],
         "trial_s": options["trial_s"],
         "race": options["race"],
         "num_trials": options["num_trials"],

@@ -172,6 +172,9 @@ class Race:
     ran: list[Finish] = field(default_factory=list)
     final: dict[Runner, list[Finish]] = field(default_factory=dict)
     began_s: float = field(default_factory=time.monotonic)
+    holds_out_anew: bool = False  # other samples for every order of the data
+    hopeless: float = HOPELESS
+    little: float = -math.inf  # left: nobody gives up who is so near
 
     def between(self, today: Runner, advised: Sequence[Runner], limit_s: float) -> Finish | None:
         """The winner; `advised` begins with the advice. None: `limit_s` seconds for all runs are too few to tell."""
@@ -200,7 +203,7 @@ class Race:
             if len(starts) == 1 or (order and over):
                 break
             for runner, ran in starts.items():
-                ran.append(self._known(runner, order) or self._run(runner, None, limit_s, order))
+                ran.append(self._known(runner, order) or self.run(runner, None, limit_s, order))
         self.final = starts
         ran = sorted(starts[_best_of(starts, today)], key=lambda found: found.cost)
         return ran[len(ran) // 2] if ran else ranked[0]
@@ -237,6 +240,16 @@ class Race:
         times = min(max(times, LONGER[0]), most)
         return times * winner.run_s if times < FAR else None
 
+    def best_of_other_batches(self, winner: Runner) -> list[Runner]:
+        """One of each, as it did best in its longest runs; who was least behind the best of those runs comes first."""
+        ended = [ran for ran in self.ran if not ran.gave_up]
+        least = {ran.run_s: min(one.left for one in ended if one.run_s == ran.run_s) for ran in ended}
+        found: dict[int, Finish] = {}
+        for ran in sorted(ended, key=lambda ran: (-ran.run_s, ran.left)):
+            if ran.runner.batch != winner.batch:
+                found.setdefault(ran.runner.batch, ran)
+        return [ran.runner for ran in sorted(found.values(), key=lambda ran: ran.left - least[ran.run_s])]
+
     def _first(self, today: Runner, advised: Sequence[Runner]) -> Iterator[Runner]:
         """What is most likely to win comes first: where steps are long, the seconds do not suffice for all."""
         yield today
@@ -255,9 +268,9 @@ class Race:
         done: list[Finish] = []
         for runner in runners:
             known = self._known(runner)
-            if known is None and (self.spent_s + self.run_s > 1.001 * limit_s or self._is_late(limit_s)):
+            if known is None and not self.has_time(self.run_s, limit_s):
                 continue
-            done.append(known or self._run(runner, min(done, key=lambda found: found.place, default=None), limit_s))
+            done.append(known or self.run(runner, min(done, key=lambda found: found.place, default=None), limit_s))
         return _in_order(done)
 
     def _next(self, done: Sequence[Finish], today: Runner) -> list[Runner]:
@@ -272,7 +285,12 @@ class Race:
         new = [runner for runner in beside if not _is_near(runner, [found.runner for found in self.ran])]
         return list(dict.fromkeys([leader.runner, *still_in, *new, *going]))
 
-    def _run(self, runner: Runner, leader: Finish | None, limit_s: float, order: int = 0) -> Finish:
+    def has_time(self, run_s: float, limit_s: float) -> bool:
+        """For further runs of so many seconds in all, within a limit for all runs."""
+        return self.spent_s + run_s <= 1.001 * limit_s and not self._is_late(limit_s)
+
+    def run(self, runner: Runner, leader: Finish | None, limit_s: float, order: int = 0) -> Finish:
+        """One training; it stops early where it has no hope against the leader."""
         self.tell(f"racing {runner.told}", min(1.0, self.spent_s / limit_s))
         looks: list[tuple[float, float]] = []
         gave_up, num_warm_up_steps = False, self._num_warm_up_steps(runner)
@@ -281,7 +299,8 @@ class Race:
             for second, metric in self._looks(runner, num_warm_up_steps, order):
                 looks.append((second, metric))
                 found = Finish(runner, self.run_s, self.target, tuple(looks))
-                gave_up = not math.isfinite(metric) or _is_hopeless(found, leader)
+                hopeless = found.left > self.little and _is_hopeless(found, leader, self.hopeless)
+                gave_up = not math.isfinite(metric) or hopeless
                 if gave_up or _is_beaten(found, leader):
                     break
         self.spent_s += looks[-1][0]
@@ -308,6 +327,7 @@ class Race:
             validation=self.validation,
             look_batch=min(LOOK_BATCH, self.in_core),
             order=order,
+            split=order if self.holds_out_anew else 0,
         )
         num_done = 0
         for look in range(1, NUM_LOOKS + 1):
@@ -383,13 +403,13 @@ def _is_near(runner: Runner, others: Iterable[Runner]) -> bool:
     return any(runner.batch == other.batch and other.lr / NEAR < runner.lr < NEAR * other.lr for other in others)
 
 
-def _is_hopeless(found: Finish, leader: Finish | None) -> bool:
+def _is_hopeless(found: Finish, leader: Finish | None, share: float = HOPELESS) -> bool:
     """Halfway, and far behind where the leader was then."""
     half = NUM_LOOKS // 2
     if leader is None or leader.gave_up or len(found.looks) != half or len(leader.looks) < half:
         return False
     then = replace(leader, looks=leader.looks[:half])
-    return found.target_s is None and found.left > then.left_and(HOPELESS)
+    return found.target_s is None and found.left > then.left_and(share)
 
 
 def _is_beaten(found: Finish, leader: Finish | None) -> bool:

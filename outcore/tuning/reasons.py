@@ -30,9 +30,7 @@ def why_micro_batch(curve: Curve, micro_batch: int, accumulation: int) -> list[s
         tried = ", ".join(str(point.micro_batch) for point in measured)
         found.append(f"checked with real steps of {tried} samples: predictions were within {100 * off:.1f} %")
     if accumulation > 1:
-        found.append(
-            f"{accumulation} micro-batches are accumulated, so that an optimizer step sees the batch asked for"
-        )
+        found.append(f"{accumulation} micro-batches are accumulated, so that an optimizer step sees the whole batch")
     return found
 
 
@@ -69,25 +67,28 @@ def why_last_batch(num_samples: int | None, micro_batch: int, normalises: bool) 
     return ["the last batch of an epoch would hold one sample, which BatchNorm cannot train on: use drop_last=True"]
 
 
-def why_batch_kept(curve: Curve, micro_batch: int, effective: int) -> list[str]:
+def why_batch_kept(curve: Curve, micro_batch: int, effective: int, *, rate_stays: bool = True) -> list[str]:
     """Where a batch with better divisors would be faster."""
     accumulation = effective // micro_batch
     knee = curve.knee.micro_batch
     lost = curve.rate(knee, max(1, round(effective / knee))) / curve.rate(micro_batch, accumulation) - 1
-    said = [_stays(effective)]
+    said = [_stays(effective, rate_stays=rate_stays)]
     if lost > 0.03:
         near = max(1, round(effective / knee)) * knee
         said.append(f"a batch of {near} could be cut into {knee}s and would be {100 * lost:.0f} % faster")
     return said
 
 
-def _stays(effective: int) -> str:
-    return f"the effective batch stays {effective}, as you train today, so the learning rate need not change"
+def _stays(effective: int, *, rate_stays: bool) -> str:
+    so = ", so the learning rate need not change" if rate_stays else ""
+    return f"the effective batch stays {effective}, as you train today{so}"
 
 
-def why_team(team: Team, way: Way, silent: Way, *, kept: bool, noise: float | None) -> list[str]:
+def why_team(
+    team: Team, way: Way, silent: Way, *, kept: bool, noise: float | None, rate_stays: bool = True
+) -> list[str]:
     """`silent` is the way that would be taken if communication took no time."""
-    said = [_stays(way.batch)] if kept else []
+    said = [_stays(way.batch, rate_stays=rate_stays)] if kept else []
     if noise is not None:
         said.append(
             f"the noise scale is {noise:.3g} samples: of all global batches, {way.batch} gets furthest per second"

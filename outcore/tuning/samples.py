@@ -15,9 +15,10 @@ import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from outcore.errors import TuningError
-from outcore.tuning.batches import each_tensor
+from outcore.tuning.batches import each_tensor, tensors_of
 
 NUM_READ = 32  # samples that stand for all when steps are timed
+KEPT_BYTES = 256 << 20  # of host memory, for samples that are looked at again and again
 Collate = Callable[[list[Any]], Any]
 
 
@@ -28,6 +29,8 @@ class Samples:
         self.data, self.device, self.collate = data, device, collate or default_collate
         self.load_s = 0.0  # seconds one process needs to read one sample and put it into a batch
         self._read: list[Any] = []
+        self._kept: dict[tuple[int, ...], Any] = {}
+        self._kept_bytes = 0
         sized = hasattr(data, "__len__") and hasattr(data, "__getitem__")
         if isinstance(data, IterableDataset) or not (sized or callable(data)):
             raise TuningError(
@@ -71,8 +74,23 @@ class Samples:
                 yield self.batch_of(picked[start : start + size])
 
     def batch_of(self, indices: Sequence[int]) -> Any:
+        return self._there(self._collated(indices))
+
+    def kept_batch_of(self, indices: Sequence[int]) -> Any:
+        """The same, for samples that are asked for again: read once, while they fit `KEPT_BYTES` of host memory."""
+        key = tuple(indices)
+        if key in self._kept:
+            return self._there(self._kept[key])
+        batch = self._collated(indices)
+        num_bytes = sum(tensor.nbytes for tensor in tensors_of(batch))
+        on_host = all(tensor.device.type == "cpu" for tensor in tensors_of(batch))  # a device's memory has a budget
+        if on_host and self._kept_bytes + num_bytes <= KEPT_BYTES:
+            self._kept[key], self._kept_bytes = batch, self._kept_bytes + num_bytes
+        return self._there(batch)
+
+    def _collated(self, indices: Sequence[int]) -> Any:
         many = getattr(self.data, "__getitems__", None)  # as torch's loaders ask for a whole batch
-        return self._there(self.collate(many(list(indices)) if many else [self.data[at] for at in indices]))
+        return self.collate(many(list(indices)) if many else [self.data[at] for at in indices])
 
     def _there(self, batch: Any) -> Any:
         return each_tensor(batch, lambda tensor: tensor.to(self.device))

@@ -9,6 +9,7 @@ generators are not in it.
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -50,6 +51,11 @@ def untouched(
 def anew(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Inside, the optimizer has not stepped yet. What it had gathered waits in host memory and comes back."""
     gathered = dict(optimizer.state)
+    if not all(isinstance(found, dict) for found in gathered.values()):
+        raise TuningError(
+            f"what {type(optimizer).__name__} keeps of a parameter is no dictionary, so it cannot begin anew; tune "
+            "with an optimizer that keeps its state as torch's do"
+        )
     tensors = [part for found in gathered.values() for part in found.values() if isinstance(part, torch.Tensor)]
     devices = [tensor.device for tensor in tensors]
     for tensor in tensors:
@@ -62,6 +68,34 @@ def anew(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             tensor.data = tensor.data.to(device)
         optimizer.state.clear()
         optimizer.state.update(gathered)
+
+
+@contextmanager
+def as_made(make: Callable[[Any], torch.optim.Optimizer], parameters: Any) -> Iterator[torch.optim.Optimizer]:
+    """An optimizer to try things with. `make` may hand out one that the user goes on with: it is put back.
+
+    Its parameters are not: they belong to a model, which is put back by itself.
+    """
+    optimizer, keeper = make(parameters), _Keeper()
+    if _needs_closure(optimizer):
+        raise TuningError(
+            f"{type(optimizer).__name__} computes the loss several times in a step, through a closure; tune with an "
+            "optimizer whose step() needs none"
+        )
+    options = [{key: part for key, part in group.items() if key != "params"} for group in optimizer.param_groups]
+    backs = [keeper.keep(found) for found in options]
+    state_back = keeper.keep(optimizer.state)
+    try:
+        yield optimizer
+    finally:
+        for group, back in zip(optimizer.param_groups, backs):
+            group.update(back())
+        state_back()
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 class _Keeper:

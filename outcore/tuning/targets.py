@@ -25,6 +25,7 @@ from outcore.tuning.samples import Samples
 from outcore.units import format_seconds
 
 METRICS = ("val_accuracy", "val_loss")
+SURENESS = "val_probability"  # of the right class, a smoother accuracy; not for users, who know accuracies
 FAR = 30  # times the samples seen so far: a target beyond that is not predicted
 LEAST_SLOPE = 0.03  # log error per log samples: below that, nothing is learnt any more
 LEAST_HELD_OUT, MAX_HELD_OUT = 500, 2000  # a tenth of a small data set would tell little: up to a quarter of it
@@ -76,7 +77,14 @@ class Target:
 
     def left(self, found: float) -> float | None:
         """What is left of the error, a number that falls along a line; None: this metric has no such number."""
-        return {"val_loss": found, "val_accuracy": 1 - found}.get(str(self.metric))
+        return {"val_loss": found, "val_accuracy": 1 - found, SURENESS: 1 - found}.get(str(self.metric))
+
+    @property
+    def at_the_end(self) -> Target:
+        """The same to compare ends by, however far they come: no value is enough."""
+        if self.metric == "val_accuracy":
+            return Target(SURENESS, math.inf)
+        return Target("val_loss", -math.inf)
 
 
 @dataclass
@@ -113,13 +121,14 @@ class Trial:
         validation: Samples | None = None,
         look_batch: int = 0,
         order: int = 0,
+        split: int = 0,
     ) -> None:
-        self.look_batch = max(2, setting.micro_batch, look_batch)
+        self.look_batch = max(2, look_batch or setting.micro_batch)  # one for all settings: then samples are kept
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
         self.samples, self.setting, self.target, self.validation = samples, setting, target, validation
         self.training = Training()
         self._rates = [group["lr"] for group in optimizer.param_groups]
-        trained, self._held_out = _split(samples, validation)
+        trained, self._held_out = _split(samples, validation, split)
         effective = setting.micro_batch * setting.accumulation
         if trained is not None and len(trained) < effective:
             raise TuningError(
@@ -177,6 +186,8 @@ class Trial:
         out = self.model(batch[0])
         if not isinstance(out, torch.Tensor) or out.ndim < 2:
             raise TuningError("val_accuracy needs one output per class; give a function of the model instead")
+        if self.target.metric == SURENESS:
+            return float(_probability(out, batch[1].to(out.device)).mean())
         return float((out.argmax(1) == batch[1]).float().mean())
 
     def _held_out_batches(self) -> Iterator[Any]:
@@ -185,7 +196,7 @@ class Trial:
             yield held_out.any_batch(size)
             return
         for start in range(0, len(self._held_out), size):
-            yield held_out.batch_of(self._held_out[start : start + size])
+            yield held_out.kept_batch_of(self._held_out[start : start + size])
 
     def verdict(self) -> tuple[float | None, str]:
         """Seconds to the target, or None, and one sentence."""
@@ -219,16 +230,27 @@ def predict_target_s(target: Target, seen: list[tuple[int, float, float]]) -> tu
     return train_s * max(times, 1.0), f"{where}; the rest is continued along its learning curve, a rough guess"
 
 
-def _split(samples: Samples, validation: Samples | None) -> tuple[list[int] | None, list[int]]:
+def _split(samples: Samples, validation: Samples | None, split: int = 0) -> tuple[list[int] | None, list[int]]:
     """Indices to train on (None: all) and held out: a tenth or so, where no validation set was given."""
     if validation is not None:
         num = min(validation.num or 0, MAX_HELD_OUT)
         return None, [at * (validation.num or 0) // max(num, 1) for at in range(num)]
     if samples.num is None:
         return None, []
-    order = torch.randperm(samples.num, generator=torch.Generator().manual_seed(0)).tolist()
-    num = min(max(1, samples.num // 10, min(LEAST_HELD_OUT, samples.num // 4)), MAX_HELD_OUT)
-    return order[num:], order[:num]
+    shuffled = torch.randperm(samples.num, generator=torch.Generator().manual_seed(split)).tolist()
+    num = num_held_out(samples.num)
+    return shuffled[num:], shuffled[:num]
+
+
+def num_held_out(num_samples: int) -> int:
+    """Of a data set that comes without another one to look at."""
+    return min(max(1, num_samples // 10, min(LEAST_HELD_OUT, num_samples // 4)), MAX_HELD_OUT)
+
+
+def _probability(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Given to the right class. Labels below zero mean "ignore" and get none, as they count as wrong in accuracy."""
+    there = labels.long().clamp(min=0).unsqueeze(1)
+    return out.float().softmax(1).gather(1, there).squeeze(1) * (labels >= 0)
 
 
 @contextmanager

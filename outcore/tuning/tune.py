@@ -33,7 +33,7 @@ from outcore.tuning.probing import Bench, Tell
 from outcore.tuning.ranks import Ranks, Workers, check_alike
 from outcore.tuning.reasons import why_loading, why_micro_batch, why_team
 from outcore.tuning.samples import Collate, Samples
-from outcore.tuning.state import keep_generators
+from outcore.tuning.state import as_made, keep_generators
 from outcore.tuning.targets import Target
 from outcore.tuning.team import Team, Way
 from outcore.tuning.tuner import LARGEST, Asked, MakeModel, Tuner
@@ -56,6 +56,8 @@ def tune(
     rule: str = "adascale",
     target: tuple[Any, float] | None = None,
     validation: Any = None,
+    num_epochs: float | None = None,
+    train_s: float | None = None,
     largest: int | None = None,
     host: int | str = "auto",
     disk: str | Path | None = None,
@@ -83,6 +85,13 @@ def tune(
     one, or with a function for its metric: at the least loss), in the mean over up to three orders of the data, is the
     advice; `race=False` leaves that out. All that training takes about 1.3 `trial_s` seconds of compute at most;
     reading the data and looking at held-out samples come on top.
+
+    `num_epochs`, or `train_s` in seconds, says how long you mean to train: then the advice is what is best at the end
+    of such a training (as long as `num_epochs` take with the batch that won the race), and what is soonest at the
+    target is in its `soonest`. What won and higher rates and the other batches train that long, six trainings in all
+    (shorter ones, where six would take more than 1.5 `trial_s` of compute, which is said; where six take far less, each
+    setting in up to three orders of the data). With a target of val_accuracy their ends are compared by the
+    probability of the right class, which tells more than who is right; else by the loss.
 
     `target`, such as `("val_accuracy", 0.97)` or `(function of the model, value)`, asks for the time to it, on
     `validation` or else on a tenth of `dataset` that is held out (of a small one up to a quarter). A race that comes
@@ -121,10 +130,14 @@ def tune(
         trial_s,
         race and ranks is None,
         aim,
+        num_epochs,
+        train_s,
     )
     asked.check()
     if num_trials and (aim is None or optimizer is None):
         raise TuningError("a search needs target=... and optimizer=... to compare runs by; give both")
+    if num_trials and (num_epochs is not None or train_s is not None):
+        raise TuningError("a search looks for what is soonest at the target; leave out num_trials, or the length")
     if num_trials and ranks is not None:
         raise TuningError("a search trains on one device; search without workers, then keep the batch it found")
     limits: dict[str, Any] = {"memory": memory, "host": host, "disk": disk}
@@ -163,8 +176,8 @@ def _tuner(
     with ExitStack() as stack:
         with nullcontext() if ranks is None else ranks.all_or_none():
             model = stack.enter_context(asked.model())
-            samples, make_optimizer = samples_on(_device_of(model)), asked.make_optimizer
-            made = make_optimizer(model.parameters()) if make_optimizer is not None else None
+            samples, make = samples_on(_device_of(model)), asked.make_optimizer
+            made = stack.enter_context(as_made(make, model.parameters())) if make is not None else None
             tuner = (Tuner if ranks is None else _TeamTuner)(asked, samples, model, made, tell)
         if isinstance(tuner, _TeamTuner) and ranks is not None:
             tuner.join(ranks)
@@ -249,7 +262,8 @@ class _TeamTuner(Tuner):
             if not any(self.ranks.all(tried)):
                 break
         kept, silent = not self.asked.free, self._choose(team.silent(), most, first_batch, noise)
-        self.why += why_team(team, way, silent, kept=kept, noise=None if kept else noise)
+        rate_stays = self.asked.learning_rate != "find"
+        self.why += why_team(team, way, silent, kept=kept, noise=None if kept else noise, rate_stays=rate_stays)
         return team, way
 
     def _choose(self, team: Team, most: int, first_batch: int, noise: float | None) -> Way:

@@ -17,7 +17,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from outcore.errors import TuningError
-from outcore.tuning.advice import Advice
+from outcore.tuning.advice import Advice, Soonest
 from outcore.tuning.aiming import MakeOptimizer
 from outcore.tuning.batches import LossFn, loss_of
 from outcore.tuning.choosing import (
@@ -31,6 +31,7 @@ from outcore.tuning.choosing import (
 )
 from outcore.tuning.climbing import cannot_run_one, climb
 from outcore.tuning.curve import Curve
+from outcore.tuning.ending import Ending
 from outcore.tuning.goodput import RULES, best_batch, beta2_for, lr_factor, num_warm_up_steps
 from outcore.tuning.noise import Noise, noise_here, visible
 from outcore.tuning.probing import Bench, Tell
@@ -39,7 +40,7 @@ from outcore.tuning.ranges import range_test
 from outcore.tuning.reasons import why_batch_kept, why_last_batch, why_loading, why_micro_batch
 from outcore.tuning.samples import Samples
 from outcore.tuning.state import anew, untouched
-from outcore.tuning.targets import Target
+from outcore.tuning.targets import Target, num_held_out
 from outcore.units import format_seconds
 
 FIRST_BATCH = 32  # where no batch is given: noise and learning rate are looked at here
@@ -48,6 +49,7 @@ NUM_RANGE_STEPS = 80
 NUM_RANGE_SEEDS = 3
 RANGE_SHARE = 0.3  # of `trial_s`
 RACE_SHARE = 0.5
+END_SHARE = 1.5  # for trainings as long as the user's, where they said how long that is
 NOISE_BATCH, NUM_MICRO = 32, 64  # fewer, or smaller, and the noise scale is off by a factor
 NUM_PLUNGE_STEPS = 60  # at most, before noise is measured
 PLUNGED = 0.3  # of the loss at the start
@@ -71,6 +73,8 @@ class Asked:
     trial_s: float
     race: bool
     target: Target | None = None
+    num_epochs: float | None = None  # that the user means to train, or
+    train_s: float | None = None
 
     def check(self) -> None:
         if self.rule not in RULES:
@@ -85,6 +89,29 @@ class Asked:
             raise TuningError(f"{self.learning_rate!r} is no learning rate; give a number, or 'find'")
         if self.learning_rate is not None and self.make_optimizer is None:
             raise TuningError("a learning rate belongs to an optimizer; give optimizer=..., such as torch.optim.AdamW")
+        self._check_length()
+
+    def _check_length(self) -> None:
+        given = [length for length in (self.num_epochs, self.train_s) if length is not None]
+        if len(given) > 1:
+            raise TuningError("a training has one length; give num_epochs=... or train_s=..., not both")
+        if not all(0 < length < math.inf for length in given):
+            raise TuningError(f"a training cannot be {given[0]!r} long; give a number above zero")
+        if given and self.make_optimizer is None:
+            raise TuningError(
+                "what is best in the end is found by training; give optimizer=..., such as torch.optim.SGD"
+            )
+        if given and not self.race:
+            raise TuningError(
+                "what is best in the end is found by a race on one device; leave race on and workers out, or leave out "
+                "num_epochs and train_s"
+            )
+
+    def length_s(self, num_samples: int | None, runner: Runner) -> float | None:
+        """Of the training that the user means, with this batch; None: they did not say."""
+        if self.num_epochs is None or self.train_s is not None:
+            return self.train_s
+        return max(1.0, self.num_epochs * (num_samples or 0) / runner.batch) * runner.step_s
 
     @contextmanager
     def model(self) -> Iterator[torch.nn.Module]:
@@ -123,6 +150,8 @@ class Tuner:
         self.rate_batch = 0  # the batch that the optimizer's learning rate belongs to
         self.first_rate = 0.0  # what is trained with today
         self.has_state = optimizer is not None and bool(optimizer.state)  # before its first step
+        if asked.num_epochs is not None and samples.num is None:
+            raise TuningError("a function's samples have no epochs; give train_s=... instead of num_epochs=...")
         if asked.batch is not None and samples.num is not None and samples.num < asked.batch:
             raise TuningError(
                 f"the data set has {samples.num} samples, fewer than the batch of {asked.batch}; lower the batch or "
@@ -162,17 +191,23 @@ class Tuner:
         curve, micro_batch = advice.curve, advice.micro_batch
         why = [
             *why_micro_batch(curve, micro_batch, advice.accumulation),
-            *(why_batch_kept(curve, micro_batch, effective) if kept else ()),
+            *(why_batch_kept(curve, micro_batch, effective, rate_stays=self._rate_stays(advice)) if kept else ()),
             *self.why,
             *why_loading(curve, micro_batch, self.samples.load_s),
             *why_last_batch(self.samples.num, micro_batch, self.normalises),
         ]
         return replace(advice, why=tuple(why))
 
+    def _rate_stays(self, advice: Advice) -> bool:
+        return advice.learning_rate is None or math.isclose(advice.learning_rate, self.first_rate)
+
     def _largest(self, largest: int | None) -> int:
         """No batch beyond this is looked at."""
         kept = self.asked.batch if not self.asked.free else None
-        return max(1, min(limit for limit in (self.samples.num, largest, kept, LARGEST) if limit is not None))
+        num = self.samples.num
+        if num is not None and self.asked.free and self.asked.target is not None and self.validation is None:
+            num -= num_held_out(num)  # to be trained towards a target, a batch is drawn from what is left
+        return max(1, min(limit for limit in (num, largest, kept, LARGEST) if limit is not None))
 
     # -- the micro-batch ----------------------------------------------------------------------------------------------
 
@@ -358,20 +393,12 @@ class Tuner:
         try:
             today = self._like_today(advice, choosing)
             advised = [advice, *self._smaller(advice, choosing)]
-            race = Race(
-                self.model,
-                self.optimizer,
-                self.asked.loss_fn,
-                self.samples,
-                self.validation,
-                choosing.curve.largest_in_core,
-                self.tell,
-                self.asked.target if self.asked.target is not None and self.asked.target.is_known else LOSS,
-            )
+            race = self._race(choosing)
             named = dict(zip(NAMES, (today, *advised)))
             runners = [_runner(name, way) for name, way in named.items()]
             with self._anew():
                 winner = race.between(replace(runners[0], warms_up=False), runners[1:], RACE_SHARE * self.asked.trial_s)
+                length_s = self.asked.length_s(self.samples.num, winner.runner) if winner is not None else None
         except TuningError as error:
             self.why.append(f"not compared with today's setting: {error}")
             return advice
@@ -384,7 +411,44 @@ class Tuner:
             learning_rate=winner.runner.lr,
             num_warm_up_steps=winner.num_warm_up_steps,
         )
-        return self._with_length(taken, winner, race.length_s(winner))
+        taken = self._with_length(taken, winner, race.length_s(winner))
+        return taken if length_s is None else self._in_the_end(taken, named, race, winner, length_s)
+
+    def _race(self, choosing: Choosing) -> Race:
+        assert self.optimizer is not None
+        return Race(
+            self.model,
+            self.optimizer,
+            self.asked.loss_fn,
+            self.samples,
+            self.validation,
+            choosing.curve.largest_in_core,
+            self.tell,
+            self.asked.target if self.asked.target is not None and self.asked.target.is_known else LOSS,
+        )
+
+    def _in_the_end(
+        self, taken: Advice, named: dict[str, Advice], race: Race, winner: Finish, length_s: float
+    ) -> Advice:
+        """What is best after a training as long as the user's; what was soonest at the target stays beside it."""
+        ending = Ending.after(race, length_s, END_SHARE * self.asked.trial_s)
+        with self._anew():
+            best = ending.best(winner.runner, race.best_of_other_batches(winner.runner))
+        found, soonest = taken, _soonest(taken) if taken.num_steps else None
+        if best is None:
+            self.why.append(
+                "trainings as long as yours were not compared: there is too little time, or none learnt; raise trial_s"
+            )
+        else:
+            self.why.append(ending.told(best))
+            found = replace(
+                named[best.runner.name],
+                learning_rate=best.runner.lr,
+                num_warm_up_steps=best.num_warm_up_steps,
+                target=taken.target,
+                target_s=taken.target_s,
+            )
+        return replace(found, num_steps=max(1, round(length_s / found.step_s)), soonest=soonest)
 
     def _with_length(self, advice: Advice, winner: Finish, length_s: float | None) -> Advice:
         """And how long to train to the target, by what the race told about it."""
@@ -431,6 +495,17 @@ class Tuner:
     def _anew(self) -> AbstractContextManager[None]:
         """Steps that were timed left momentum behind, at a rate of zero: what trains begins without."""
         return nullcontext() if self.optimizer is None or self.has_state else anew(self.optimizer)
+
+
+def _soonest(advice: Advice) -> Soonest:
+    return Soonest(
+        advice.micro_batch,
+        advice.accumulation,
+        advice.learning_rate or 0.0,
+        advice.num_steps,
+        advice.num_warm_up_steps,
+        advice.beta2,
+    )
 
 
 def _runner(name: str, advice: Advice) -> Runner:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import tuning_accuracy
 from benchmarks.tuning import errors_of
 from benchmarks.tuning_accuracy import Contest
 from benchmarks.tuning_cases import Case, Row, Setting
@@ -64,6 +65,24 @@ def test_one_run_of_each_comes_before_what_is_kept_for_later() -> None:
     contest.decide("b", lambda: Setting(48, 0.01))
     contest.train(("a", "b"), later_s=1e6)
     assert [len(row["runs"]) for row in contest.summed()] == [1, 1]
+
+
+def test_one_advice_makes_two_rows_and_a_peer_that_never_comes_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is best in the end trains for the time of all, what is soonest for the length it was given."""
+    advice = Setting(32, 0.01, soonest=Setting(48, 0.02, num_steps=3))
+    monkeypatch.setattr(tuning_accuracy, "by_advice", lambda case: advice)
+    monkeypatch.setattr(tuning_accuracy, "by_accelerate", lambda case: Setting(48, 0.01))
+    monkeypatch.setattr(tuning_accuracy, "by_lightning", lambda case: Setting(96, 0.01))
+    case = small_case()
+    case.target = 1.1  # nobody comes there
+    contest = Contest(case, Namespace(limit_s=60.0, num_seeds=2, num_trials=2, num_pairs=3, brief=True), lambda _: None)
+    contest.hold()
+    runs = {name: len(row["runs"]) for name, row in contest.rows.items()}
+    assert runs["outcore, to target"] == runs["default"] == 2
+    assert runs["lightning"] == runs["accelerate, our length"] == 1
+    assert runs["outcore"] == runs["search, best"] == 3
+    assert contest.rows["outcore"]["setting"].num_steps == 0
+    assert contest.rows["outcore, to target"]["setting"].num_steps == 3
 
 
 def test_all_train_for_the_same_time() -> None:

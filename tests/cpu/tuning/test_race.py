@@ -77,7 +77,7 @@ def test_the_mean_over_other_orders_of_the_data_decides(seconds: tuple[float, ..
         return race.ran[-1]
 
     today, other = Runner("today's setting", 32, 0.1, 0.01), Runner("the advice", 64, 0.2, 0.01)
-    race._run = run  # type: ignore[method-assign]
+    race.run = run  # type: ignore[method-assign]
     done = [run(other, None, 9.0), run(today, None, 9.0)]
     assert race._final(done, today, 60.0).runner == (other if wins else today)
     assert len(race.ran) == 6
@@ -182,7 +182,7 @@ def test_the_rate_of_a_run_ends_at_zero() -> None:
     race, rates = race_of(mlp()), []
     race.run_s = 0.3
     race.optimizer.register_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
-    race._run(Runner("one", 32, 0.06, 0.01, warms_up=False), None, 1.0)
+    race.run(Runner("one", 32, 0.06, 0.01, warms_up=False), None, 1.0)
     assert rates[:20] == pytest.approx([0.06] * 20)
     assert rates[20:] == pytest.approx([0.006 * left for left in range(10, 0, -1)])
 
@@ -197,7 +197,7 @@ def test_every_run_starts_alike_and_nothing_is_left_of_it() -> None:
     race.optimizer.step()  # so that there is momentum to keep
     before, numbers, state = everything_of(model), generators(), deepcopy(race.optimizer.state_dict())
     race.run_s = 0.4
-    first, again = (race._run(Runner("one", 32, 0.05, 0.01), None, 1.0) for _ in range(2))
+    first, again = (race.run(Runner("one", 32, 0.05, 0.01), None, 1.0) for _ in range(2))
     assert first.num_warm_up_steps == 1
     assert first.looks == again.looks
     assert len(set(first.looks)) == len(first.looks)
@@ -211,7 +211,7 @@ def test_every_run_starts_alike_and_nothing_is_left_of_it() -> None:
     parts.model.load_state_dict(whole.model.state_dict())
     whole.run_s = parts.run_s = 0.08
     ends = [
-        [metric for _, metric in race._run(Runner("one", 64, 0.05, 0.01), None, 1.0).looks] for race in (whole, parts)
+        [metric for _, metric in race.run(Runner("one", 64, 0.05, 0.01), None, 1.0).looks] for race in (whole, parts)
     ]
     assert ends[1] == pytest.approx(ends[0], rel=1e-3)
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from outcore.errors import TuningError
-from outcore.tuning.state import untouched
+from outcore.tuning.state import anew, untouched
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -162,3 +162,11 @@ def test_tensors_of_a_graph_that_is_still_to_be_walked_stay_usable() -> None:
     loss.backward()
     assert x.grad is not None
     assert torch.allclose(x.grad[0], net.weight.detach().sum(0))
+
+
+def test_a_state_that_is_no_dictionary_is_refused_in_a_sentence() -> None:
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer.state[net.first.weight] = [torch.zeros(1)]
+    with pytest.raises(TuningError, match="what SGD keeps of a parameter is no dictionary"), anew(optimizer):
+        pass

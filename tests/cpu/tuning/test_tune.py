@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 import outcore
 from outcore.errors import OutcoreError, TuningError
+from outcore.tuning import samples as samples_module
 from outcore.tuning.advice import Advice
 from outcore.tuning.choosing import Choosing, divisors, free_batches
 from outcore.tuning.samples import Samples
@@ -196,6 +197,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no model": ({"make_model": dict}, "make_model() returned a dict"),
     "nothing": ({"make_model": nn.Identity}, "this model has no parameters"),
     "changing": ({"make_model": Counting}, "do different work, so neither tells about the other"),
+    "closure": ({"optimizer": torch.optim.LBFGS}, "LBFGS computes the loss several times in a step"),
     "no backward": (
         {"loss_fn": lambda out, y: torch.zeros(1, requires_grad=True).sum()},
         "the backward pass never came to the model",
@@ -253,6 +255,51 @@ def test_batches_to_time_are_read_once_and_spread_over_the_data() -> None:
     assert sorted(epoch.flatten().tolist()) == list(range(1000))
     with pytest.raises(TuningError, match="fewer than one batch of 2000"):
         next(samples.shuffled(2000))
+
+
+def test_what_is_looked_at_again_is_read_once_while_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    class Counted(Dataset[Any]):
+        def __len__(self) -> int:
+            return 100
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            asked.append(index)
+            return torch.tensor([float(index)])
+
+    samples = Samples(Counted(), CPU)
+    looks = [samples.kept_batch_of(rows).flatten().tolist() for rows in ([1, 2], [3], [1, 2], [3])]
+    assert looks == [[1, 2], [3], [1, 2], [3]]
+    assert asked == [1, 2, 3]
+    monkeypatch.setattr(samples_module, "KEPT_BYTES", 8)  # two samples of four bytes
+    samples = Samples(Counted(), CPU)
+    for rows in ([1, 2], [3], [1, 2], [3]):
+        samples.kept_batch_of(rows)
+    assert asked[3:] == [1, 2, 3, 3]
+
+
+def test_a_free_batch_leaves_samples_to_look_at(folder: str) -> None:
+    """Of 60 samples 15 are held out: a batch of 60, the fastest, could not be trained to the target."""
+    few = torch.utils.data.Subset(DATA, range(60))
+    options: dict[str, Any] = {"optimizer": make_sgd, "memory": "16MiB", "disk": folder, "trial_s": 0.2}
+    advice = outcore.tune(mlp, F.cross_entropy, few, target=("val_loss", 0.1), **options)
+    assert advice.effective_batch <= 45
+
+
+def test_an_optimizer_that_was_there_before_is_put_back(folder: str) -> None:
+    model = mlp()
+    mine = make_sgd(model.parameters())
+    F.cross_entropy(model(DATA.tensors[0][:8]), DATA.tensors[1][:8]).backward()
+    mine.step()
+    momentum = [mine.state[parameter]["momentum_buffer"] for parameter in model.parameters()]
+    copies, options = [buffer.clone() for buffer in momentum], dict(mine.param_groups[0])
+    target: dict[str, Any] = {"target": ("val_loss", 1e-9), "trial_s": 0.2, "learning_rate": 0.7, "batch": 32}
+    outcore.tune(model, F.cross_entropy, DATA, optimizer=lambda _: mine, memory="16MiB", disk=folder, **target)
+    assert mine.param_groups[0] == options
+    for parameter, buffer, copy in zip(model.parameters(), momentum, copies):
+        assert mine.state[parameter]["momentum_buffer"] is buffer
+        assert torch.equal(buffer, copy)
 
 
 def test_candidates_are_geometric_and_know_where_in_core_ends(folder: str) -> None:

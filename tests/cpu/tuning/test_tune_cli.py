@@ -84,6 +84,8 @@ def test_what_cannot_be_done_ends_in_one_sentence(tmp_path: Path) -> None:
         ([EXAMPLE, *memory, "--curve", tmp_path / "curve.doc"], "names no kind of picture"),
         ([EXAMPLE, *memory, "--curve", tmp_path / "no" / "curve.svg"], "there is no folder"),
         ([EXAMPLE, "--memory", "lots"], "'lots' is not a size"),
+        ([EXAMPLE, *memory, "--epochs", "3", "--no-race"], "leave race on"),
+        ([EXAMPLE, *memory, "--epochs", "3", "--train-s", "9"], "a training has one length"),
         ([EXAMPLE, *memory, "--batch", "4096"], "fewer than the batch of 4096"),
     ]
     for args, says in wrong:

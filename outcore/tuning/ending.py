@@ -1,0 +1,168 @@
+"""What raced + the length of a training -> the setting that is best when a training of that length is over.
+
+What is soonest at a target need not be best in the end: a higher rate makes more noise for as long as it lasts, and
+more of it is won back when the rate falls. On CIFAR-10 the soonest ended a point below twice its rate. So where the
+user says how long they mean to train, trainings of that length are run, and only their ends count.
+
+The best rate at the end has been above the soonest one's, so at its batch once, twice and four times the rate run, then
+the other batches that raced, at a rate moved as much, then the rates on both sides of the best. All train for the same
+seconds of compute. At most `NUM_LENGTHS` trainings' worth is run where trainings are long; where they are short,
+each runs in up to `NUM_ORDERS` orders of the data, with other samples held out each time: of a few hundred held-out
+samples one alone is a tenth or more of a point, and those that were held out in the race chose the field already.
+
+Where the target is an accuracy, ends are compared by the mean probability that held-out samples give to their right
+class. Accuracy counts whole samples and is too coarse for a few hundred of them; the loss is smooth but goes its own
+way, since a network that knows its samples by heart is punished for being sure of itself, at large batches more than at
+small ones. Measured by how well one training tells how accurate a setting is on other samples and from other starts:
+see `docs/design/006-tuning.md`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from outcore.tuning.race import LEAST_STEPS, Finish, Race, Runner
+from outcore.tuning.targets import SURENESS
+from outcore.units import format_seconds
+
+NUM_LENGTHS = 6  # trainings of the length, at most, where they are long
+NUM_ORDERS = 3  # of the data for every setting, where they are short
+FIRST_ORDER = 3  # those before it were raced
+UP = (1.0, 2.0, 4.0)  # times the rate that is soonest
+STEP = 2.0  # times the rate, beyond these
+MOST_OTHERS = 2  # batches
+LITTLE = 0.1  # of the probability: however good the leader is, with so little left nobody gives up
+HOPELESS = 4.0  # times the leader's error more, halfway: who is slow at first may be best in the end
+NAMES = {SURENESS: "the probability of the right class", "val_loss": "the loss"}
+
+
+@dataclass
+class Ending:
+    """Trainings of `length_s` seconds, and who is best at the end of them."""
+
+    race: Race
+    length_s: float
+    limit_s: float  # of compute, for all of them
+    ended: dict[Runner, list[Finish]] = field(default_factory=dict)
+
+    @classmethod
+    def after(cls, race: Race, length_s: float, limit_s: float) -> Ending:
+        """The same model, data and metric, and a count of seconds and runs of its own."""
+        anew = Race(
+            race.model,
+            race.optimizer,
+            race.loss_fn,
+            race.samples,
+            race.validation,
+            race.in_core,
+            race.tell,
+            race.target.at_the_end,
+            holds_out_anew=True,
+            hopeless=HOPELESS,
+        )
+        if anew.target.metric == SURENESS:
+            anew.little = LITTLE
+        return cls(anew, length_s, limit_s)
+
+    def __post_init__(self) -> None:
+        self.race.run_s = min(self.length_s, self.limit_s / NUM_LENGTHS)
+        num_orders = min(NUM_ORDERS, max(1, int(1.001 * self.limit_s / NUM_LENGTHS / self.race.run_s)))
+        self.orders = range(FIRST_ORDER, FIRST_ORDER + num_orders)  # of the data, in which every setting is trained
+        self.limit_s = NUM_LENGTHS * num_orders * self.race.run_s
+
+    def best(self, soonest: Runner, others: Sequence[Runner]) -> Finish | None:
+        """The best in the end; None: there is too little time for any, or none of them learns."""
+        if max(runner.step_s for runner in (soonest, *others)) * LEAST_STEPS > self.race.run_s:
+            return None
+        for factor in UP:
+            if not self._trains(_moved(soonest, factor)):
+                break
+        if not self.ended:
+            return None
+        moved = 1.0 if self._has_failed(self._leader()) else self._leader().factor / soonest.factor
+        for other in others[:MOST_OTHERS]:
+            self._trains(_moved(other, moved))
+        while (beside := self._beside()) is not None and self._has_time(len(self.orders)):
+            self._trains(beside)
+        self._compare_again()
+        leader = self._leader()
+        return None if self._has_failed(leader) else self._middle(leader)
+
+    def _beside(self) -> Runner | None:
+        """The next higher rate of the best one, or the next lower; where both ran, of the best with another batch."""
+        best: dict[int, Runner] = {}
+        for runner in sorted(self.ended, key=self._left):
+            best.setdefault(runner.batch, runner)
+        for runner in best.values():
+            factors = (1 / STEP,) if self._has_failed(runner) else (STEP, 1 / STEP)
+            for beside in (_moved(runner, factor) for factor in factors):
+                if not any(one.batch == beside.batch and math.isclose(one.lr, beside.lr) for one in self.ended):
+                    return beside
+        return None
+
+    def _compare_again(self) -> None:
+        """The best two in further orders, while there is time."""
+        order = self.orders.stop
+        while self._has_time(2) and sum(not self._has_failed(runner) for runner in self.ended) > 1:
+            for runner in sorted(self.ended, key=self._left)[:2]:
+                self.ended[runner].append(self._run(runner, order))
+            order += 1
+
+    def _has_time(self, num: int) -> bool:
+        """For so many trainings."""
+        return self.race.has_time(num * self.race.run_s, self.limit_s)
+
+    def _trains(self, runner: Runner) -> bool:
+        """In every order; whether there was time for it and it did not give up."""
+        if not self._has_time(len(self.orders)):
+            return False
+        self.ended[runner] = [self._run(runner, order) for order in self.orders]
+        return not self._has_failed(runner)
+
+    def _run(self, runner: Runner, order: int) -> Finish:
+        so_far = [found for ran in self.ended.values() for found in ran if found.order == order]
+        return self.race.run(runner, min(so_far, key=lambda found: found.place, default=None), self.limit_s, order)
+
+    def _left(self, runner: Runner) -> float:
+        """In the mean over the orders."""
+        ran = self.ended[runner]
+        return math.inf if any(found.gave_up for found in ran) else statistics.fmean(found.left for found in ran)
+
+    def _has_failed(self, runner: Runner) -> bool:
+        return self._left(runner) == math.inf
+
+    def _leader(self) -> Runner:
+        return min(self.ended, key=self._left)
+
+    def _middle(self, runner: Runner) -> Finish:
+        ran = sorted(self.ended[runner], key=lambda found: found.left)
+        return ran[len(ran) // 2]
+
+    def told(self, best: Finish) -> str:
+        """What was trained and how it ended."""
+        by_end = sorted(self.ended, key=self._left)
+        ended = "; ".join(f"{runner.told} {self._told(runner)}" for runner in by_end)
+        run_s, wanted_s = format_seconds(self.race.run_s), format_seconds(self.length_s)
+        how = f"{run_s} each, as long as you train"
+        if self.race.run_s < 0.99 * self.length_s:
+            enough = math.ceil(self.length_s / self.race.run_s)
+            how = f"{run_s} each instead of your {wanted_s}, for which trial_s has to be {enough} times as long"
+        fewest, most = len(self.orders), len(self.ended[best.runner])
+        orders = f"{fewest} to {most} orders" if most > fewest else f"{fewest} order{'s' * (fewest > 1)}"
+        return (
+            f"then {len(self.race.ran)} trainings of {how}; {NAMES[str(self.race.target.metric)]} on held-out samples "
+            f"in the end, in the mean over {orders} of the data: {ended}; best in "
+            f"the end is {best.runner.told}"
+        )
+
+    def _told(self, runner: Runner) -> str:
+        ends = [found.metric for found in self.ended[runner]]
+        return "gave up" if self._has_failed(runner) else f"{statistics.fmean(ends):.4g}"
+
+
+def _moved(runner: Runner, factor: float) -> Runner:
+    """At another rate; today's setting, too, then begins with a warm-up."""
+    return replace(runner.times(factor), warms_up=runner.warms_up or factor > 1)

@@ -1,0 +1,195 @@
+"""What is best at the end of a training as long as the user's. Seconds are given, so that no clock decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import outcore
+from outcore.errors import TuningError
+from outcore.tuning.advice import Advice
+from outcore.tuning.ending import FIRST_ORDER, NUM_LENGTHS, NUM_ORDERS, Ending
+from outcore.tuning.race import LOSS, Finish, Runner
+from outcore.tuning.samples import Samples
+from outcore.tuning.targets import SURENESS, Setting, Target, Trial
+from tests.cpu.tuning.nets import CPU, make_sgd, mlp, stripes
+from tests.cpu.tuning.test_race import LONG_S, finish, race_of
+from tests.cpu.tuning.test_tune import generators
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+DATA = stripes()
+ACCURACY = Target("val_accuracy", 0.9)
+SOONEST, OTHER = Runner("soonest", 64, 0.01, 0.01), Runner("other", 32, 0.01, 0.01)
+
+
+def ending_of(end: Callable[[Runner, int], float], length_s: float = 1.0, limit_s: float = 6.0) -> Ending:
+    """Trainings whose ends are given: what is left of the probability; above one, they give up."""
+    ending = Ending.after(race_of(mlp(), target=ACCURACY), length_s, limit_s)
+
+    def run(runner: Runner, leader: Finish | None, limit_s: float, order: int = 0) -> Finish:
+        left, race = end(runner, order), ending.race
+        race.spent_s += race.run_s
+        race.ran.append(Finish(runner, race.run_s, race.target, ((race.run_s, 1 - left),), 0, left > 1, order))
+        return race.ran[-1]
+
+    ending.race.run = run  # type: ignore[method-assign]
+    return ending
+
+
+@pytest.mark.parametrize(
+    ("best_lr", "rates"),
+    [(0.02, [1, 2, 4]), (0.08, [1, 2, 4, 8, 16]), (0.0025, [1, 2, 4, 1 / 2, 1 / 4, 1 / 8])],
+    ids=["between", "beyond", "below"],
+)
+def test_rates_above_the_soonest_run_and_then_whatever_lies_beyond_the_best(best_lr: float, rates: list[float]) -> None:
+    ending = ending_of(lambda runner, order: 0.1 + abs(torch.tensor(runner.lr / best_lr).log2().item()) / 10)
+    best = ending.best(SOONEST, [])
+    assert best is not None
+    assert best.runner.lr == pytest.approx(best_lr)
+    assert [runner.lr / 0.01 for runner in ending.ended] == pytest.approx(rates)
+    assert len(ending.race.ran) <= NUM_LENGTHS
+    assert ending.told(best).endswith(f"best in the end is {best.runner.told}")
+
+
+def test_a_rate_that_gives_up_is_no_reason_to_go_higher_nor_the_end_of_another_batch() -> None:
+    """And another batch that does not bear it runs once more below."""
+    ending = ending_of(lambda runner, order: 2.0 if runner.lr > 0.015 or runner == OTHER else 0.2 - runner.batch / 1000)
+    best = ending.best(SOONEST, [OTHER])
+    assert best is not None
+    assert best.runner == SOONEST
+    tried = [(runner.batch, runner.lr) for runner in ending.ended]
+    assert tried == [(64, 0.01), (64, 0.02), (32, 0.01), (64, 0.005), (32, 0.005), (32, 0.0025)]
+    assert ending.told(best).count("gave up") == 2
+    assert ending_of(lambda runner, order: 2.0).best(SOONEST, [OTHER]) is None
+
+
+def test_another_batch_may_be_the_best_in_the_end_and_then_rates_beside_it_run() -> None:
+    ending = ending_of(lambda runner, order: (0.1 if runner.batch == 32 else 0.2) + abs(runner.lr - 0.02))
+    best = ending.best(SOONEST, [OTHER])
+    assert best is not None
+    assert (best.runner.batch, best.runner.lr) == (32, 0.02)  # moved as much as the soonest was
+    assert [runner.lr for runner in ending.ended if runner.batch == 32] == pytest.approx([0.02, 0.04, 0.01])
+
+
+def test_short_trainings_run_in_several_orders_and_long_ones_are_shortened() -> None:
+    quick = ending_of(lambda runner, order: 0.1 + 0.01 * order + runner.lr, length_s=0.2)
+    best = quick.best(SOONEST, [OTHER])
+    assert best is not None
+    assert {found.order for found in quick.race.ran} >= set(range(FIRST_ORDER, FIRST_ORDER + NUM_ORDERS))
+    assert len(quick.race.ran) <= NUM_LENGTHS * NUM_ORDERS
+    assert "as long as you train" in quick.told(best)
+    slow = ending_of(lambda runner, order: 0.1 + runner.lr, length_s=100.0)
+    best = slow.best(SOONEST, [OTHER])
+    assert best is not None
+    assert slow.race.spent_s <= 6.0
+    assert "1.00 s each instead of your 100 s, for which trial_s has to be 100 times as long" in slow.told(best)
+    assert ending_of(lambda runner, order: 0.1, limit_s=0.1).best(SOONEST, []) is None
+
+
+def test_luck_in_one_order_decides_nothing() -> None:
+    lucky = {FIRST_ORDER: 0.05}
+    ending = ending_of(lambda r, order: lucky.get(order, 0.3) if r.lr > 0.01 else 0.2, length_s=0.2)
+    best = ending.best(SOONEST, [])
+    assert best is not None
+    assert best.runner == SOONEST
+
+
+def test_real_trainings_hold_out_other_samples_in_every_order_and_leave_nothing_behind() -> None:
+    race = race_of(mlp(), target=ACCURACY)
+    before = [parameter.detach().clone() for parameter in race.model.parameters()]
+    ending = Ending.after(race, 0.3, 3.0)
+    best = ending.best(Runner("soonest", 32, 0.003, 0.01), [])
+    assert best is not None
+    assert best.runner.lr > 0.003
+    assert 0 < best.metric < 1
+    ending.race.run_s = 0.6
+    perfect = Finish(best.runner, 0.6, ending.race.target, tuple((at / 8, 1 - 1e-9) for at in range(1, 9)))
+    near = ending.race.run(Runner("near", 32, 0.02, 0.01), perfect, 60.0, FIRST_ORDER)
+    assert not near.gave_up  # with a hundredth left, however much more than the leader's that is
+    assert ending.race.run(Runner("far", 32, 1e-6, 0.01), perfect, 60.0, FIRST_ORDER).gave_up
+    assert len(ending.race.samples._kept) > 1
+    assert all(torch.equal(one, other) for one, other in zip(before, race.model.parameters()))
+    assert LOSS.at_the_end.metric == "val_loss"
+    assert finish(0.5, 0.25, target=LOSS.at_the_end).target_s is None
+    assert finish(0.5, 1.0, target=ACCURACY.at_the_end).target_s is None  # no end is good enough
+
+
+def test_the_probability_is_that_of_the_right_class() -> None:
+    model = torch.nn.Linear(2, 3)
+    with torch.no_grad():
+        model.weight.zero_()
+        model.bias.copy_(torch.tensor([0.5, 0.3, 0.2]).log())
+    data = [(torch.zeros(2), label) for label in (0, 1, 2, -100)] * 4
+    samples = Samples(data, CPU)
+    trial = Trial(model, F.cross_entropy, samples, make_sgd(model.parameters()), Setting(2, 1), Target(SURENESS, 1.0))
+    trial._held_out = [0, 1, 2, 3]
+    assert trial.look() == pytest.approx(1.0 / 4)  # who is to be ignored counts as wrong, as in an accuracy
+
+
+def tuned(**options: Any) -> Advice:
+    make = partial(torch.optim.SGD, lr=1e-4, momentum=0.9)
+    given: dict[str, Any] = {"dataset": DATA, "optimizer": make, "memory": "16MiB", "largest": 64} | options
+    return outcore.tune(mlp, F.cross_entropy, **given)
+
+
+def test_tune_says_what_is_best_in_the_end_and_what_is_soonest(tmp_path: Any) -> None:
+    numbers = generators()
+    advice = tuned(disk=tmp_path, target=("val_accuracy", 0.8), num_epochs=4, trial_s=20.0)
+    assert generators() == numbers
+    soonest = advice.soonest
+    assert soonest is not None
+    assert advice.target_s is not None
+    epoch = len(DATA) / soonest.effective_batch
+    if advice.effective_batch == soonest.effective_batch:
+        assert advice.num_steps == pytest.approx(4 * epoch, abs=1)
+    assert soonest.num_steps > 0
+    assert Advice.from_json(advice.to_json()) == advice
+    said = " ".join(str(advice).split())
+    assert f"{advice.num_steps} steps, the rate falling to zero" in said
+    assert f"with a batch of {soonest.effective_batch} at a rate of {soonest.learning_rate:.3g}" in said
+    assert sum("best in the end is" in why for why in advice.why) == 1
+
+
+def test_without_a_target_ends_are_compared_by_the_loss(tmp_path: Any) -> None:
+    advice = tuned(disk=tmp_path, train_s=0.05, batch=32, learning_rate="find", trial_s=4.0)
+    assert advice.soonest is None
+    assert advice.effective_batch == 32
+    assert advice.num_steps == pytest.approx(0.05 / advice.step_s, abs=1)
+    assert any("the loss on held-out samples in the end" in why for why in advice.why)
+    stays = [why for why in advice.why if "as you train today" in why]
+    assert stays == ["the effective batch stays 32, as you train today"]  # and not that the rate need not change
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "both": ({"num_epochs": 3, "train_s": 1.0}, "a training has one length"),
+    "none": ({"num_epochs": 0}, "a training cannot be 0 long"),
+    "no race": ({"num_epochs": 3, "race": False}, "leave race on"),
+    "workers": ({"train_s": 3.0, "workers": 2, "communication_s": 0.01}, "leave race on and workers out"),
+    "no optimizer": ({"num_epochs": 3, "optimizer": None}, "what is best in the end is found by training"),
+    "search": (
+        {"num_epochs": 3, "target": ("val_accuracy", 0.9), "num_trials": 3},
+        "leave out num_trials, or the length",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_length_that_cannot_be_asked_about_is_refused(name: str) -> None:
+    changed, says = WRONG[name]
+    with pytest.raises(TuningError, match=says):
+        tuned(**changed)
+
+
+def test_a_function_has_no_epochs(tmp_path: Any) -> None:
+    def draw(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.randint(0, len(DATA), (size,))
+        return DATA.tensors[0][rows], DATA.tensors[1][rows]
+
+    with pytest.raises(TuningError, match="a function's samples have no epochs; give train_s"):
+        tuned(dataset=draw, validation=DATA, num_epochs=3, disk=tmp_path, trial_s=LONG_S)
