@@ -3,7 +3,12 @@
 Virtual cores run at two speeds, and change within a second (a lone worker's step: 20 to 32 ms): trials one after the
 other compare cores at different moments, not methods. Here all workers exist from the beginning and a phase is a few
 steps of some of them, while the others sleep in a socket: each alone in turn, all without an exchange, all with one.
-Ratios are taken within a round of about two seconds, and every other round runs backwards.
+Ratios are taken within a round of a few seconds, and every other round runs backwards.
+
+A synchronous exchange cannot be faster than the slowest worker, and here a lone step takes 25 ms on one core and 43 on
+another, or on the same one a minute later. What the exchange itself costs where every worker has a core like the
+others' is asked in two more phases: forward and backward as before, then a pause until EVEN_S have passed, so that all
+compute takes as long everywhere; the worker's own step and the exchange come on top.
 
 `scaling` is the section of that name in elastic.py; the workers are `python benchmarks/elastic_paces.py ORDER`, each of
 which writes a line of JSON for every phase it had a part in.
@@ -46,14 +51,21 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 PERIOD = 4
 BATCH = 64
-NUM_STEPS = {"lone": 4, "silent": 2 * PERIOD, "elastic": 2 * PERIOD}  # of a phase, that count
-NUM_AWAKENING = {"lone": 2, "silent": 2, "elastic": PERIOD}  # before them: caches, clocks, and the first exchange
+NUM_STEPS = {"lone": 4, "silent": 2 * PERIOD, "elastic": 2 * PERIOD, "even lone": 4, "even": 2 * PERIOD}  # that count
+NUM_AWAKENING = {"lone": 2, "silent": 2, "elastic": PERIOD, "even lone": 1, "even": PERIOD}  # before: caches, exchange
+EVEN_S = 0.06  # of compute, on every core: more than the slowest takes
 NEVER = 1 << 40  # a period
 LIMIT_S = 20.0  # of any wait
-MAX_ROUNDS, ROUND_S = 40, 9.0  # the longest round, and ending
+MAX_ROUNDS, ROUND_S = 40, 13.0  # the longest round, and ending
 QUIET = {"RES_OPTIONS": "timeout:1 attempts:1"}  # a host without a resolver must not spend the clock on names
+BARS = {
+    "efficiency": "weak scaling of level 3",
+    "even_efficiency": "the same on cores that are alike",
+    "of_no_exchange": "the same over no exchange",
+}
 TOLD = {
     "efficiency": "weak scaling: the mean lone step of these cores over a step with the exchange",
+    "even_efficiency": "the same where all compute takes equally long: a core like the others' for every worker",
     "without_exchange": "the same without any exchange: what the chip itself takes",
     "of_no_exchange": "no exchange over exchange",
     "of_overlapped": "of it: waiting for the slowest, from the steps without exchange (the exchange may last a step)",
@@ -66,7 +78,8 @@ TOLD = {
 
 @dataclass(frozen=True)
 class Phase:
-    """Some steps of the workers from `first` on. `kind` is "lone", "silent" (no exchange) or "elastic"."""
+    """Some steps of the workers from `first` on. `kind` is "lone", "silent" (no exchange), "elastic", or with compute
+    stretched to EVEN_S "even lone" and "even"."""
 
     round: int
     kind: str
@@ -83,7 +96,8 @@ def phases_of(number: int, sizes: list[int]) -> Iterator[Phase]:
     for num in sizes if number % 2 == 0 else sizes[::-1]:
         first = number * num % max(sizes)
         alone = [Phase(number, "lone", num, first + seat, 1) for seat in range(num)]
-        together = [Phase(number, kind, num, first, num) for kind in ("silent", "elastic")]
+        alone.append(Phase(number, "even lone", num, first, 1))
+        together = [Phase(number, kind, num, first, num) for kind in ("even", "silent", "elastic")]
         yield from [*alone, *together] if number % 2 == 0 else [*together[::-1], *alone[::-1]]
 
 
@@ -96,19 +110,21 @@ class Stepper:
     def __init__(self, worker: Worker, net: nn.Module, digits: Digits, batches: Iterator[Tensor]) -> None:
         self.worker, self._net, self._digits, self._batches = worker, net, digits, batches
 
-    def step(self) -> None:
-        chosen, digits = next(self._batches), self._digits
+    def step(self, compute_s: float = 0.0) -> None:
+        began_s, chosen, digits = time.perf_counter(), next(self._batches), self._digits
         loss = nn.functional.cross_entropy(self._net(digits.train_images[chosen]), digits.train_labels[chosen])
         loss.backward()
+        time.sleep(max(0.0, began_s + compute_s - time.perf_counter()))
         self.worker.step()
 
     def timed(self, kind: str) -> tuple[list[float], float]:
         """Seconds of each step that counts, and for how many of them this worker stood still to communicate."""
+        compute_s = EVEN_S if kind.startswith("even") else 0.0
         for _ in range(NUM_AWAKENING[kind]):
-            self.step()
+            self.step(compute_s)
         before_s, marks_s = self.worker.stats().wait_s, [time.perf_counter()]
         for _ in range(NUM_STEPS[kind]):
-            self.step()
+            self.step(compute_s)
             marks_s.append(time.perf_counter())
         return [late - early for early, late in pairwise(marks_s)], self.worker.stats().wait_s - before_s
 
@@ -136,7 +152,7 @@ def make_steppers(client: Store, digits: Digits, rank: int, sizes: list[int]) ->
 
 
 def run_phase(phase: Phase, steppers: dict[int, Stepper], store: Store) -> dict[str, Any]:
-    stepper = steppers[phase.num_workers if phase.kind == "elastic" else 1]
+    stepper = steppers[phase.num_workers if phase.kind in ("elastic", "even") else 1]
     steps_s, wait_s = stepper.timed(phase.kind)
     if phase.kind == "silent":  # nobody counts while another has gone to sleep
         store.add("counted", 1)
@@ -221,9 +237,9 @@ def one_round(rows: list[Row], num: int) -> dict[str, float] | None:
         kind: np.array([row["steps_s"] for row in sorted(rows, key=by_rank) if row["kind"] == kind])
         for kind in NUM_STEPS
     }
-    if any(len(steps) != num for steps in steps_s.values()):
+    if any(len(steps) != (1 if kind == "even lone" else num) for kind, steps in steps_s.items()):
         return None
-    alone, silent, elastic = (steps_s[kind].mean(axis=1) for kind in NUM_STEPS)
+    alone, silent, elastic, even_alone, even = (steps_s[kind].mean(axis=1) for kind in NUM_STEPS)
     mean_s, silent_s, elastic_s = float(alone.mean()), float(silent.mean()), float(elastic.mean())
     periods = steps_s["silent"].reshape(num, -1, PERIOD)
     together_s = float(periods.sum(axis=2).max(axis=0).mean()) / PERIOD
@@ -232,6 +248,7 @@ def one_round(rows: list[Row], num: int) -> dict[str, float] | None:
     own_s = min(row["wait_s"] for row in rows if row["kind"] == "elastic") / NUM_STEPS["elastic"]
     return {
         "efficiency": mean_s / elastic_s,
+        "even_efficiency": float(even_alone.mean() / even.mean()),
         "without_exchange": mean_s / silent_s,
         "of_no_exchange": silent_s / elastic_s,
         "of_slowest_lone": float(alone.max()) / elastic_s,
@@ -250,7 +267,7 @@ def by_rank(row: Row) -> int:
 
 def scaling_bars(found: dict[str, Any]) -> Bars:
     for row in found.get("scaling", {}).get("measured", []):
-        for key, what in (("efficiency", "weak scaling of level 3"), ("of_no_exchange", "the same over no exchange")):
+        for key, what in BARS.items():
             percent = 100 * row[key]["median"]
             yield f"{what}, period {PERIOD}, {row['num_workers']} workers: 92 %", percent, percent >= 92
 
