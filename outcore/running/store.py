@@ -12,6 +12,7 @@ Rules that keep it right, each from somebody's silent wrong gradient:
 from __future__ import annotations
 
 import mmap
+import sys
 import warnings
 import weakref
 from collections import deque
@@ -268,7 +269,10 @@ class Store:
             torch.cuda.current_stream(self.device).wait_event(done)
 
     def close(self) -> None:
-        """Gives everything back. No parcel may be left."""
+        """Gives everything back. No parcel may be left, but by a step that failed: while its error is on the way its
+        frames hold them, and what is said here would stand in its place. They go with it, and everything with them."""
+        if self.num_parcels and sys.exc_info()[1] is not None:
+            return
         if self.num_parcels:
             raise StoreError(f"{self.num_parcels} swapped values are still in use; end their step before closing")
         if self.device.type == "cuda":

@@ -133,6 +133,38 @@ def test_a_full_disk_is_a_clear_error_and_the_parameters_are_intact(tmp_path: Pa
         subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
 
 
+def test_closing_after_a_step_that_failed_says_why_it_failed() -> None:
+    """Its frames hold what was swapped while the error is on its way, and closing must not speak in its place."""
+    model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 64))
+    ooc = limit(model, "100%", planner="swap-all")
+
+    def fail() -> None:
+        with ooc.step():
+            loss = model(torch.randn(256, 64)).square().sum()
+            assert ooc.store.num_parcels
+            raise ZeroDivisionError(f"the user's own, {loss.item()}")
+
+    try:
+        with pytest.raises(ZeroDivisionError):
+            try:
+                fail()
+            finally:
+                ooc.close()
+    finally:
+        gc.collect()
+    assert ooc.store.num_parcels == 0
+    ooc.close()
+
+    ooc = limit(model, "100%", planner="swap-all")
+    with ooc.step():
+        loss = model(torch.randn(256, 64)).square().sum()
+    with pytest.raises(StoreError, match="still in use"):
+        ooc.close()
+    del loss
+    gc.collect()
+    ooc.close()
+
+
 @pytest.mark.parametrize("size", ["16 gigs", "-1", "lots", "", 0, "0%"])
 def test_sizes_that_are_none(size: int | str) -> None:
     model = nn.Linear(2, 2)
