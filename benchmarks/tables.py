@@ -180,7 +180,9 @@ TABLES: dict[str, Callable[[Result], str]] = {"slowdown": _slowdown, "matmul": _
 
 
 def _over(row: Row) -> str:
-    return f"{100 * row['over_in_core']:+.1f} %" if row.get("over_in_core") is not None else "does not fit"
+    if row.get("over_in_core") is not None:
+        return f"{100 * row['over_in_core']:+.1f} %"
+    return f"does not fit: {row['needed_gib']:.1f} GiB" if row.get("needed_gib") else "does not fit"
 
 
 def _mix(row: Row) -> tuple[str, str, str]:
