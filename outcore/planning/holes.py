@@ -2,15 +2,17 @@
 
 A plan's peak counts what is allocated; a cap counts what is mapped. PyTorch's allocator (expandable segments) puts a
 block into the smallest hole that is long enough, a hole that could grow counting as long as it could become; where
-there is none it maps pages, at the lowest address with room for all of it; and where the cap forbids that, it unmaps
-every free page and starts over, which drains the device. That is played through here for a few steps, from where the
-weights lie on. Fed with the requests of a step recorded on an H200 it puts 160 of 163 blocks where they were put there,
-and starts over in the same steps; see docs/log.md.
+there is none it maps pages, at the lowest address with room for all of it. Whether the cap allows that it asks before
+it looks, as if every page of the block were new; and where it does not, it unmaps every free page and starts over,
+which drains the device. That is played through here for a few steps, from where the weights lie on. Fed with the
+requests of a step recorded on an H200 it puts every block where it was put there, and starts over as often; see
+docs/log.md.
 """
 
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -23,8 +25,9 @@ from outcore.values import Action, Schedule, Trace
 PAGE_BYTES = 20 * MIB  # large blocks are mapped in pieces of this size
 SMALL_BYTES = MIB  # smaller ones have a pool of their own
 ROUND_BYTES = 512
+STEP_BYTES = 2 * MIB  # what is asked of a cap is rounded up to
 NUM_STEPS = 4  # after which the blocks of a step lie where they will lie
-USED_SHARE = 0.985  # of a cap: the rest is for small blocks
+USED_SHARE = 0.995  # of a cap: the rest is for small blocks
 NEIGHBOURS = 6  # ops before and after: one of them has no workspace
 Event = tuple[Literal["take", "give", "end"], object, int]  # who, bytes; of a slot
 Places = Sequence[tuple[int, int]]  # address and bytes of blocks that lie there before the step
@@ -53,11 +56,11 @@ def mapped(
 
 
 def wanted_bytes(trace: Trace, schedule: Schedule, budget_bytes: int, there: Places = ()) -> int:
-    """What the same steps would map if nothing forbade it. Up to there the cap plays no part; a step that has to start
-    over lands somewhere else with any small change, in the model as on the device."""
+    """The cap that the same steps would need never to start over. Up to there the cap plays no part; a step that has to
+    start over lands somewhere else with any small change, in the model as on the device."""
     device = Device(1 << 60, there)
     _play(device, trace, schedule, _aside(trace, schedule, budget_bytes))
-    return device.most_bytes
+    return device.asked_bytes
 
 
 def _aside(trace: Trace, schedule: Schedule, budget_bytes: int) -> Collection[int]:
@@ -93,9 +96,11 @@ class Device:
     def __init__(self, cap_bytes: int, there: Places = ()) -> None:
         self.cap_bytes = cap_bytes
         self.num_restarts = 0
-        self._rows = (Row(), Row())
+        self.asked_bytes = 0  # most, mapped and to be mapped, by the allocator's own count
+        row, self.mapped_bytes = _laid(tuple(there))
+        self.most_bytes = self.mapped_bytes
+        self._rows = (row.copy(), Row())
         self._owned: dict[object, tuple[Row, int, int]] = {}
-        self.mapped_bytes = self.most_bytes = sum(self._rows[0].lay(*place) for place in there)
 
     def take(self, who: object, num_bytes: int, *, aside: bool = False) -> None:
         row, num_bytes = self._rows[aside], -(-num_bytes // ROUND_BYTES) * ROUND_BYTES
@@ -123,17 +128,30 @@ class Device:
 
     def _map(self, row: Row, num_bytes: int) -> int:
         for _ in range(2):
-            address, missing = row.lowest_room(num_bytes)
-            new_bytes = sum(length for _, length in missing)
-            if self.mapped_bytes + new_bytes <= self.cap_bytes:
+            asked_bytes = self.mapped_bytes + _asked(num_bytes)
+            if asked_bytes <= self.cap_bytes:
+                self.asked_bytes = max(self.asked_bytes, asked_bytes)
+                address, missing = row.lowest_room(num_bytes)
                 for gap, length in missing:
                     row.map(gap, length)
-                self.mapped_bytes += new_bytes
+                self.mapped_bytes += sum(length for _, length in missing)
                 self.most_bytes = max(self.most_bytes, self.mapped_bytes)
                 return address
             self.num_restarts += 1
             self.mapped_bytes -= sum(row.unmap() for row in self._rows)
         raise MemoryError
+
+
+@functools.lru_cache(maxsize=2)
+def _laid(there: tuple[tuple[int, int], ...]) -> tuple[Row, int]:
+    """The row before a step, and what is mapped of it: the same for hundreds of plans."""
+    row = Row()
+    return row, sum(row.lay(*place) for place in there)
+
+
+def _asked(num_bytes: int) -> int:
+    """What a block counts as against the cap: whole steps, and more than it needs where it is not that large."""
+    return PAGE_BYTES if num_bytes < PAGE_BYTES // 2 else -(-num_bytes // STEP_BYTES) * STEP_BYTES
 
 
 class Row:
@@ -144,6 +162,12 @@ class Row:
         self._starts: dict[int, int] = {}  # a hole's address -> its bytes
         self._ends: dict[int, int] = {}  # where a hole ends -> its address
         self._gaps: dict[int, int] = {0: 1 << 60}  # address -> bytes
+
+    def copy(self) -> Row:
+        row = Row()
+        row._holes, row._starts, row._ends = list(self._holes), dict(self._starts), dict(self._ends)
+        row._gaps = dict(self._gaps)
+        return row
 
     def best_fit(self, num_bytes: int) -> int | None:
         """The smallest hole, where one before a gap counts as long as it could grow: the allocator would rather cut a
@@ -261,7 +285,8 @@ def _workspaces(trace: Trace) -> dict[int, int]:
     workspace of every op from then on: the least of an op's neighbours' is not its own."""
     found = [op.workspace_bytes for op in trace.ops]
     around = [found[max(0, at - NEIGHBOURS) : at + NEIGHBOURS + 1] for at in range(len(found))]
-    return {op.slot: op.workspace_bytes - min(near) for op, near in zip(trace.ops, around)}
+    unnamed = [min(near) if len(near) > NEIGHBOURS else 0 for near in around]
+    return {op.slot: op.workspace_bytes - other for op, other in zip(trace.ops, unnamed)}
 
 
 class _Walk:

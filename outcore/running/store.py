@@ -121,6 +121,7 @@ class Store:
         self.slabs: list[PinnedSlab] = []
         self.file: SwapFile | None = None
         self.num_parcels = 0
+        self._is_forsaken = False  # closed while parcels were in use
         self.peak_bytes = {"host": 0, "disk": 0}
         self._lanes: dict[str, DiskLane] = {}
         self._late: list[tuple[list[Future[float]], int, int]] = []
@@ -192,6 +193,8 @@ class Store:
     def release(self, parcel: Parcel) -> None:
         """Takes a parcel's room back once nothing copies into or out of it. Never waits: any thread may come here."""
         self.num_parcels -= 1
+        if self._is_forsaken and not self.num_parcels:
+            self.slabs = []
         dones = (parcel.out_done, parcel.in_done)
         lanes = [done for done in dones if isinstance(done, Future) and not done.done()]
         if lanes:
@@ -270,8 +273,10 @@ class Store:
 
     def close(self) -> None:
         """Gives everything back. No parcel may be left, but by a step that failed: while its error is on the way its
-        frames hold them, and what is said here would stand in its place. They go with it, and everything with them."""
+        frames hold them, and what is said here would stand in its place. Host memory goes with the last of them, the
+        rest with this store, or when it is closed again."""
         if self.num_parcels and sys.exc_info()[1] is not None:
+            self._is_forsaken = True
             return
         if self.num_parcels:
             raise StoreError(f"{self.num_parcels} swapped values are still in use; end their step before closing")

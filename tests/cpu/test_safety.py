@@ -138,21 +138,21 @@ def test_closing_after_a_step_that_failed_says_why_it_failed() -> None:
     model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 64))
     ooc = limit(model, "100%", planner="swap-all")
 
-    def fail() -> None:
-        with ooc.step():
-            loss = model(torch.randn(256, 64)).square().sum()
-            assert ooc.store.num_parcels
-            raise ZeroDivisionError(f"the user's own, {loss.item()}")
+    def fail_and_close() -> None:
+        try:
+            with ooc.step():
+                loss = model(torch.randn(256, 64)).square().sum()
+                assert ooc.store.num_parcels
+                raise ZeroDivisionError(f"the user's own, {loss.item()}")
+        finally:
+            ooc.close()
 
-    try:
-        with pytest.raises(ZeroDivisionError):
-            try:
-                fail()
-            finally:
-                ooc.close()
-    finally:
-        gc.collect()
+    with pytest.raises(ZeroDivisionError) as caught:
+        fail_and_close()
+    del caught
+    gc.collect()
     assert ooc.store.num_parcels == 0
+    assert not ooc.store.slabs
     ooc.close()
 
     ooc = limit(model, "100%", planner="swap-all")

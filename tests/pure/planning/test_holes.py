@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from outcore.planning import lower, plan, simulate, verify
 from outcore.planning import tidy as tidying
-from outcore.planning.holes import PAGE_BYTES, Device, Mapped, Places, allocations, mapped, wanted_bytes
+from outcore.planning.holes import PAGE_BYTES, Device, Mapped, Places, _workspaces, allocations, mapped, wanted_bytes
 from outcore.planning.terrain import terrain_of
 from outcore.planning.tidy import RESTART_S, tidy
 from outcore.units import GIB, MIB
@@ -61,6 +61,43 @@ def test_where_the_cap_forbids_new_pages_the_free_ones_are_given_back_first() ->
     assert device.mapped_bytes == 160 * MIB
     with pytest.raises(MemoryError):
         device.take("more", 20 * MIB)
+
+
+def test_the_cap_is_asked_for_the_whole_block_even_where_half_of_it_is_mapped() -> None:
+    """As on an H200: in 1 GiB, 100 and 500 MiB, the 500 given back, and then 560 starts over for 60 new ones."""
+    device = filled(GIB, a=100, b=500)
+    device.give("b")
+    device.take("c", 560 * MIB)
+    assert device.num_restarts == 1
+    device = filled(1160 * MIB, a=100, b=500)
+    device.give("b")
+    device.take("c", 560 * MIB)
+    assert device.num_restarts == 0
+    assert device.asked_bytes == 1160 * MIB
+
+
+def test_what_goes_aside_is_made_among_the_others_first() -> None:
+    device = filled(GIB, a=60, wall=20)
+    device.give("a")
+    device.take("gradient", 20 * MIB)
+    device.move_aside("gradient")
+    device.move_aside("nobody")
+    assert device.mapped_bytes == 100 * MIB  # a page of its own, and the hole is whole again
+    device.take("b", 60 * MIB)
+    assert device.mapped_bytes == 100 * MIB
+    device.give("gradient")
+    device.take("c", 20 * MIB)
+    assert device.mapped_bytes == 120 * MIB  # pages aside serve nobody else
+
+
+def test_what_every_op_seems_to_want_is_no_workspace() -> None:
+    trace = chain()
+    ops = tuple(replace(op, slot=slot, workspace_bytes=MIB) for slot, op in enumerate(trace.ops * 5))
+    ops = (*ops[:8], replace(ops[8], workspace_bytes=30 * MIB), *ops[9:])
+    found = _workspaces(replace(trace, ops=ops))
+    assert [slot for slot, num_bytes in found.items() if num_bytes] == [8]
+    assert found[8] == 29 * MIB
+    assert _workspaces(replace(trace, ops=ops[:3])) == {0: MIB, 1: MIB, 2: MIB}  # too few to tell
 
 
 def test_pages_on_which_something_lies_are_not_given_back() -> None:
@@ -119,14 +156,17 @@ def replay(device: Device, events: list[tuple[str, int, int, int]], num_steps: i
 
 
 def test_a_recorded_step_starts_over_in_the_model_as_it_did_on_the_device() -> None:
-    """VGG-16 in 12 GiB: twice a step and then, after some steps, no more. Taking the weights for one block hides it."""
-    events = recorded("vgg16_nhwc_12")
-    there = [(address, num_bytes) for what, address, num_bytes, aside in events if what == "there" and not aside]
-    restarts = replay(Device(int(11.8 * GIB), there), events, 14)
-    assert sum(restarts[:10]) >= 10
-    assert restarts[-3:] == [0, 0, 0]
-    as_one = Device(int(11.8 * GIB), [(0, sum(num_bytes for _, num_bytes in there))])
-    assert sum(replay(as_one, events, 4)) == 0
+    """Small blocks took 0.05 GiB of the cap. VGG-16 in 12 GiB: 20 times in 20 steps and then no more; ResNet-50 in 16
+    GiB: 94 times in 41, the recorded one three times, and it did not stop."""
+    for name, cap_bytes, per_step, comes_to_rest in (
+        ("vgg16_nhwc_12", int(11.95 * GIB), 1.0, True),
+        ("resnet50_16", int(15.95 * GIB), 94 / 41, False),
+    ):
+        events = recorded(name)
+        there = [(address, num_bytes) for what, address, num_bytes, aside in events if what == "there" and not aside]
+        restarts = replay(Device(cap_bytes, there), events, 20)
+        assert sum(restarts) / 20 == pytest.approx(per_step, abs=0.6)
+        assert (sum(restarts[-5:]) == 0) == comes_to_rest
 
 
 def test_blocks_of_a_recorded_step_go_where_they_went_on_the_device() -> None:
@@ -241,7 +281,7 @@ def test_a_neighbour_that_is_far_slower_is_not_taken(monkeypatch: pytest.MonkeyP
     assert tidy(trace, MACHINE, made, 210 * MIB).plan.predicted_step_s <= made.predicted_step_s * (1 + tidying.FAR)
 
 
-@pytest.mark.parametrize(("wanted_share", "most_s"), [(1.03, -1.0), (1.2, 60.0)], ids=["slow host", "a giant"])
+@pytest.mark.parametrize(("wanted_share", "most_s"), [(1.03, -1.0), (1.3, 60.0)], ids=["slow host", "a giant"])
 def test_nothing_is_drawn_on_a_slow_host_nor_where_a_giant_is_in_the_way(
     wanted_share: float, most_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +296,7 @@ def test_nothing_is_drawn_on_a_slow_host_nor_where_a_giant_is_in_the_way(
     monkeypatch.setattr(tidying, "wanted_bytes", too_much)
     monkeypatch.setattr(tidying, "mapped", lambda *asked: Mapped(1, GIB))
     monkeypatch.setattr(tidying, "MOST_S", most_s)
+    monkeypatch.setattr(tidying, "STUCK_S", most_s)
     found = tidy(trace, MACHINE, made, 210 * MIB)
     assert found.plan.decisions == made.decisions
     assert found.restarts
@@ -265,11 +306,11 @@ def test_nothing_is_drawn_on_a_slow_host_nor_where_a_giant_is_in_the_way(
 def test_where_every_plan_wants_too_much_the_fastest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = large_chain()
     made = planned(trace, 200 * MIB)
-    monkeypatch.setattr(tidying, "wanted_bytes", lambda trace, plan, memory_bytes, there: int(0.99 * memory_bytes))
+    monkeypatch.setattr(tidying, "wanted_bytes", lambda trace, plan, memory_bytes, there: int(0.995 * memory_bytes))
     monkeypatch.setattr(tidying, "mapped", lambda *asked: Mapped(1, GIB))
     found = tidy(trace, MACHINE, made, 210 * MIB)
     assert found.restarts
-    assert found.step_s == pytest.approx(found.plan.predicted_step_s + 2 * RESTART_S)
+    assert found.step_s == pytest.approx(found.plan.predicted_step_s + 1.5 * RESTART_S)
     assert found.plan.predicted_step_s <= made.predicted_step_s
 
 
