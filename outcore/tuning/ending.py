@@ -75,8 +75,9 @@ class Ending:
 
     def best(self, soonest: Runner, others: Sequence[Runner]) -> Finish | None:
         """The best in the end; None: there is too little time for any, or none of them learns."""
-        if max(runner.step_s for runner in (soonest, *others)) * LEAST_STEPS > self.race.run_s:
+        if soonest.step_s * LEAST_STEPS > self.race.run_s:
             return None
+        others = [other for other in others if other.step_s * LEAST_STEPS <= self.race.run_s]
         for factor in UP:
             if not self._trains(_moved(soonest, factor)):
                 break

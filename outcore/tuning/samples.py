@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset, default_collate
 
 from outcore.errors import TuningError
@@ -79,14 +80,14 @@ class Samples:
     def kept_batch_of(self, indices: Sequence[int]) -> Any:
         """The same, for samples that are asked for again: read once, while they fit `KEPT_BYTES` of host memory."""
         key = tuple(indices)
-        if key in self._kept:
-            return self._there(self._kept[key])
-        batch = self._collated(indices)
-        num_bytes = sum(tensor.nbytes for tensor in tensors_of(batch))
+        batch = self._kept[key] if key in self._kept else self._collated(indices)
+        num_bytes = sum(int(getattr(leaf, "nbytes", 0)) for leaf in tree_leaves(batch))  # of arrays, too
         on_host = all(tensor.device.type == "cpu" for tensor in tensors_of(batch))  # a device's memory has a budget
-        if on_host and self._kept_bytes + num_bytes <= KEPT_BYTES:
+        if key not in self._kept and on_host and self._kept_bytes + num_bytes <= KEPT_BYTES:
             self._kept[key], self._kept_bytes = batch, self._kept_bytes + num_bytes
-        return self._there(batch)
+        if key not in self._kept:
+            return self._there(batch)
+        return each_tensor(batch, lambda tensor: tensor.to(self.device, copy=True))  # a forward may write into it
 
     def _collated(self, indices: Sequence[int]) -> Any:
         many = getattr(self.data, "__getitems__", None)  # as torch's loaders ask for a whole batch

@@ -76,7 +76,14 @@ def as_made(make: Callable[[Any], torch.optim.Optimizer], parameters: Any) -> It
 
     Its parameters are not: they belong to a model, which is put back by itself.
     """
-    optimizer, keeper = make(parameters), _Keeper()
+    given = list(parameters)
+    optimizer, keeper = make(given), _Keeper()
+    known = {id(parameter) for parameter in given}
+    if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
+        raise TuningError(
+            "the optimizer holds parameters of another model; make it from those that the function is given, or pass "
+            "the model it belongs to instead of a function that makes one"
+        )
     if _needs_closure(optimizer):
         raise TuningError(
             f"{type(optimizer).__name__} computes the loss several times in a step, through a closure; tune with an "

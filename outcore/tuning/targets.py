@@ -248,9 +248,11 @@ def num_held_out(num_samples: int) -> int:
 
 
 def _probability(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Given to the right class. Labels below zero mean "ignore" and get none, as they count as wrong in accuracy."""
-    there = labels.long().clamp(min=0).unsqueeze(1)
-    return out.float().softmax(1).gather(1, there).squeeze(1) * (labels >= 0)
+    """Given to the right class. Labels that are none (below zero, 255) mean "ignore" and get nothing, as they count as
+    wrong in accuracy."""
+    known = (labels >= 0) & (labels < out.shape[1])
+    there = labels.long().where(known, 0).unsqueeze(1)
+    return out.float().softmax(1).gather(1, there).squeeze(1) * known
 
 
 @contextmanager

@@ -8,6 +8,7 @@ the same parameters: whatever trains here puts them back.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -93,6 +94,8 @@ class Asked:
 
     def _check_length(self) -> None:
         given = [length for length in (self.num_epochs, self.train_s) if length is not None]
+        if not all(isinstance(length, int | float) for length in given):
+            raise TuningError(f"a training cannot be {given[0]!r} long; give a number")
         if len(given) > 1:
             raise TuningError("a training has one length; give num_epochs=... or train_s=..., not both")
         if not all(0 < length < math.inf for length in given):
@@ -123,7 +126,11 @@ class Asked:
         made = self.make_model()
         if not isinstance(made, torch.nn.Module):
             raise TuningError(f"make_model() returned a {type(made).__name__}; it must return a torch.nn.Module")
-        yield made.train()
+        if sys.getrefcount(made) <= 2:  # nobody else has it
+            yield made.train()
+            return
+        with untouched(made):
+            yield made.train()
 
     @property
     def starts_anew(self) -> bool:
@@ -205,8 +212,9 @@ class Tuner:
         """No batch beyond this is looked at."""
         kept = self.asked.batch if not self.asked.free else None
         num = self.samples.num
-        if num is not None and self.asked.free and self.asked.target is not None and self.validation is None:
-            num -= num_held_out(num)  # to be trained towards a target, a batch is drawn from what is left
+        trains = self.asked.target is not None or self.asked.num_epochs is not None or self.asked.train_s is not None
+        if num is not None and self.asked.free and trains and self.validation is None:
+            num -= num_held_out(num)  # to be trained, a batch is drawn from what is left
         return max(1, min(limit for limit in (num, largest, kept, LARGEST) if limit is not None))
 
     # -- the micro-batch ----------------------------------------------------------------------------------------------
@@ -386,6 +394,8 @@ class Tuner:
         """Whichever trains best: today's setting, the advice, or the advice at another rate or a smaller batch."""
         assert self.optimizer is not None
         if (advice.effective_batch, advice.learning_rate) == (advice.first_batch, self.first_rate):
+            if self.asked.num_epochs is not None or self.asked.train_s is not None:
+                self.why.append("nothing was compared over your length: batch and rate stay as they are")
             return advice
         if self.samples.num is None and self.validation is None:
             self.why.append("not compared with today's setting: a function's samples cannot be held out")

@@ -193,3 +193,12 @@ def test_a_function_has_no_epochs(tmp_path: Any) -> None:
 
     with pytest.raises(TuningError, match="a function's samples have no epochs; give train_s"):
         tuned(dataset=draw, validation=DATA, num_epochs=3, disk=tmp_path, trial_s=LONG_S)
+
+
+def test_a_batch_whose_steps_are_too_long_is_left_out_and_stops_nobody() -> None:
+    slow = Runner("slow", 512, 0.01, 0.5)
+    ending = ending_of(lambda runner, order: 0.1)
+    best = ending.best(SOONEST, [slow, OTHER])
+    assert best is not None
+    assert {runner.batch for runner in ending.ended} == {64, 32}
+    assert ending_of(lambda runner, order: 0.1).best(slow, [OTHER]) is None

@@ -19,7 +19,9 @@ from outcore.tuning import samples as samples_module
 from outcore.tuning.advice import Advice
 from outcore.tuning.choosing import Choosing, divisors, free_batches
 from outcore.tuning.samples import Samples
-from outcore.tuning.targets import Target, predict_target_s
+from outcore.tuning.state import as_made
+from outcore.tuning.targets import Target, _probability, predict_target_s
+from outcore.tuning.tuner import Asked
 from outcore.units import MIB
 from tests.cpu.tuning.nets import CPU, bench_of, convnet, make_sgd, mlp, stripes
 from tests.cpu.tuning.test_predicted_steps import small_family
@@ -314,3 +316,50 @@ def test_candidates_are_geometric_and_know_where_in_core_ends(folder: str) -> No
     assert {2, 4, 8, 16, edge} <= set(batches)
     assert choosing.planned.in_core_bytes(edge) <= 6 * MIB < choosing.planned.in_core_bytes(edge + 1)
     assert max(batches) <= 4 * edge
+
+
+def test_a_look_that_writes_into_its_samples_spoils_no_other() -> None:
+    samples = Samples(stripes(8), CPU)
+    first = samples.kept_batch_of([1, 2])
+    before = first[0].clone()
+    first[0].zero_()
+    second = samples.kept_batch_of([1, 2])
+    assert torch.equal(second[0], before)
+    second[0].zero_()
+    assert torch.equal(samples.kept_batch_of([1, 2])[0], before)
+
+
+def test_arrays_count_against_what_is_kept_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples_module, "KEPT_BYTES", 1000)
+    samples = Samples(stripes(8), CPU, collate=lambda rows: (torch.zeros(1), np.zeros(500)))
+    samples.kept_batch_of([1])
+    assert not samples._kept
+
+
+def test_labels_that_are_none_get_no_probability() -> None:
+    out, labels = torch.zeros(4, 2), torch.tensor([0, 1, -100, 255])
+    assert _probability(out, labels).tolist() == [0.5, 0.5, 0.0, 0.0]
+
+
+def test_a_model_that_the_function_only_hands_out_is_put_back() -> None:
+    model = mlp()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    asked = Asked(lambda: model, F.cross_entropy, make_sgd, "16MiB", 8, False, None, "auto", 1.0, True)
+    with asked.model() as made:
+        assert made is model
+        with torch.no_grad():
+            for parameter in made.parameters():
+                parameter.add_(1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    mine = torch.optim.SGD(mlp().parameters(), lr=0.1)
+    with pytest.raises(TuningError, match="another model"), as_made(lambda _: mine, mlp().parameters()):
+        pass
+
+
+@pytest.mark.parametrize("length", ["3", [3]])
+def test_a_length_is_a_number(length: Any) -> None:
+    with pytest.raises(TuningError, match="give a number"):
+        outcore.tune(mlp, F.cross_entropy, stripes(), optimizer=make_sgd, memory="16MiB", num_epochs=length)
