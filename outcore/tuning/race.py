@@ -215,7 +215,8 @@ class Race:
     def _final(self, ranked: Sequence[Finish], today: Runner, limit_s: float) -> Finish:
         """The best few and today's setting through the data in other orders; fewer of them where time is short, and
         one start each if there is none."""
-        best = list(dict.fromkeys(found.runner for found in ranked if not found.gave_up))[:NUM_FINALISTS]
+        going = list(dict.fromkeys(found.runner for found in ranked if not found.gave_up))
+        best = sorted(going, key=self._is_at_the_edge)[:NUM_FINALISTS]
         starts: dict[Runner, list[Finish]] = {runner: [] for runner in dict.fromkeys([*best, today])}
         self.final, self.today = dict(starts), today
         for order in range(NUM_STARTS):
@@ -228,6 +229,12 @@ class Race:
                 ran.append(self._known(runner, order) or self.run(runner, None, limit_s, order))
         ran = sorted(starts[_best_of(starts, today)], key=lambda found: found.cost)
         return ran[len(ran) // 2] if ran else ranked[0]
+
+    def _is_at_the_edge(self, runner: Runner) -> bool:
+        """The next higher rate gave up or ended worse than it began: another start may not bear this one."""
+        highest = NEAR * math.sqrt(TIMES) * runner.lr
+        beside = [ran for ran in self.ran if ran.runner.batch == runner.batch and runner.lr < ran.runner.lr <= highest]
+        return any(ran.gave_up or ran.left > replace(ran, looks=ran.looks[:1]).left for ran in beside)
 
     def _known(self, runner: Runner, order: int = 0) -> Finish | None:
         wanted = runner, self.run_s, order
