@@ -51,7 +51,7 @@ NUM_LOOKS = 8  # evenly over a run
 NUM_EPOCHS = 6  # at today's setting: no run need be longer
 GOES_ON = 1 / 2  # of a round's runners
 CLEARLY = 0.05  # less loss than today's setting over all starts, where there is no target: or that one stays
-SOONER = 0.1  # at the target, or nearer to it, likewise
+SOONER = 0.1  # at the target, or nearer to it, likewise; three times as much where there was time for one start only
 NUM_FINALISTS, NUM_STARTS = 3, 3  # today's setting besides
 NOT_REACHED = 1.25  # times the seconds of a run in which the target was not reached, at least
 HOPELESS = 1.0  # of the leader's error that another's is higher, halfway: it need not go on
@@ -425,7 +425,7 @@ def _best_of(starts: Mapping[Runner, Sequence[Finish]], today: Runner) -> Runner
 def _beats(starts: Mapping[Runner, Sequence[Finish]], one: Runner, today: Runner) -> bool:
     """In the mean by more than a little, and in every order of the data: of several that are no better one is lucky."""
     ours, theirs = ([found.cost for found in starts[runner]] for runner in (one, today))
-    share = CLEARLY if starts[today][0].target is LOSS else SOONER
+    share = CLEARLY if starts[today][0].target is LOSS else SOONER * NUM_STARTS / len(ours)
     by = share * abs(statistics.fmean(theirs))
     return statistics.fmean(ours) < statistics.fmean(theirs) - by and all(map(operator.lt, ours, theirs))
 

@@ -216,6 +216,9 @@ def test_of_those_that_come_together_the_best_in_the_end_is_taken() -> None:
     assert _best_of({**field, good: starts(end=0.8, target_s=1.1)}, today) == good
     assert _best_of({**field, late: starts(end=0.8, target_s=1.3)}, today) == soon
     assert _best_of({today: field[today], good: starts(end=0.95, target_s=1.95)}, today) == today
+    few = {today: field[today][:1], good: starts(end=0.95, target_s=1.5)[:1]}
+    assert _best_of(few, today) == today  # one start of each tells less
+    assert _best_of({**few, good: starts(end=0.95, target_s=1.3)[:1]}, today) == good
     near, far = (replace(found, looks=((3.0, end),)) for found, end in zip(starts(end=0.5, target_s=1.0), (0.55, 0.2)))
     assert _best_of({today: [far], good: [near]}, today) == good  # nobody is there yet
 
