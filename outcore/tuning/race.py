@@ -3,7 +3,8 @@
 Noise scales and range tests are theory and a glance; before they change what a user trains with, settings run against
 each other: from the same parameters, through the data in the same order, for the same seconds of compute, and judged on
 samples that none of them trains on, by the target's own metric (the loss, where there is no target). The field is
-today's setting, the advice at several rates, and at the best of these with half and a quarter of its batch.
+today's setting, the advice at several rates, today's batch at a higher rate, and the advice with half and a quarter of
+its batch at the best of its rates.
 
 A run is a small training of its own: its rate falls to zero over its last third. At a constant rate a look shows the
 noise that a high rate makes rather than what it has learnt, and short races went to rates that were too low. And the
@@ -13,8 +14,10 @@ that come together, the best in the end); else who is nearest to it when the sec
 
 Successive halving is Jamieson and Talwalkar, arXiv 1502.07943; here runs begin anew, since one that goes on cannot end
 twice, and each round brings new runners. One start tells little (on MNIST the same setting came to 93 % after 1.6 and
-after 3.6 s), and of many runners the luckiest looks best: so the best few and today's setting run again through the
-data in other orders, and the mean over all starts decides.
+after 3.6 s), and of many runners the luckiest looks best. So runs stop growing only when the leader comes to the target
+in other orders of the data, too; the best few and today's setting run in these orders; and what a user trains with is
+changed only for what is sooner in every one of them and by a tenth in the mean. The length that is advised goes by the
+worst order: one that is too short costs a second training, one that is too long costs little.
 
 The seconds are those of the curve (a step of this batch takes so long), not of a clock: a machine that is busy during
 one run and idle during the next decides nothing, and a batch that would swap can run in smaller micro-batches.
@@ -23,6 +26,7 @@ one run and idle during the next decides nothing, and a batch that would swap ca
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,7 +40,7 @@ from outcore.tuning.batches import LossFn
 from outcore.tuning.probing import Tell
 from outcore.tuning.samples import Samples
 from outcore.tuning.state import untouched
-from outcore.tuning.targets import LEAST_SLOPE, Setting, Target, Trial
+from outcore.tuning.targets import LEAST_SLOPE, Setting, Target, Trial, num_looked_at
 from outcore.units import format_seconds
 
 MOST_RUNS = 40
@@ -46,7 +50,8 @@ LEAST_STEPS = 16  # of the slowest runner: with fewer nothing shows
 NUM_LOOKS = 8  # evenly over a run
 NUM_EPOCHS = 6  # at today's setting: no run need be longer
 GOES_ON = 1 / 2  # of a round's runners
-CLEARLY = 0.05  # sooner, or nearer to the target, than today's setting over all starts: or that one stays
+CLEARLY = 0.05  # less loss than today's setting over all starts, where there is no target: or that one stays
+SOONER = 0.1  # at the target, or nearer to it, likewise; three times as much where there was time for one start only
 NUM_FINALISTS, NUM_STARTS = 3, 3  # today's setting besides
 NOT_REACHED = 1.25  # times the seconds of a run in which the target was not reached, at least
 HOPELESS = 1.0  # of the leader's error that another's is higher, halfway: it need not go on
@@ -171,6 +176,7 @@ class Race:
     spent_s: float = 0.0  # by all runs
     ran: list[Finish] = field(default_factory=list)
     final: dict[Runner, list[Finish]] = field(default_factory=dict)
+    today: Runner | None = None
     began_s: float = field(default_factory=time.monotonic)
     holds_out_anew: bool = False  # other samples for every order of the data
     hopeless: float = HOPELESS
@@ -185,28 +191,50 @@ class Race:
         self.run_s = max(min(limit_s / NUM_SHARES, longest_s), LEAST_STEPS * slowest_s)
         done = ranked = self._round(self._first(today, advised), limit_s)
         while done and len(self.ran) < MOST_RUNS:
-            leader, before = done[0], len(self.ran)
-            self.run_s = self._next_run_s(leader, longest_s, LEAST_STEPS * slowest_s)
+            target_s = self._surely_s(done[0], limit_s)
+            self.run_s, before = self._next_run_s(target_s, longest_s, LEAST_STEPS * slowest_s), len(self.ran)
             found = self._round(self._next(done, today), limit_s)
-            if len(self.ran) == before or (leader.target_s is not None and found[0].target_s is None):
+            if len(self.ran) == before or (target_s is not None and found[0].target_s is None):
                 break
             done, ranked = found, [*found, *ranked]
         self.run_s = ranked[0].run_s if ranked else self.run_s  # shorter ones did not come to the target
         return self._final(ranked, today, self.spent_s + limit_s)
 
+    def _surely_s(self, leader: Finish, limit_s: float) -> float | None:
+        """To the target in the slowest order of the data, None: not in all. Of many runs one is lucky, and all would be
+        as short as it."""
+        slowest_s = leader.target_s
+        for order in range(1, NUM_STARTS):
+            known = self._known(leader.runner, order)
+            if slowest_s is None or (known is None and not self.has_time(self.run_s, limit_s)):
+                break
+            found_s = (known or self.run(leader.runner, None, limit_s, order)).target_s
+            slowest_s = None if found_s is None else max(slowest_s, found_s)
+        return slowest_s
+
     def _final(self, ranked: Sequence[Finish], today: Runner, limit_s: float) -> Finish:
-        """The best few and today's setting through the data in other orders; one start each if there is no time."""
-        best = list(dict.fromkeys(found.runner for found in ranked if not found.gave_up))[:NUM_FINALISTS]
+        """The best few and today's setting through the data in other orders; fewer of them where time is short, and
+        one start each if there is none."""
+        going = list(dict.fromkeys(found.runner for found in ranked if not found.gave_up))
+        best = sorted(going, key=self._is_at_the_edge)[:NUM_FINALISTS]
         starts: dict[Runner, list[Finish]] = {runner: [] for runner in dict.fromkeys([*best, today])}
+        self.final, self.today = dict(starts), today
         for order in range(NUM_STARTS):
+            num = (limit_s - self.spent_s) / ((NUM_STARTS - order) * self.run_s)
+            starts = _first_of(starts, today, max(2, int(num))) if order else starts
             over = self.spent_s + len(starts) * self.run_s > limit_s or self._is_late(limit_s)
             if len(starts) == 1 or (order and over):
                 break
             for runner, ran in starts.items():
                 ran.append(self._known(runner, order) or self.run(runner, None, limit_s, order))
-        self.final = starts
         ran = sorted(starts[_best_of(starts, today)], key=lambda found: found.cost)
         return ran[len(ran) // 2] if ran else ranked[0]
+
+    def _is_at_the_edge(self, runner: Runner) -> bool:
+        """The next higher rate gave up or ended worse than it began: another start may not bear this one."""
+        highest = NEAR * math.sqrt(TIMES) * runner.lr
+        beside = [ran for ran in self.ran if ran.runner.batch == runner.batch and runner.lr < ran.runner.lr <= highest]
+        return any(ran.gave_up or ran.left > replace(ran, looks=ran.looks[:1]).left for ran in beside)
 
     def _known(self, runner: Runner, order: int = 0) -> Finish | None:
         wanted = runner, self.run_s, order
@@ -216,29 +244,32 @@ class Race:
         """Reading data and looking may take far longer than the compute that is counted: no run begins then."""
         return time.monotonic() - self.began_s > max(MOST_TIMES * limit_s, LEAST_CLOCK_S)
 
-    def _next_run_s(self, leader: Finish, longest_s: float, least_s: float) -> float:
+    def _next_run_s(self, target_s: float | None, longest_s: float, least_s: float) -> float:
         """Twice as long; once the target was reached no longer than that takes, or as before where that is about it."""
-        if leader.target_s is None:
+        if target_s is None:
             return max(self.run_s, min(2 * self.run_s, longest_s))
-        shorter_s = max(SHORTER * leader.target_s, least_s)
+        shorter_s = max(SHORTER * target_s, least_s)
         return shorter_s if SHORTER * shorter_s < self.run_s else self.run_s
 
     def length_s(self, winner: Finish) -> float | None:
-        """Of a training that ends a tenth of the error beyond the target: another start may do worse. None: not known.
+        """Of a training that ends beyond the target: another start may do worse. None: not known.
 
-        What the winner had left is continued, not too far, along the line of the least that was left after runs of each
-        length. A run that reached the target is stretched by a quarter at least, by half at most.
+        What the winner had left in the worst of its orders is continued, not too far, along the line of the least that
+        was left after runs of each length. A run that reached the target is stretched by a quarter at least, by half at
+        most. All this by held-out samples: the fewer they are, the longer.
         """
+        worst = max(self.final.get(winner.runner) or [winner], key=lambda found: found.left)
         lengths = sorted({found.run_s for found in self.ran})
         left = [min((f.left for f in self.ran if f.run_s == run_s and not f.gave_up), default=0.0) for run_s in lengths]
         wanted = (1 - BEYOND) * (self.target.left(self.target.value) or 0.0)
-        times = LONGER[0] if winner.target_s is not None and winner.left <= 0 else math.inf
-        if len(lengths) > 1 and min(wanted, winner.left, *left) > 0:
+        reached = self.target is not LOSS and self.target.reached(worst.metric)
+        times = LONGER[0] if reached and worst.left <= 0 else math.inf
+        if len(lengths) > 1 and min(wanted, worst.left, *left) > 0:
             slope, _ = np.polyfit(np.log(lengths), np.log(left), 1)
-            times = (wanted / winner.left) ** (1 / slope) if slope < -LEAST_SLOPE else math.inf
-        most = LONGER[1] if winner.target_s is not None else math.inf
-        times = min(max(times, LONGER[0]), most)
-        return times * winner.run_s if times < FAR else None
+            times = (wanted / worst.left) ** (1 / slope) if slope < -LEAST_SLOPE else math.inf
+        times = min(max(times, LONGER[0]), LONGER[1] if reached else math.inf)
+        unsure = self.target.unsure(num_looked_at(self.samples, self.validation))
+        return (1 + unsure) * times * winner.run_s if times < FAR else None
 
     def best_of_other_batches(self, winner: Runner) -> list[Runner]:
         """One of each, as it did best in its longest runs; who was least behind the best of those runs comes first."""
@@ -257,7 +288,10 @@ class Race:
         for factor in (1.0, TIMES, 1 / TIMES, TIMES**2):
             if not _is_near(advice.times(factor), [today]):
                 yield advice.times(factor)
-        at_rates = sorted((found for found in self.ran if found.runner != today), key=lambda found: found.place)
+        higher = replace(today.times(math.sqrt(TIMES)), warms_up=True)
+        if not _is_near(higher, [found.runner for found in self.ran]):
+            yield higher
+        at_rates = sorted((ran for ran in self.ran if ran.runner.name == advice.name), key=lambda ran: ran.place)
         factor = at_rates[0].runner.factor if at_rates else 1.0
         for other in others:
             if not _is_near(other.times(factor), [today]):
@@ -350,12 +384,14 @@ class Race:
         ended = "; ".join(f"{runner.told} {_mean_told(final[runner])}" for runner in by_cost)
         gave_up = list(dict.fromkeys(found.runner.told for found in self.ran if found.gave_up))
         gave_up_told = f"; {' and '.join(gave_up[:2])}{' and others' if len(gave_up) > 2 else ''} gave up"
-        num_orders, metric = max(len(ran) for ran in final.values()), self.target.name.split()[0]
+        stays = ", which stays: nothing was clearly better in every order" if winner.runner == self.today else ""
+        num_orders, metric = [len(ran) for ran in final.values()], self.target.name.split()[0]
+        fewer, most = f"{min(num_orders)} to " * (min(num_orders) < max(num_orders)), max(num_orders)
         return (
             f"raced from the same start: {len(self.ran)} runs with {format_seconds(self.spent_s)} of compute in all, "
             "each a training whose rate falls to zero over its last third; by "
-            f"{metric} on held-out samples, in the mean over {num_orders} order{'s' * (num_orders > 1)} of the data: "
-            f"{ended}{gave_up_told if gave_up else ''}; the winner is {winner.runner.told}"
+            f"{metric} on held-out samples, in the mean over {fewer}{most} order{'s' * (most > 1)} of the data: "
+            f"{ended}{gave_up_told if gave_up else ''}; the winner is {winner.runner.told}{stays}"
         )
 
 
@@ -381,10 +417,25 @@ def _best_of(starts: Mapping[Runner, Sequence[Finish]], today: Runner) -> Runner
     by_end = min(together, key=lambda runner: statistics.fmean(found.left for found in starts[runner]))
     if cost[today] == math.inf:
         return by_end
-    for winner in (by_end, min(cost, key=lambda runner: cost[runner])):
-        if cost[winner] < cost[today] - CLEARLY * abs(cost[today]):
-            return winner
-    return today
+    return next(
+        (one for one in (by_end, *sorted(cost, key=lambda one: cost[one])) if _beats(starts, one, today)), today
+    )
+
+
+def _beats(starts: Mapping[Runner, Sequence[Finish]], one: Runner, today: Runner) -> bool:
+    """In the mean by more than a little, and in every order of the data: of several that are no better one is lucky."""
+    ours, theirs = ([found.cost for found in starts[runner]] for runner in (one, today))
+    share = CLEARLY if starts[today][0].target is LOSS else SOONER * NUM_STARTS / len(ours)
+    by = share * abs(statistics.fmean(theirs))
+    return statistics.fmean(ours) < statistics.fmean(theirs) - by and all(map(operator.lt, ours, theirs))
+
+
+def _first_of(starts: Mapping[Runner, list[Finish]], today: Runner, num: int) -> dict[Runner, list[Finish]]:
+    """The best `num` so far, today's setting among them."""
+    others = sorted(
+        (one for one in starts if one != today), key=lambda one: statistics.fmean(f.cost for f in starts[one])
+    )
+    return {runner: starts[runner] for runner in (*others[: num - 1], today)}
 
 
 def _in_order(done: Iterable[Finish]) -> list[Finish]:

@@ -79,6 +79,13 @@ class Target:
         """What is left of the error, a number that falls along a line; None: this metric has no such number."""
         return {"val_loss": found, "val_accuracy": 1 - found, SURENESS: 1 - found}.get(str(self.metric))
 
+    def unsure(self, num_held_out: int) -> float:
+        """One standard error of an accuracy that so many samples tell, as a share of the error at the target, 0.5 at
+        most: other samples may be as much harder. 0: not known."""
+        if self.metric != "val_accuracy" or num_held_out < 1 or self.value >= 1:
+            return 0.0
+        return min(math.sqrt(self.value / (1 - self.value) / num_held_out), 0.5)
+
     @property
     def at_the_end(self) -> Target:
         """The same to compare ends by, however far they come: no value is enough."""
@@ -240,6 +247,13 @@ def _split(samples: Samples, validation: Samples | None, split: int = 0) -> tupl
     shuffled = torch.randperm(samples.num, generator=torch.Generator().manual_seed(split)).tolist()
     num = num_held_out(samples.num)
     return shuffled[num:], shuffled[:num]
+
+
+def num_looked_at(samples: Samples, validation: Samples | None) -> int:
+    """Held-out samples at every look; 0: not known."""
+    if validation is not None:
+        return min(validation.num or 0, MAX_HELD_OUT)
+    return num_held_out(samples.num) if samples.num is not None else 0
 
 
 def num_held_out(num_samples: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -18,7 +19,7 @@ from outcore.tuning.curve import Curve, Planned, Point
 from outcore.tuning.probing import Bench
 from outcore.tuning.race import LOSS, Finish, Race, Runner, _best_of, _is_hopeless
 from outcore.tuning.samples import Samples
-from outcore.tuning.targets import Target
+from outcore.tuning.targets import Target, num_held_out
 from outcore.tuning.tuner import Asked, Tuner
 from tests.cpu.tuning.nets import CPU, convnet, make_sgd, mlp, stripes
 from tests.cpu.tuning.test_tune import assert_same, everything_of, generators
@@ -32,6 +33,10 @@ LONG_S = 1e6  # however slow the machine is: a race then ends by its epochs
 def race_of(model: torch.nn.Module, in_core: int = 64, target: Target = LOSS) -> Race:
     samples, optimizer = Samples(DATA, CPU), make_sgd(model.parameters())
     return Race(model, optimizer, F.cross_entropy, samples, None, in_core, print, target)
+
+
+def unsure(race: Race) -> float:
+    return 1 + race.target.unsure(num_held_out(len(DATA)))
 
 
 def finish(*metrics: float, target: Target = LOSS, lr: float = 0.1) -> Finish:
@@ -49,7 +54,7 @@ def test_the_first_at_the_target_is_before_who_is_better_in_the_end() -> None:
     assert never.target_s is None
     assert sorted([never, better, sooner], key=lambda found: found.place) == [sooner, better, never]
     race = race_of(mlp(), target=target)
-    assert race.length_s(sooner) == pytest.approx(1.5 * 3.0)
+    assert race.length_s(sooner) == pytest.approx(1.5 * 3.0 * unsure(race))
     assert sooner.cost < better.cost < never.cost < replace(sooner, gave_up=True).cost
 
 
@@ -61,10 +66,16 @@ def test_nearer_in_the_end_counts_and_not_the_mean_on_the_way() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "wins"),
-    [((1.5, 1.6, 1.4), True), ((1.0, 2.6, 2.7), False), ((1.9, 1.95, 1.95), False), ((1.0, 1.1, 9.0), False)],
-    ids=["every time", "luck", "hardly", "not always"],
+    [
+        ((1.5, 1.6, 1.4), True),
+        ((1.0, 2.6, 2.7), False),
+        ((1.85, 1.85, 1.85), False),
+        ((1.0, 1.1, 9.0), False),
+        ((1.0, 1.1, 2.1), False),
+    ],
+    ids=["every time", "luck", "hardly", "not always there", "not always sooner"],
 )
-def test_the_mean_over_other_orders_of_the_data_decides(seconds: tuple[float, ...], wins: bool) -> None:
+def test_other_orders_of_the_data_decide(seconds: tuple[float, ...], wins: bool) -> None:
     """Today's setting takes 2 s, whatever the order."""
     target = Target("val_accuracy", 0.6)
     race = race_of(mlp(), target=target)
@@ -83,6 +94,84 @@ def test_the_mean_over_other_orders_of_the_data_decides(seconds: tuple[float, ..
     assert len(race.ran) == 6
 
 
+TODAY, ADVICE = Runner("today's setting", 32, 0.1, 0.01), Runner("the advice", 64, 0.2, 0.01)
+
+
+def race_by(target_s: Callable[[Runner, int, float], float], run_s: float = 1.0) -> Race:
+    """Its runs come to the target after so many seconds of (runner, order, length), if they last so long."""
+    race = race_of(mlp(), target=Target("val_accuracy", 0.6))
+    race.run_s = run_s
+
+    def run(runner: Runner, leader: Finish | None, limit_s: float, order: int = 0) -> Finish:
+        took_s = target_s(runner, order, race.run_s)
+        looks = ((took_s, 0.6), (race.run_s, 0.7)) if took_s <= race.run_s else ((race.run_s, 0.55),)
+        race.ran.append(Finish(runner, race.run_s, race.target, looks, order=order))
+        race.spent_s += race.run_s
+        return race.ran[-1]
+
+    race.run = run  # type: ignore[method-assign]
+    return race
+
+
+@pytest.mark.parametrize("lucky", [False, True])
+def test_runs_grow_until_the_target_is_reached_in_every_order(lucky: bool) -> None:
+    """A leader that was lucky would make all runs, and the training advised, as short as its own."""
+    race = race_by(lambda runner, order, run_s: 0.7 if lucky and order == 1 else 0.3)
+    winner = race.between(TODAY, [ADVICE], limit_s=16.0)
+    assert winner is not None
+    assert race.ran[0].run_s == 0.5
+    assert winner.run_s == pytest.approx(0.96 if lucky else 0.375)  # six epochs at most
+    assert {found.order for found in race.final[winner.runner]} == {0, 1, 2}
+
+
+def test_where_time_is_short_fewer_are_compared_in_all_orders() -> None:
+    race = race_by(lambda runner, order, run_s: 0.4 + runner.lr)
+    others = [ADVICE.times(factor) for factor in (1.0, 0.5, 0.25)]
+    done = [race.run(runner, None, 9.0) for runner in (*others, TODAY)]
+    winner = race._final(done, TODAY, race.spent_s + 6.0)
+    assert [len(race.final[runner]) for runner in (*others, TODAY)] == [1, 3, 3, 3]
+    assert winner.runner == TODAY  # 0.45 s are not clearly sooner than its 0.5
+    assert "in the mean over 1 to 3 orders" in race.told(winner)
+    assert "which stays: nothing was clearly better in every order" in race.told(winner)
+
+
+def test_a_rate_beside_one_that_fails_comes_to_the_final_last() -> None:
+    """It may be the first at the target: another start may not bear it."""
+    race = race_by(lambda runner, order, run_s: 0.2 + 0.01 / runner.lr)
+    safe, edge, *low = (ADVICE.times(factor) for factor in (1.0, 3**0.5, 0.5, 0.25))
+    done = [race.run(runner, None, 9.0) for runner in (edge, safe, *low, TODAY)]
+    assert not any(race._is_at_the_edge(found.runner) for found in done)
+    failed = ADVICE.times(3.0)
+    for end in (Finish(failed, 1.0, race.target, ((0.5, 0.1),), gave_up=True), finish(0.4, 0.076, target=race.target)):
+        race.ran = [*done, replace(end, runner=failed)]
+        assert [race._is_at_the_edge(found.runner) for found in done] == [True, False, False, False, False]
+    assert race._final(done, TODAY, 60.0).runner == safe
+    assert edge not in race.final
+
+
+def test_the_length_goes_by_the_worst_order_and_the_number_of_held_out_samples() -> None:
+    race = race_of(mlp(), target=Target("val_accuracy", 0.88))
+    runner = Runner("one", 32, 0.1, 0.5)
+    short, good, bad = (
+        Finish(runner, run_s, race.target, ((run_s, end),)) for run_s, end in ((4.0, 0.8), (8.0, 0.9), (8.0, 0.89))
+    )
+    race.ran = [short, good]
+    best_s = race.length_s(good)
+    race.final = {runner: [good, bad]}
+    length_s = race.length_s(good)
+    assert best_s == pytest.approx(1.25 * 8.0 * unsure(race))  # it ended beyond the target: a quarter is enough
+    assert length_s == pytest.approx(1.25 * 8.0 * unsure(race))  # 0.11 to 0.108 is little
+    race.final = {runner: [good, replace(bad, looks=((8.0, 0.84),))]}
+    assert race.length_s(good) == pytest.approx(8.0 * (0.16 / 0.108) * unsure(race))
+
+
+def test_few_held_out_samples_leave_an_accuracy_unsure() -> None:
+    target = Target("val_accuracy", 0.93)
+    assert target.unsure(500) == pytest.approx((0.93 * 0.07 / 500) ** 0.5 / 0.07)
+    assert target.unsure(10) == 0.5
+    assert target.unsure(0) == Target("val_accuracy", 1.0).unsure(500) == Target("val_loss", 0.1).unsure(500) == 0.0
+
+
 def test_an_advice_that_does_not_train_loses_to_today() -> None:
     race = race_of(mlp())
     winner = race.between(Runner("today", 32, 0.05, 0.01), [Runner("the advice", 64, 1e30, 0.015)], LONG_S)
@@ -91,7 +180,7 @@ def test_an_advice_that_does_not_train_loses_to_today() -> None:
     assert [found.gave_up for found in race.ran[:3]] == [False, True, True]
     assert "today (batch 32, rate 0.05)" in race.told(winner)
     assert "the advice (batch 64, rate 1e+30)" in race.told(winner)
-    assert "gave up; the winner is today (batch 32, rate 0.05)" in race.told(winner)
+    assert f"gave up; the winner is {winner.runner.told}" in race.told(winner)
     assert len(race.told(winner)) < 600
 
 
@@ -101,7 +190,9 @@ def test_higher_rates_are_tried_until_none_is_better() -> None:
     assert winner is not None
     assert winner.runner.lr > 9e-3  # beyond the highest that it began with
     rates = [found.runner.lr for found in race.ran]
-    assert rates[:5] == pytest.approx([1e-5, 1e-3, 3e-3, 1e-3 / 3, 9e-3])
+    assert rates[:6] == pytest.approx([1e-5, 1e-3, 3e-3, 1e-3 / 3, 9e-3, 1e-5 * 3**0.5])
+    assert race.ran[5].runner.name == "today"
+    assert race.ran[5].num_warm_up_steps > 0
     assert race.ran[0].num_warm_up_steps == 0
     assert race.ran[1].num_warm_up_steps > 0
     assert race.spent_s <= 120.0
@@ -125,6 +216,9 @@ def test_of_those_that_come_together_the_best_in_the_end_is_taken() -> None:
     assert _best_of({**field, good: starts(end=0.8, target_s=1.1)}, today) == good
     assert _best_of({**field, late: starts(end=0.8, target_s=1.3)}, today) == soon
     assert _best_of({today: field[today], good: starts(end=0.95, target_s=1.95)}, today) == today
+    few = {today: field[today][:1], good: starts(end=0.95, target_s=1.5)[:1]}
+    assert _best_of(few, today) == today  # one start of each tells less
+    assert _best_of({**few, good: starts(end=0.95, target_s=1.3)[:1]}, today) == good
     near, far = (replace(found, looks=((3.0, end),)) for found, end in zip(starts(end=0.5, target_s=1.0), (0.55, 0.2)))
     assert _best_of({today: [far], good: [near]}, today) == good  # nobody is there yet
 
@@ -142,7 +236,7 @@ def test_smaller_batches_are_tried_and_the_target_ends_the_growing() -> None:
         assert winner is not None
         assert winner.target_s is not None
         assert winner.target_s <= winner.run_s <= race.ran[0].run_s
-        assert 1.25 * winner.run_s <= (race.length_s(winner) or 0.0) <= 1.5 * winner.run_s
+        assert 1.25 * winner.run_s <= (race.length_s(winner) or 0.0) / unsure(race) <= 1.5 * winner.run_s
         assert name == "alike" or winner.runner.batch < 128
 
 
@@ -152,7 +246,7 @@ def test_a_length_is_continued_along_the_ends_of_runs_but_not_far() -> None:
         Finish(Runner("one", 32, 0.1, 0.5), run_s, race.target, ((run_s, 1 - 0.8 / run_s**0.5),))
         for run_s in (4.0, 16.0)
     ]
-    assert race.length_s(race.ran[-1]) == pytest.approx((0.8 / 0.108) ** 2)
+    assert race.length_s(race.ran[-1]) == pytest.approx((0.8 / 0.108) ** 2 * unsure(race))
     race.target = Target("val_accuracy", 0.95)
     assert race.length_s(race.ran[-1]) is None
     race.ran = race.ran[:1]
