@@ -125,7 +125,8 @@ def _until_diverged(steps: Iterator[float], tell: Callable[[float], None], num_s
         if not math.isfinite(loss):
             break
         losses.append(loss)
-        limit = DIVERGED * max(losses[:NUM_START])
+        start = max(losses[:NUM_START])
+        limit = start + (DIVERGED - 1) * abs(start)  # losses may lie below zero
         if len(losses) > NUM_START and min(losses[-NUM_AWAY:]) > limit:
             break
         tell(len(losses) / num_steps)

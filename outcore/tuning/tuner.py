@@ -292,7 +292,7 @@ class Tuner:
             self.optimizer.step()
             self.optimizer.zero_grad()
             first = first or float(loss.detach())
-            if not float(loss.detach()) >= PLUNGED * first:
+            if not float(loss.detach()) >= first - (1 - PLUNGED) * abs(first):  # which may lie below zero
                 return
 
     def _by_goodput(self, choosing: Choosing, noise: float, first_batch: int) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -116,3 +117,15 @@ def test_bad_input_is_told_in_a_sentence() -> None:
         range_test(net, lambda out, y: F.cross_entropy(out, y) * math.nan, batches, optimizer)
     with pytest.raises(TuningError, match="ran out"):
         range_test(net, F.cross_entropy, iter(batches), optimizer)
+
+
+def test_losses_below_zero_are_no_reason_to_stop() -> None:
+    """A loss less a constant has the same gradients, and so wants nearly the same rate."""
+    found = []
+    for less in (0.0, 5.0):
+        net = small_net()
+        batches = list(draws(digits(), 128, 60))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        lower = partial(lambda out, y, less: F.cross_entropy(out, y) - less, less=less)
+        found.append(range_test(net, lower, batches, optimizer).suggested_lr)
+    assert found[1] == pytest.approx(found[0], rel=1.0)
