@@ -16,26 +16,31 @@ def row(rank: int, kind: str, step_s: float, wait_s: float = 0.0) -> dict[str, A
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
 def test_a_round_has_every_worker_alone_and_all_together(number: int) -> None:
     phases = [phase for phase in phases_of(number, [2, 4, 8]) if phase.num_workers == 4]
-    together = [phase for phase in phases if phase.kind != "lone"]
-    assert sorted(phase.kind for phase in together) == ["elastic", "silent"]
+    together = [phase for phase in phases if "lone" not in phase.kind]
+    assert sorted(phase.kind for phase in together) == ["elastic", "even", "silent"]
     workers = {rank for rank in range(8) if together[0].has(rank)}
     assert len(workers) == 4
     assert min(workers) % 4 == 0  # a group as it was joined
     alone = [{rank for rank in range(8) if phase.has(rank)} for phase in phases if phase.kind == "lone"]
     assert sorted(map(sorted, alone)) == [[rank] for rank in sorted(workers)]
+    (even,) = [phase for phase in phases if phase.kind == "even lone"]
+    assert {rank for rank in range(8) if even.has(rank)} < workers
 
 
 def test_shares_of_a_round_with_one_slow_core() -> None:
     """Cores of 1 and 2 s a step; with exchanges both take the slow one's 2 s, and 0.1 of it is nobody's waiting."""
     rows = [row(1, "lone", 2.0), row(0, "lone", 1.0), row(0, "silent", 1.0), row(1, "silent", 2.0)]
     rows += [row(0, "elastic", 2.0, wait_s=8.0), row(1, "elastic", 2.0, wait_s=0.1 * NUM_STEPS["elastic"])]
+    rows += [row(0, "even lone", 4.0), row(0, "even", 5.0), row(1, "even", 5.0)]
     found = one_round(rows, 2)
     assert found is not None
     assert found["efficiency"] == found["of_no_exchange"] == found["of_barrier"] == pytest.approx(0.75)
     assert found["without_exchange"] == found["of_slowest_lone"] == found["of_slowest_without"] == pytest.approx(1.0)
+    assert found["even_efficiency"] == pytest.approx(0.8)
     assert found["own_share"] == pytest.approx(0.05)
 
 
 def test_a_round_that_somebody_did_not_end_says_nothing() -> None:
-    rows = [row(rank, kind, 1.0) for rank in (0, 1) for kind in NUM_STEPS]
+    rows = [row(rank, kind, 1.0) for rank in (0, 1) for kind in NUM_STEPS if (rank, kind) != (1, "even lone")]
+    assert one_round(rows, 2) is not None
     assert one_round(rows[:-1], 2) is None
