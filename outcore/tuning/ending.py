@@ -36,6 +36,7 @@ STEP = 2.0  # times the rate, beyond these
 MOST_OTHERS = 2  # batches
 LITTLE = 0.1  # of the probability: however good the leader is, with so little left nobody gives up
 HOPELESS = 4.0  # times the leader's error more, halfway: who is slow at first may be best in the end
+EDGE = ", of those whose next higher rate did not fail in the race,"
 NAMES = {SURENESS: "the probability of the right class", "val_loss": "the loss"}
 
 
@@ -46,6 +47,7 @@ class Ending:
     race: Race
     length_s: float
     limit_s: float  # of compute, for all of them
+    raced: Race | None = None  # which knows rates that failed
     ended: dict[Runner, list[Finish]] = field(default_factory=dict)
 
     @classmethod
@@ -65,7 +67,7 @@ class Ending:
         )
         if anew.target.metric == SURENESS:
             anew.little = LITTLE
-        return cls(anew, length_s, limit_s)
+        return cls(anew, length_s, limit_s, race)
 
     def __post_init__(self) -> None:
         self.race.run_s = min(self.length_s, self.limit_s / NUM_LENGTHS)
@@ -89,7 +91,7 @@ class Ending:
         while (beside := self._beside()) is not None and self._has_time(len(self.orders)):
             self._trains(beside)
         self._compare_again()
-        leader = self._leader()
+        leader = min(self.ended, key=lambda runner: (self._is_at_the_edge(runner), self._left(runner)))
         return None if self._has_failed(leader) else self._middle(leader)
 
     def _beside(self) -> Runner | None:
@@ -135,6 +137,10 @@ class Ending:
     def _has_failed(self, runner: Runner) -> bool:
         return self._left(runner) == math.inf
 
+    def _is_at_the_edge(self, runner: Runner) -> bool:
+        """It failed, or one a little higher did in the race: another start may not bear this one."""
+        return self._has_failed(runner) or (self.raced is not None and self.raced.is_at_the_edge(runner))
+
     def _leader(self) -> Runner:
         return min(self.ended, key=self._left)
 
@@ -155,8 +161,8 @@ class Ending:
         orders = f"{fewest} to {most} orders" if most > fewest else f"{fewest} order{'s' * (fewest > 1)}"
         return (
             f"then {len(self.race.ran)} trainings of {how}; {NAMES[str(self.race.target.metric)]} on held-out samples "
-            f"in the end, in the mean over {orders} of the data: {ended}; best in "
-            f"the end is {best.runner.told}"
+            f"in the end, in the mean over {orders} of the data: {ended}; best in the end"
+            f"{EDGE if best.runner != by_end[0] else ''} is {best.runner.told}"
         )
 
     def _told(self, runner: Runner) -> str:

@@ -216,7 +216,7 @@ class Race:
         """The best few and today's setting through the data in other orders; fewer of them where time is short, and
         one start each if there is none."""
         going = list(dict.fromkeys(found.runner for found in ranked if not found.gave_up))
-        best = sorted(going, key=self._is_at_the_edge)[:NUM_FINALISTS]
+        best = sorted(going, key=self.is_at_the_edge)[:NUM_FINALISTS]
         starts: dict[Runner, list[Finish]] = {runner: [] for runner in dict.fromkeys([*best, today])}
         self.final, self.today = dict(starts), today
         for order in range(NUM_STARTS):
@@ -230,7 +230,7 @@ class Race:
         ran = sorted(starts[_best_of(starts, today)], key=lambda found: found.cost)
         return ran[len(ran) // 2] if ran else ranked[0]
 
-    def _is_at_the_edge(self, runner: Runner) -> bool:
+    def is_at_the_edge(self, runner: Runner) -> bool:
         """The next higher rate gave up or ended worse than it began: another start may not bear this one."""
         highest = NEAR * math.sqrt(TIMES) * runner.lr
         beside = [ran for ran in self.ran if ran.runner.batch == runner.batch and runner.lr < ran.runner.lr <= highest]

@@ -202,3 +202,15 @@ def test_a_batch_whose_steps_are_too_long_is_left_out_and_stops_nobody() -> None
     assert best is not None
     assert {runner.batch for runner in ending.ended} == {64, 32}
     assert ending_of(lambda runner, order: 0.1).best(slow, [OTHER]) is None
+
+
+def test_a_rate_whose_next_higher_one_failed_in_the_race_is_not_taken_though_it_ends_best() -> None:
+    """0.02 ends best, and 0.025 gave up in the race: another start may not bear 0.02, and 0.01 ends nearly as well."""
+    ending = ending_of(lambda runner, order: {1.0: 0.11, 2.0: 0.1}.get(round(runner.lr / 0.01, 3), 0.3))
+    assert ending.raced is not None
+    failed = Runner("soonest", 64, 0.025, 0.01)
+    ending.raced.ran.append(Finish(failed, 1.0, ending.race.target, ((1.0, 0.0),), 0, gave_up=True))
+    best = ending.best(SOONEST, [])
+    assert best is not None
+    assert best.runner.lr == pytest.approx(0.01)
+    assert "whose next higher rate did not fail" in ending.told(best)

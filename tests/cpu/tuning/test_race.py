@@ -140,11 +140,11 @@ def test_a_rate_beside_one_that_fails_comes_to_the_final_last() -> None:
     race = race_by(lambda runner, order, run_s: 0.2 + 0.01 / runner.lr)
     safe, edge, *low = (ADVICE.times(factor) for factor in (1.0, 3**0.5, 0.5, 0.25))
     done = [race.run(runner, None, 9.0) for runner in (edge, safe, *low, TODAY)]
-    assert not any(race._is_at_the_edge(found.runner) for found in done)
+    assert not any(race.is_at_the_edge(found.runner) for found in done)
     failed = ADVICE.times(3.0)
     for end in (Finish(failed, 1.0, race.target, ((0.5, 0.1),), gave_up=True), finish(0.4, 0.076, target=race.target)):
         race.ran = [*done, replace(end, runner=failed)]
-        assert [race._is_at_the_edge(found.runner) for found in done] == [True, False, False, False, False]
+        assert [race.is_at_the_edge(found.runner) for found in done] == [True, False, False, False, False]
     assert race._final(done, TODAY, 60.0).runner == safe
     assert edge not in race.final
 
