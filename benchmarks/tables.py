@@ -113,7 +113,8 @@ def measured(result: Result) -> list[Row]:
 NOT_WAITING = (
     "`step` waits for the device after every step, as a loop does that logs each loss; `not waiting` is the same over "
     "in-core for a loop that does not (older rows have none). `compile` runs other kernels in another layout and "
-    "gives other numbers; its own in-core is the row `compile`, and `compile-budget` was asked for the budget's share."
+    "gives other numbers; its own in-core is the row `compile`, and `compile-budget` was asked for the budget's share "
+    "of activations (`:0`: for none)."
 )
 
 

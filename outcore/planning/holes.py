@@ -23,13 +23,13 @@ from outcore.units import MIB
 from outcore.values import Action, Schedule, Trace
 
 PAGE_BYTES = 20 * MIB  # large blocks are mapped in pieces of this size
-SMALL_BYTES = MIB  # smaller ones have a pool of their own
+SMALL_BYTES = MIB  # blocks up to this size have a pool of their own
 ROUND_BYTES = 512
 STEP_BYTES = 2 * MIB  # what is asked of a cap is rounded up to
 NUM_STEPS = 4  # after which the blocks of a step lie where they will lie
 USED_SHARE = 0.995  # of a cap: the rest is for small blocks
 NEIGHBOURS = 6  # ops before and after: one of them has no workspace
-Event = tuple[Literal["take", "give", "end"], object, int]  # who, bytes; of a slot
+Event = tuple[Literal["take", "give", "end"], object, int]  # who, bytes; "end" is a slot's
 Places = Sequence[tuple[int, int]]  # address and bytes of blocks that lie there before the step
 
 

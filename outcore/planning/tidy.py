@@ -51,12 +51,8 @@ def tidy(trace: Trace, machine: Machine, plan: Plan, memory_bytes: int, there: P
     here, flips = score(terrain, machine, budget, plan.decisions), Flips(terrain, budget)
     here_bytes = wanted_bytes(trace, schedule, memory_bytes, there)
     best, best_s = here, here.step_s + _lost_s(trace, schedule, here_bytes, memory_bytes, there)
-    most_s, enough_s, began_s, first_bytes = (
-        here.step_s * (1 + FAR),
-        here.step_s * (1 + NEAR),
-        time.monotonic(),
-        here_bytes,
-    )
+    most_s, enough_s = here.step_s * (1 + FAR), here.step_s * (1 + NEAR)
+    began_s, first_bytes = time.monotonic(), here_bytes
     hopeless = here_bytes > (SAFE_SHARE + HOPELESS_SHARE) * memory_bytes
     can_draw = plan.planner == "hybrid" and terrain.evictable and not hopeless
     for _ in range(min(MOST_DRAWS, DRAW_WORK // trace.num_slots) if can_draw else 0):

@@ -136,7 +136,7 @@ def tune(
     asked.check()
     if num_trials and (aim is None or optimizer is None):
         raise TuningError("a search needs target=... and optimizer=... to compare runs by; give both")
-    if num_trials and (num_epochs is not None or train_s is not None):
+    if num_trials and asked.has_length:
         raise TuningError("a search looks for what is soonest at the target; leave out num_trials, or the length")
     if num_trials and ranks is not None:
         raise TuningError("a search trains on one device; search without workers, then keep the batch it found")

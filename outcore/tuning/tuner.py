@@ -110,6 +110,10 @@ class Asked:
                 "num_epochs and train_s"
             )
 
+    @property
+    def has_length(self) -> bool:
+        return self.num_epochs is not None or self.train_s is not None
+
     def length_s(self, num_samples: int | None, runner: Runner) -> float | None:
         """Of the training that the user means, with this batch; None: they did not say."""
         if self.num_epochs is None or self.train_s is not None:
@@ -212,7 +216,7 @@ class Tuner:
         """No batch beyond this is looked at."""
         kept = self.asked.batch if not self.asked.free else None
         num = self.samples.num
-        trains = self.asked.target is not None or self.asked.num_epochs is not None or self.asked.train_s is not None
+        trains = self.asked.target is not None or self.asked.has_length
         if num is not None and self.asked.free and trains and self.validation is None:
             num -= num_held_out(num)  # to be trained, a batch is drawn from what is left
         return max(1, min(limit for limit in (num, largest, kept, LARGEST) if limit is not None))
@@ -394,7 +398,7 @@ class Tuner:
         """Whichever trains best: today's setting, the advice, or the advice at another rate or a smaller batch."""
         assert self.optimizer is not None
         if (advice.effective_batch, advice.learning_rate) == (advice.first_batch, self.first_rate):
-            if self.asked.num_epochs is not None or self.asked.train_s is not None:
+            if self.asked.has_length:
                 self.why.append("nothing was compared over your length: batch and rate stay as they are")
             return advice
         if self.samples.num is None and self.validation is None:
@@ -408,7 +412,6 @@ class Tuner:
             runners = [_runner(name, way) for name, way in named.items()]
             with self._anew():
                 winner = race.between(replace(runners[0], warms_up=False), runners[1:], RACE_SHARE * self.asked.trial_s)
-                length_s = self.asked.length_s(self.samples.num, winner.runner) if winner is not None else None
         except TuningError as error:
             self.why.append(f"not compared with today's setting: {error}")
             return advice
@@ -422,6 +425,7 @@ class Tuner:
             num_warm_up_steps=winner.num_warm_up_steps,
         )
         taken = self._with_length(taken, winner, race.length_s(winner))
+        length_s = self.asked.length_s(self.samples.num, winner.runner)
         return taken if length_s is None else self._in_the_end(taken, named, race, winner, length_s)
 
     def _race(self, choosing: Choosing) -> Race:
@@ -447,7 +451,8 @@ class Tuner:
         found, soonest = taken, _soonest(taken) if taken.num_steps else None
         if best is None:
             self.why.append(
-                "trainings as long as yours were not compared: there is too little time, or none learnt; raise trial_s"
+                "trainings as long as yours were not compared: they have too few steps, or none learnt; train longer, "
+                "or raise trial_s"
             )
         else:
             self.why.append(ending.told(best))
