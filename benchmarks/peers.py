@@ -59,15 +59,23 @@ def offload_activations(network: Network) -> Around:
 
 
 def training_step(
-    network: Network, around: Around, optimizer: torch.optim.Optimizer, *, ours: bool, wait: bool = True
+    network: Network,
+    around: Around,
+    optimizer: torch.optim.Optimizer,
+    *,
+    ours: bool,
+    wait: bool = True,
+    num_parts: int = 1,
 ) -> Tensor:
-    """One whole step, and waits for it. Peers wrap the forward alone, ours the backward too."""
-    with around():
-        loss = network.loss()
-        if ours:
+    """One whole step, and waits for it. Peers wrap the forward alone, ours the backward too. Gradients of several parts
+    are summed before the optimizer's step."""
+    for _ in range(num_parts):
+        with around():
+            loss = network.loss() / num_parts if num_parts > 1 else network.loss()
+            if ours:
+                loss.backward()
+        if not ours:
             loss.backward()
-    if not ours:
-        loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     if wait:

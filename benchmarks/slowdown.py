@@ -4,7 +4,8 @@ Each network runs in a process of its own: in-core first, then every method unde
 (`set_per_process_memory_fraction`: going over it is a real out-of-memory error). Times are medians over steps, whole
 steps, the optimizer included: `step_s` with a wait for the device after each, which is what tables and bars use, and
 `loop_step_s` without, as most loops run. `compile-budget:0.1` gives torch.compile that share of activations, without a
-number the budget's. `python -m benchmarks.slowdown --help`.
+number the budget's. `accumulate:4` cuts the batch in four and sums their gradients, as many do: not the same numbers
+(BatchNorm sees a quarter of the batch). `python -m benchmarks.slowdown --help`.
 """
 
 from __future__ import annotations
@@ -146,10 +147,11 @@ def _time_steps(
     import torch
 
     import outcore
-    from benchmarks.networks import build
+    from benchmarks.networks import BATCHES, build
     from benchmarks.peers import PEERS, training_step
 
-    network = build(name)
+    num_parts = int(method.partition(":")[2]) if method.startswith("accumulate") else 1
+    network = build(name, BATCHES[name] // num_parts)
     model: Any = network.model
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.0)
     ooc = None
@@ -164,9 +166,9 @@ def _time_steps(
         model.compile()
         around = PEERS["in-core"](network)
     else:
-        around = PEERS[method](network)
+        around = PEERS["in-core" if num_parts > 1 else method](network)
     try:
-        row = _measure(network, around, optimizer, ooc, steps)
+        row = _measure(network, around, optimizer, ooc, steps, num_parts)
         if ooc is not None:
             label = f"{name}_{memory_gib:g}_{method}"
             row |= describe(ooc, traces, label)
@@ -190,12 +192,13 @@ def _share_saved(method: str, memory_gib: float, in_core_gib: float) -> float:
     return min(1.0, memory_gib / in_core_gib)
 
 
-def _measure(network: Any, around: Any, optimizer: Any, ooc: Any, steps: int) -> dict[str, Any]:
+def _measure(network: Any, around: Any, optimizer: Any, ooc: Any, steps: int, num_parts: int = 1) -> dict[str, Any]:
     """Steps until the plan is final (recorded, timed again, planned, fitted to the allocator), then timed ones."""
     import torch
 
     from benchmarks.peers import training_step
 
+    once = functools.partial(training_step, network, around, optimizer, ours=ooc is not None, num_parts=num_parts)
     times: list[float] = []
     marks: list[float] = []
     num_restarts = 0
@@ -206,12 +209,11 @@ def _measure(network: Any, around: Any, optimizer: Any, ooc: Any, steps: int) ->
             torch.cuda.reset_peak_memory_stats()
             num_restarts = torch.cuda.memory_stats()["num_alloc_retries"]
         began = time.perf_counter()
-        loss = training_step(network, around, optimizer, ours=ooc is not None)
+        loss = once()
         (times if warm or times else marks).append(time.perf_counter() - began)
-    once = functools.partial(training_step, network, around, optimizer, ours=ooc is not None, wait=False)
     return {
-        "batch": network.batch,
-        "loop_step_s": _time_loop(once, len(times)),
+        "batch": network.batch * num_parts,
+        "loop_step_s": _time_loop(functools.partial(once, wait=False), len(times)),
         "step_s": statistics.median(times),
         "num_steps": len(times),
         "spread_s": [min(times), max(times)],
