@@ -27,7 +27,6 @@ OURS_TO_MOVE = ("aten.", "prims.")  # another op may still be writing when it re
 def bystanders(trace: Trace, schedule: Schedule, budget_bytes: int) -> dict[int, frozenset[int]]:
     """Op of the forward -> storages it makes that should lie aside: there when a giant is asked for, and no giant
     themselves. In a backward nobody looks at ops."""
-    ends = storage_ends(trace, schedule)
     giants = [
         storage.born
         for storage in trace.storages
@@ -35,6 +34,7 @@ def bystanders(trace: Trace, schedule: Schedule, budget_bytes: int) -> dict[int,
     ]
     if not giants:
         return {}
+    ends = storage_ends(trace, schedule)
     left_bytes = MOST_SHARE * budget_bytes
     forward = [(index, op) for index, op in enumerate(trace.ops) if op.phase == "forward"]
     makers = {op.slot: index for index, op in forward if op.name.startswith(OURS_TO_MOVE)}

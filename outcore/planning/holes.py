@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from outcore.planning.crowd import bystanders, small_gradients, storage_ends
-from outcore.planning.terrain import terrain_of
+from outcore.planning.terrain import remembered, terrain_of
 from outcore.units import MIB
 from outcore.values import Action, Schedule, Trace
 
@@ -70,24 +70,42 @@ def _aside(trace: Trace, schedule: Schedule, budget_bytes: int) -> Collection[in
 
 def _play(device: Device, trace: Trace, schedule: Schedule, aside: Collection[int]) -> list[int]:
     """Some steps; how often it had started over before each and after the last."""
-    events, restarts = list(allocations(trace, schedule)), [0]
+    events, restarts = _large(allocations(trace, schedule), aside), [0]
     if trace.before_bytes > SMALL_BYTES and not device.mapped_bytes:
         device.take("before", trace.before_bytes)
+    before: object = None
     for _ in range(NUM_STEPS):
-        new = []
         for kind, who, num_bytes in events:
-            if kind == "give":
-                device.give(who)
-            elif kind == "take" and num_bytes > SMALL_BYTES:
+            if kind == "take":
                 device.take(who, num_bytes)
-                new += [who] if who in aside else []
-            elif kind == "end":
-                for who in new:
-                    device.move_aside(who)
-                new.clear()
+            elif kind == "give":
+                device.give(who)
+            else:
+                device.move_aside(who)
         device.give_all(but="before")  # the gradients, after the optimizer
         restarts.append(device.num_restarts)
+        after = device.state()
+        if after == before:
+            break  # and so would every step to come
+        before = after
     return restarts
+
+
+def _large(events: Iterator[Event], aside: Collection[int]) -> list[tuple[str, object, int]]:
+    """What happens to blocks of the large pool; those that go aside do so at the end of the slot that made them."""
+    found, there, new = list[tuple[str, object, int]](), set[object](), list[object]()
+    for kind, who, num_bytes in events:
+        if kind == "take" and num_bytes > SMALL_BYTES:
+            found.append((kind, who, num_bytes))
+            there.add(who)
+            new += [who] if who in aside else []
+        elif kind == "give" and who in there:
+            found.append((kind, who, 0))
+            there.remove(who)
+        elif kind == "end" and new:
+            found += [("aside", moved, 0) for moved in new]
+            new.clear()
+    return found
 
 
 class Device:
@@ -121,6 +139,10 @@ class Device:
             row, address, num_bytes = self._owned.pop(who)
             self.take(who, num_bytes, aside=True)
             row.open(address, num_bytes)
+
+    def state(self) -> object:
+        """Where the holes are, to be compared."""
+        return [(list(row._holes), dict(row._gaps)) for row in self._rows]
 
     def give_all(self, but: object) -> None:
         for who in [who for who in self._owned if who != but]:
@@ -299,7 +321,7 @@ class _Walk:
         self.copies: dict[int, int] = {}  # value -> its copy
         self.late: dict[int, list[int]] = {}  # slot -> copies autograd holds until then
         self.num_copies = 0
-        self.workspaces = _workspaces(trace)
+        self.workspaces = remembered(trace, _workspaces)
 
     def events(self) -> Iterator[Event]:
         trace = self.trace

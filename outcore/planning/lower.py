@@ -26,7 +26,7 @@ from outcore.planning.lanes import IN, OUT, Lanes
 from outcore.planning.simulate import Step, memory_of
 from outcore.planning.terrain import Int64s, Terrain, terrain_of
 from outcore.planning.unroll import Unrolled, unroll
-from outcore.values import Action, Budget, Machine, Plan, Schedule, Trace
+from outcore.values import Action, Budget, Decision, Machine, Plan, Schedule, Trace
 
 SLACK_SHARE = 0.1  # a swap-in starts this part of its own duration early
 SLACK_S = 300e-6  # and this much on top
@@ -38,14 +38,17 @@ def lower(trace: Trace, plan: Plan, machine: Machine) -> Schedule:
         raise PlanMismatch(
             f"this plan was made for step {plan.fingerprint}, this step is {trace.fingerprint}; plan this step"
         )
-    steps = lower_steps(terrain_of(trace), plan.decisions, machine, plan.budget)
+    return as_schedule(trace, plan.decisions, lower_steps(terrain_of(trace), plan.decisions, machine, plan.budget))
+
+
+def as_schedule(trace: Trace, decisions: Mapping[int, Decision], steps: list[Step]) -> Schedule:
     actions = tuple(
         Action(tick, "rerun", op=subject, values=held, in_place=in_place)
         if kind == "rerun"
         else Action(tick, kind, value=subject, tier=tier)  # type: ignore[arg-type]
         for tick, kind, subject, tier, held, in_place in steps
     )
-    return Schedule(trace.fingerprint, actions, dict(plan.decisions))
+    return Schedule(trace.fingerprint, actions, dict(decisions))
 
 
 def lower_steps(terrain: Terrain, decisions: Mapping[int, str], machine: Machine, budget: Budget) -> list[Step]:

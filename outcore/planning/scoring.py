@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from outcore.planning.lower import lean_steps, lower_steps, tiers_of
-from outcore.planning.simulate import Clocked, clock_of, memory_of
+from outcore.planning.simulate import Clocked, Step, clock_of, memory_of
 from outcore.planning.terrain import Int64s, Terrain
 from outcore.planning.unroll import unroll
 from outcore.values import Budget, Decision, Machine
@@ -24,6 +24,7 @@ class Scored:
     """Decisions with what lowering and simulating them gave."""
 
     decisions: Mapping[int, Decision]
+    steps: list[Step]
     clocked: Clocked
     slot_bytes: Int64s
     fits: bool  # device, host and disk
@@ -42,7 +43,7 @@ def score(terrain: Terrain, machine: Machine, budget: Budget, decisions: Mapping
     steps = lower_steps(terrain, decisions, machine, budget)
     slot_bytes = memory_of(terrain, steps, decisions)
     fits = int(slot_bytes.max(initial=0)) <= budget.device_bytes and stored_fits(terrain, budget, decisions)
-    return Scored(decisions, clock_of(terrain, steps, machine), slot_bytes, fits)
+    return Scored(decisions, steps, clock_of(terrain, steps, machine), slot_bytes, fits)
 
 
 def lean_bytes(terrain: Terrain, budget: Budget, decisions: Mapping[int, Decision]) -> Int64s:

@@ -1,21 +1,23 @@
 """Plan + cap -> a plan nearly as fast whose blocks find places between the holes.
 
 How many pages a step wants (`outcore.planning.holes`) changes with any small change of the plan, and there are
-thousands of plans within a percent of the fastest. So neighbours are drawn, as the hybrid planner draws them, downhill
-in pages, and the one that should be fastest stays, starts over included. One that wants safely less than the cap has
-none. One that wants more and starts over little may have found its places by luck: a request that no trace knows, and
-they are others. So it counts as half a start more than it has.
+thousands of plans within a percent of the fastest. So walks start from the plan, to neighbours as the hybrid planner
+draws them, downhill in time and pages together: pages beyond what is safe have a price, another one in each walk, and a
+walk that gets nowhere ends. The plan that should be fastest stays, starts over included. One that wants safely less
+than the cap has none. One that wants more and starts over little may have found its places by luck: a request that no
+trace knows, and they are others. So it counts as half a start more than it has.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass, replace
 
 from outcore.planning.holes import Places, mapped, wanted_bytes
 from outcore.planning.hybrid import Flips
-from outcore.planning.lower import lower
-from outcore.planning.scoring import lean_bytes, score
+from outcore.planning.lower import as_schedule
+from outcore.planning.scoring import Scored, lean_bytes, score
 from outcore.planning.terrain import terrain_of
 from outcore.values import Machine, Plan, Schedule, Trace
 
@@ -23,20 +25,22 @@ RESTART_S = 0.02  # what one start over costs, about, on an H200
 SAFE_SHARE = 0.99  # of a cap: the rest is for small blocks, and for requests that no trace knows
 HOPELESS_SHARE = 0.2  # of a cap, beyond what is safe: a giant block is in the way, and no neighbour changes that
 DOUBT = 0.5  # starts over beyond those of the model, for a step that wants more than is safe
-DRAW_WORK = 1_200_000  # neighbours drawn x (ops + ticks): a few seconds
-MOST_DRAWS = 800
-MOST_S = 4.0  # on a slow or busy host fewer are drawn
-STUCK_S = 1.0  # nor more where by then none wanted less
+PRICES = (0.3, 0.8, 1.6)  # of the step's time, for as many pages as the whole cap has, beyond what is safe
+PATIENCE = 80  # neighbours drawn that lead nowhere: a new walk from the plan
+MOST_S = 4.0
+STUCK_S = 1.0  # no longer where by then none wanted less
 NEAR = 2e-3  # as fast as the plan was: good enough
 FAR = 0.03  # so much slower is not looked at
 
 
 @dataclass(frozen=True)
 class Tidied:
-    """A plan, and what its steps should take, the allocator's own time included; infinite where memory runs out."""
+    """A plan, and what its steps should take, the allocator's own time included; infinite where memory runs out.
+    `planned_s` is what the plan for this room would take that cares for no pages."""
 
     plan: Plan
     step_s: float
+    planned_s: float
 
     @property
     def restarts(self) -> bool:
@@ -47,42 +51,87 @@ def tidy(trace: Trace, machine: Machine, plan: Plan, memory_bytes: int, there: P
     """The plan or a neighbour. `memory_bytes`: what may be mapped, of which the plan allocates its own budget. `there`:
     where the weights lie; without it they are taken for one block. Planners that are there to be compared with decide
     for themselves: their plans have no neighbours."""
-    terrain, budget, schedule = terrain_of(trace), plan.budget, lower(trace, plan, machine)
-    here, flips = score(terrain, machine, budget, plan.decisions), Flips(terrain, budget)
-    here_bytes = wanted_bytes(trace, schedule, memory_bytes, there)
-    best, best_s = here, here.step_s + _lost_s(trace, schedule, here_bytes, memory_bytes, there)
-    most_s, enough_s = here.step_s * (1 + FAR), here.step_s * (1 + NEAR)
-    began_s, first_bytes = time.monotonic(), here_bytes
-    hopeless = here_bytes > (SAFE_SHARE + HOPELESS_SHARE) * memory_bytes
-    can_draw = plan.planner == "hybrid" and terrain.evictable and not hopeless
-    for _ in range(min(MOST_DRAWS, DRAW_WORK // trace.num_slots) if can_draw else 0):
-        if best_s <= enough_s or time.monotonic() - began_s > (MOST_S if here_bytes < first_bytes else STUCK_S):
-            break
-        changed = flips.draw(here)
-        if changed is None:
-            continue
-        decisions = {**here.decisions, **changed}
-        if int(lean_bytes(terrain, budget, decisions).max(initial=0)) > budget.device_bytes:
-            continue
-        tried = score(terrain, machine, budget, decisions)
-        if not tried.fits or tried.step_s > min(most_s, best_s):
-            continue
-        schedule = lower(trace, replace(plan, decisions=decisions), machine)
-        tried_bytes = wanted_bytes(trace, schedule, memory_bytes, there)
-        if tried_bytes <= max(here_bytes, SAFE_SHARE * memory_bytes):  # downhill, or along where it is safe
-            here, here_bytes = tried, tried_bytes
-        tried_s = tried.step_s + _lost_s(trace, schedule, tried_bytes, memory_bytes, there)
-        if tried_s < best_s:
-            best, best_s = tried, tried_s
+    search = _Search(trace, machine, plan, memory_bytes, there)
+    if plan.planner == "hybrid" and search.has_hope:
+        search.run()
+    best = search.best
     made = replace(
         plan, decisions=dict(best.decisions), predicted_step_s=best.step_s, predicted_peak_bytes=best.peak_bytes
     )
-    return Tidied(made, best_s)
+    return Tidied(made, search.best_s, search.first.step_s)
 
 
-def _lost_s(trace: Trace, schedule: Schedule, page_bytes: int, memory_bytes: int, there: Places) -> float:
-    """What starting over should cost a step; infinite where memory runs out."""
-    if page_bytes <= SAFE_SHARE * memory_bytes:
-        return 0.0
-    found = mapped(trace, schedule, memory_bytes, None, there)
-    return RESTART_S * (DOUBT + found.num_restarts) if found is not None else float("inf")
+class _Search:
+    """Walks from one plan. `best_s`: what a step of the best so far should take, starts over included."""
+
+    def __init__(self, trace: Trace, machine: Machine, plan: Plan, memory_bytes: int, there: Places) -> None:
+        self.trace, self.machine, self.budget = trace, machine, plan.budget
+        self.memory_bytes, self.there, self.safe_bytes = memory_bytes, there, int(SAFE_SHARE * memory_bytes)
+        self.terrain = terrain_of(trace)
+        self.flips = Flips(self.terrain, plan.budget)
+        self.first = self.best = score(self.terrain, machine, plan.budget, plan.decisions)
+        self.first_bytes = self.least_bytes = self._wanted_bytes(self.first)
+        self.best_s = self.first.step_s + self._lost_s(self.first, self.first_bytes)
+
+    @property
+    def has_hope(self) -> bool:
+        return self.first_bytes <= self.safe_bytes + HOPELESS_SHARE * self.memory_bytes and bool(self.terrain.evictable)
+
+    def run(self) -> None:
+        began_s = time.monotonic()
+
+        def is_over() -> bool:
+            most_s = MOST_S if self.least_bytes < self.first_bytes else STUCK_S
+            return self.best_s <= self.first.step_s * (1 + NEAR) or time.monotonic() - began_s > most_s
+
+        for price in itertools.cycle(PRICES):
+            here, height, num_idle = self.first, self._height(self.first, self.first_bytes, price), 0
+            while num_idle < PATIENCE and not is_over():
+                num_idle += 1
+                tried = self._draw(here, height)
+                if tried is None:
+                    continue
+                page_bytes = self._wanted_bytes(tried)
+                self._note(tried, page_bytes)
+                if (tried_height := self._height(tried, page_bytes, price)) < height:
+                    here, height, num_idle = tried, tried_height, 0
+            if is_over():
+                return
+
+    def _height(self, scored: Scored, page_bytes: int, price: float) -> float:
+        """Time and pages together; as time alone, at least this."""
+        over = max(0, page_bytes - self.safe_bytes) / self.memory_bytes
+        return scored.step_s + price * over * self.first.step_s
+
+    def _draw(self, here: Scored, height: float) -> Scored | None:
+        """A neighbour that fits and may still lead down or be the best."""
+        changed = self.flips.draw(here)
+        if changed is None:
+            return None
+        decisions = {**here.decisions, **changed}
+        if int(lean_bytes(self.terrain, self.budget, decisions).max(initial=0)) > self.budget.device_bytes:
+            return None
+        tried = score(self.terrain, self.machine, self.budget, decisions)
+        most_s = min(self.first.step_s * (1 + FAR), self.best_s, height)
+        return tried if tried.fits and tried.step_s < most_s else None
+
+    def _note(self, tried: Scored, page_bytes: int) -> None:
+        self.least_bytes = min(self.least_bytes, page_bytes)
+        if page_bytes > self.safe_bytes and tried.step_s + DOUBT * RESTART_S >= self.best_s:
+            return  # whatever else it may lose, that is too much
+        tried_s = tried.step_s + self._lost_s(tried, page_bytes)
+        if tried_s < self.best_s:
+            self.best, self.best_s = tried, tried_s
+
+    def _wanted_bytes(self, scored: Scored) -> int:
+        return wanted_bytes(self.trace, self._schedule(scored), self.memory_bytes, self.there)
+
+    def _lost_s(self, scored: Scored, page_bytes: int) -> float:
+        """What starting over should cost a step; infinite where memory runs out."""
+        if page_bytes <= self.safe_bytes:
+            return 0.0
+        found = mapped(self.trace, self._schedule(scored), self.memory_bytes, None, self.there)
+        return RESTART_S * (DOUBT + found.num_restarts) if found is not None else float("inf")
+
+    def _schedule(self, scored: Scored) -> Schedule:
+        return as_schedule(self.trace, scored.decisions, scored.steps)

@@ -4,8 +4,8 @@ A plan counts what is allocated, a budget also what the allocator has mapped and
 be is known for sure only when a plan was followed. When no hole is long enough and the budget allows no further page,
 the allocator gives every free page back and starts over, which drains the device for 15 ms and more; another plan often
 costs less than that. So the room is found by trying: a plan is followed for a few steps, and where the allocator
-started over another one is tried, as long as it could be faster than the best so far: the largest that in a model of
-the allocator wants safely less than the budget (`outcore.planning.tidy`), or else the one that loses least by it. The
+started over another one is tried, as long as it could be faster than the best so far: of a few rooms from the largest
+down the one that in a model of the allocator (`outcore.planning.tidy`) should be fastest, starts over included. The
 fastest, measured, stays. Without restarts a room never changes: what could be gained is a percent, what could be lost
 is a step that runs out of memory.
 """
@@ -27,6 +27,7 @@ LARGEST_SHARE = 0.94  # for one that the model of the allocator has seen
 LEAST_SHARE = 0.70
 LOOK_SHARE = 0.02  # between rooms that are looked at
 NUM_LOOKS = 4  # rooms planned for and looked at before one is tried
+NEAR = 5e-3  # what is as near to the fastest that smaller rooms promise is not looked further for
 SHRINK_SHARE = 0.04  # after running out of memory, in a step or in the model
 NUM_ATTEMPTS = 6
 NUM_STEPS = 3  # a plan is followed this long before it is judged; the first step maps memory and does not count
@@ -93,7 +94,8 @@ class Room:
         return left[self.room_bytes].plan
 
     def _untried(self, look: Callable[[int], Tidied]) -> dict[int, Tidied]:
-        """Rooms that could be faster than what was measured, from the largest down to the first without restarts."""
+        """Rooms that could be faster than what was measured, from the largest down, until smaller ones have nothing to
+        win: two at least, since searches for plans do not end equally far from the best."""
         tried = {attempt.room_bytes for attempt in self.attempts[1:]}  # the first was not planned for a crowd
         room, found, num_looks, num_known = self._largest_bytes, dict[int, Tidied](), 0, 0
         while room >= LEAST_SHARE * self.memory_bytes and num_looks < NUM_LOOKS and num_known < NUM_LOOKS:
@@ -104,12 +106,15 @@ class Room:
                         self._looked[room] = look(room)
                     except BudgetTooSmall:
                         break
-                if self.is_hopeless(self._looked[room].plan.predicted_step_s):
+                seen = self._looked[room]
+                if self.is_hopeless(seen.planned_s):
                     break  # smaller ones are slower
-                found[room] = self._looked[room]
-                num_known += found[room].step_s < math.inf
-                if not found[room].restarts:
-                    break
+                if not self.is_hopeless(seen.plan.predicted_step_s):
+                    found[room] = seen
+                    num_known += seen.step_s < math.inf
+                    fastest = min(found.values(), key=lambda one: one.step_s)
+                    if len(found) > 1 and not fastest.restarts and fastest.step_s <= (1 + NEAR) * seen.planned_s:
+                        break
             room -= int(LOOK_SHARE * self.memory_bytes)
         return found
 
