@@ -321,6 +321,9 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(TIMED), help=f"comma-separated sections of {', '.join(SECTIONS)}")
     parser.add_argument("--out", type=Path, help="results file")
     parser.add_argument("--quick", action="store_true", help="a few steps of everything, to see that it runs")
+    parser.add_argument(
+        "--paces", choices=("all", "ahead"), default="all", help="`scaling` with all its phases, or with `ahead`'s only"
+    )
     parser.add_argument("--steps", type=int, default=100, help="steps of 4 workers in `levels` [100]; 8 take half")
     parser.add_argument("--seeds", type=int, default=3, help="seeds in `accuracy`")
     parser.add_argument("--methods", help="comma-separated methods in `accuracy` [all]")
