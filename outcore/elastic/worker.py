@@ -144,6 +144,7 @@ class Worker:
         with torch.no_grad():
             self._averager = self._make_averager(start_center)
             self._stand()
+            self._flat.restore_buffers()
             if self._due_step == 1:
                 self._averager.prepare()
 
@@ -171,6 +172,7 @@ class Worker:
         self._local_step(scaler)
         if due:
             self._timed(self._averager.after_step)
+            self._flat.restore_buffers()
         self._stand()
         self._flat.gradient.zero_()
         self.num_steps = step
@@ -248,7 +250,6 @@ class Worker:
         cut, vector = self._flat.num_params, self._flat.vector
         if self._apart and self._velocity is not None:
             rules.look_ahead(self._local.weights[:cut], self._velocity, self._mu, out=vector[:cut])
-        self._flat.restore_buffers()
 
     def _enter_buffers(self) -> None:
         self._flat.refresh_buffers()

@@ -87,6 +87,27 @@ def test_batchnorm_buffers_are_averaged(method: str) -> None:
     torch.testing.assert_close(results[0][0]["1.running_mean"], mean)
 
 
+def test_a_buffer_of_another_dtype_moves_in_every_step() -> None:
+    """It is no view of the vector: what an exchange leaves there must not come back in the steps between."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+            self.register_buffer("num_seen", torch.zeros(1, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.num_seen += 1
+            return self.linear(x)  # type: ignore[no-any-return]
+
+    town, net = Town(1), Counting()
+    with town.worker(0, net, Settings(method="sync-easgd", period=3, level=2, limit_s=10)) as worker:
+        for step in range(1, 8):
+            net(torch.ones(1, 2)).sum().backward()
+            worker.step()
+            assert net.num_seen == step
+
+
 def test_statistics_are_exchanged_as_they_were_before_the_forward_however_late_the_thread_reads_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
