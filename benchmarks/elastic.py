@@ -2,6 +2,7 @@
 
     python benchmarks/elastic.py --data .carry/mnist --only cores,messages,scaling,levels,partition   # 280 s, 16 cores
     python benchmarks/elastic.py --data .carry/mnist --only scaling,partition                         # 165 s
+    python benchmarks/elastic.py --data .carry/mnist --only scaling --paces ahead --section-limit-s 55  # one bar of it
     python benchmarks/elastic.py --only faults --soak 50             # random kills, stops, slow-downs (not timed)
     python benchmarks/elastic.py --only torchrun --soak 10           # torchrun restarts
 

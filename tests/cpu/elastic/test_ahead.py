@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import threading
 import time
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from outcore.elastic.averagers import ElasticSync
 from outcore.elastic.place import open_place, poll
 from outcore.elastic.sync import SyncExchange
+from outcore.elastic.trials import Trial, _turns
 from outcore.elastic.worker import Settings, Worker
 
 from . import reference
@@ -230,6 +232,19 @@ def test_statistics_are_those_of_the_beginning_however_far_ahead(monkeypatch: py
         assert not torch.equal(step(worker), kept)
         assert worker.stats().num_exchanges == 1
         torch.testing.assert_close(worker.center_state_dict()["1.running_mean"], sent)
+
+
+@pytest.mark.parametrize("shares_steps", [False, True])
+def test_trials_share_out_as_many_steps_as_they_would_take_each(shares_steps: bool) -> None:
+    trial, store = Trial("uneven", "sync-easgd", 2, shares_steps=shares_steps), HashStore()
+    turns = [_turns(trial, 10, store) for _ in range(2)]
+    fast = list(islice(turns[0], 8))
+    slow, rest = list(turns[1]), list(turns[0])
+    assert [step for step, _ in [*fast, *rest]] == list(range(1, 9 + len(rest)))
+    assert (len(fast), len(slow), len(rest)) == ((8, 12, 0) if shares_steps else (8, 10, 2))
+    shares = [share for _, share in [*fast, *slow, *rest]]
+    assert min(shares) == 0.0
+    assert max(shares) < 1.0
 
 
 # --- processes -----------------------------------------------------------------------------------------------------
