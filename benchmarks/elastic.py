@@ -295,10 +295,13 @@ def faults(bench: Bench) -> Any:
     """Random methods, faults, victims and moments; every run must end well (see tests/cpu/elastic/faults.py)."""
     from tests.cpu.elastic.faults import random_run
 
+    only = bench.args.methods.split(",") if bench.args.methods else None
+
     def one(seed: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
-            report = asdict(random_run(Path(folder), bench.args.first_seed + seed, run_s=5.0))
-        print(f"    run {seed}: {report['fault']} on {report['method']}: {report['problems'] or 'well'}", flush=True)
+            report = asdict(random_run(Path(folder), bench.args.first_seed + seed, run_s=5.0, only=only))
+        what = f"{report['fault']} on {report['method']}, ahead {report['ahead']}"
+        print(f"    run {seed}: {what}: {report['problems'] or 'well'}", flush=True)
         return report
 
     with ThreadPoolExecutor(bench.args.parallel or max(1, bench.num_cores // 3)) as pool:
@@ -337,7 +340,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="steps of 4 workers in `levels` [100]; 8 take half")
     parser.add_argument("--seeds", type=int, default=3, help="seeds in `accuracy`")
     parser.add_argument("--epochs", type=float, default=2.0, help="of `accuracy` [2: for MNIST; digits need 60]")
-    parser.add_argument("--methods", help="comma-separated methods in `accuracy` [all]")
+    parser.add_argument("--methods", help="comma-separated methods in `accuracy` and `faults` [all]")
     parser.add_argument("--soak", type=int, default=50, help="runs in `faults` (at most 10 in `torchrun`)")
     parser.add_argument("--parallel", type=int, help="runs of `faults` side by side [a third of the cores]")
     parser.add_argument("--first-seed", type=int, default=0, help="first seed in `faults`")

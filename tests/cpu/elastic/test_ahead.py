@@ -263,7 +263,7 @@ def keep_pace(folder: Path, rank: int, port: int) -> None:
         settings = Settings(period=4, ahead=ahead, limit_s=10, join_limit_s=30)
         with Worker(net, torch.optim.SGD(net.parameters(), lr=0.01), settings, place) as worker:
             began_s = time.monotonic()
-            while time.monotonic() < began_s + 1.2:
+            while time.monotonic() < began_s + 1.0:
                 net(torch.ones(1, 300)).sum().backward()
                 time.sleep(SLOW_S if rank else FAST_S)
                 worker.step()
@@ -288,9 +288,9 @@ def test_a_slow_worker_takes_nothing_from_a_fast_one(tmp_path: Path) -> None:
     assert fast["in step"] + slow["in step"] < 0.7 * alone, (fast, slow)
 
 
-@pytest.mark.parametrize(("fault", "victim"), [("kill", 2), ("stop_and_wake", 0), ("rejoin", 2)])
+@pytest.mark.parametrize(("fault", "victim"), [("kill", 2), ("rejoin", 2)])
 def test_the_others_train_on_while_some_are_ahead(tmp_path: Path, fault: str, victim: int) -> None:
     """Rank 2 is the slowest: when it dies, the others are ahead and nobody stands waiting for it."""
-    report = run_hurt(tmp_path, fault, "sync-easgd", victim, run_s=4.5, ahead=12)
+    report = run_hurt(tmp_path, fault, "sync-easgd", victim, run_s=3.5, ahead=12)
     assert report.problems == [], report
     assert report.loss_at_end < report.loss_at_fault
