@@ -2,6 +2,7 @@
 
     python benchmarks/elastic.py --data .carry/mnist --only cores,messages,scaling,levels,partition   # 280 s, 16 cores
     python benchmarks/elastic.py --data .carry/mnist --only scaling,partition                         # 165 s
+    python benchmarks/elastic.py --data .carry/mnist --only scaling --paces ahead --section-limit-s 55  # one bar of it
     python benchmarks/elastic.py --only faults --soak 50             # random kills, stops, slow-downs (not timed)
     python benchmarks/elastic.py --only torchrun --soak 10           # torchrun restarts
 
@@ -39,7 +40,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # a host without a resolver must not wait for names
 
 from benchmarks.elastic_clock import Bars, cores, level_bars, levels  # noqa: E402
-from benchmarks.elastic_paces import scaling, scaling_bars  # noqa: E402
+from benchmarks.elastic_paces import AHEAD, scaling, scaling_bars  # noqa: E402
 from benchmarks.elastic_partition import partition, partition_bars  # noqa: E402
 from outcore.elastic.compare import make_trial, run_trials  # noqa: E402
 from outcore.elastic.cores import read_cores  # noqa: E402
@@ -50,6 +51,7 @@ from outcore.elastic.trials import Result, Trial  # noqa: E402
 
 SECTIONS = ("cores", "messages", "scaling", "levels", "partition", "accuracy", "device", "faults", "torchrun")
 TIMED = SECTIONS[:7]
+AHEAD_NAME = f"sync-easgd, ahead {AHEAD}"  # in `accuracy`
 # Seconds a section may add to the clock, with what those before it left over; it ends then, done or not.
 LIMITS_S = {"cores": 3.0, "messages": 22.0, "scaling": 60.0, "levels": 90.0, "partition": 106.0}
 
@@ -105,7 +107,8 @@ class Bench:
     def judge(self) -> None:
         """The bars of issue 5 that need a clock, each with what was measured here."""
         found = {name: section["found"] for name, section in self.results["sections"].items()}
-        bars = [bar for judged in (message_bars, scaling_bars, level_bars, partition_bars) for bar in judged(found)]
+        judges = (message_bars, scaling_bars, level_bars, partition_bars, accuracy_bars)
+        bars = [bar for judged in judges for bar in judged(found)]
         self.results["bars"] = [{"bar": name, "measured": value, "holds": holds} for name, value, holds in bars]
         for name, value, holds in bars:
             print(f"    {'holds' if holds else 'SHORT':5s} {value:8.2f}  {name}")
@@ -182,13 +185,13 @@ def accuracy(bench: Bench) -> Any:
     constant rate the last steps' noise, about 0.3 points, would be what is compared."""
     seeds = range(1 if bench.args.quick else bench.args.seeds)
     num_workers = min(4, max(2, bench.num_cores))
-    steps = {"max_steps": 12} if bench.args.quick else {"epochs": 2.0}
+    steps = {"max_steps": 12} if bench.args.quick else {"epochs": bench.args.epochs}
     names = bench.args.methods.split(",") if bench.args.methods else [*METHODS, "ddp"]
-    trials = [
-        make_trial(name, num_workers, seed=seed, anneals=True, num_snapshots=0, limit_s=300, **steps)
-        for seed in seeds
-        for name in names
-    ]
+    fields: dict[str, Any] = {"anneals": True, "num_snapshots": 0, "limit_s": 300, **steps}
+    trials = [make_trial(name, num_workers, seed=seed, **fields) for seed in seeds for name in names]
+    if "sync-easgd" in names:  # one worker is slower, so that the others do go ahead; as many steps in all
+        uneven: dict[str, Any] = {"name": AHEAD_NAME, "join": {"ahead": AHEAD}, "slowed": 1.5, "shares_steps": True}
+        trials += [make_trial("sync-easgd", num_workers, seed=seed, **uneven, **fields) for seed in seeds]
     slices = max(1, bench.num_cores // num_workers)
     cores = [core for node in read_cores() for core in node]
     with ThreadPoolExecutor(slices) as pool:
@@ -200,12 +203,19 @@ def accuracy(bench: Bench) -> Any:
     reached: dict[str, list[float]] = {}
     for row in rows:
         if not row.get("error"):
-            reached.setdefault(row["trial"]["method"], []).append(row["final_accuracy"])
+            reached.setdefault(row["trial"]["name"], []).append(row["final_accuracy"])
     means = {name: statistics.mean(values) for name, values in reached.items()}
     gaps = {name: 100 * (mean - means["sync-sgd"]) for name, mean in means.items()} if "sync-sgd" in means else {}
     print("    points against sync-sgd: " + ", ".join(f"{name} {gap:+.2f}" for name, gap in gaps.items()))
     errors = [row for row in rows if row.get("error")]
-    return {"accuracy": reached, "points_against_sync_sgd": gaps, "errors": errors}
+    uneven_steps = [row["steps_taken"] for row in rows if row["trial"]["slowed"] > 1 and not row.get("error")]
+    return {"accuracy": reached, "points_against_sync_sgd": gaps, "steps_taken_ahead": uneven_steps, "errors": errors}
+
+
+def accuracy_bars(found: dict[str, Any]) -> Bars:
+    for name, gap in found.get("accuracy", {}).get("points_against_sync_sgd", {}).items():
+        if name != "sync-sgd":
+            yield f"points against sync-sgd at equal epochs, {name}: -0.3", gap, gap >= -0.3
 
 
 def run_slice(trials: list[Trial], cores: list[int], bench: Bench, number: int) -> list[dict[str, Any]]:
@@ -285,10 +295,13 @@ def faults(bench: Bench) -> Any:
     """Random methods, faults, victims and moments; every run must end well (see tests/cpu/elastic/faults.py)."""
     from tests.cpu.elastic.faults import random_run
 
+    only = bench.args.methods.split(",") if bench.args.methods else None
+
     def one(seed: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
-            report = asdict(random_run(Path(folder), bench.args.first_seed + seed, run_s=5.0))
-        print(f"    run {seed}: {report['fault']} on {report['method']}: {report['problems'] or 'well'}", flush=True)
+            report = asdict(random_run(Path(folder), bench.args.first_seed + seed, run_s=5.0, only=only))
+        what = f"{report['fault']} on {report['method']}, ahead {report['ahead']}"
+        print(f"    run {seed}: {what}: {report['problems'] or 'well'}", flush=True)
         return report
 
     with ThreadPoolExecutor(bench.args.parallel or max(1, bench.num_cores // 3)) as pool:
@@ -321,9 +334,13 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(TIMED), help=f"comma-separated sections of {', '.join(SECTIONS)}")
     parser.add_argument("--out", type=Path, help="results file")
     parser.add_argument("--quick", action="store_true", help="a few steps of everything, to see that it runs")
+    parser.add_argument(
+        "--paces", choices=("all", "ahead"), default="all", help="`scaling` with all its phases, or with `ahead`'s only"
+    )
     parser.add_argument("--steps", type=int, default=100, help="steps of 4 workers in `levels` [100]; 8 take half")
     parser.add_argument("--seeds", type=int, default=3, help="seeds in `accuracy`")
-    parser.add_argument("--methods", help="comma-separated methods in `accuracy` [all]")
+    parser.add_argument("--epochs", type=float, default=2.0, help="of `accuracy` [2: for MNIST; digits need 60]")
+    parser.add_argument("--methods", help="comma-separated methods in `accuracy` and `faults` [all]")
     parser.add_argument("--soak", type=int, default=50, help="runs in `faults` (at most 10 in `torchrun`)")
     parser.add_argument("--parallel", type=int, help="runs of `faults` side by side [a third of the cores]")
     parser.add_argument("--first-seed", type=int, default=0, help="first seed in `faults`")

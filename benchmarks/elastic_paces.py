@@ -10,6 +10,10 @@ another, or on the same one a minute later. What the exchange itself costs where
 others' is asked in two more phases: forward and backward as before, then a pause until EVEN_S have passed, so that all
 compute takes as long everywhere; the worker's own step and the exchange come on top.
 
+Workers that need not wait for the slowest (`ahead`) take different numbers of steps, so they are asked another way: all
+work for WHILE_S, without an exchange ("apart") and with one, and their steps per second are added up and held against
+the sum of their lone paces. Before they sleep, all of them end the same exchange.
+
 `scaling` is the section of that name in elastic.py; the workers are `python benchmarks/elastic_paces.py ORDER`, each of
 which writes a line of JSON for every phase it had a part in.
 """
@@ -22,7 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -49,19 +53,26 @@ if TYPE_CHECKING:
     from benchmarks.elastic_clock import Bars
 
 Row = dict[str, Any]
+COUNTED = ("num_steps", "num_ahead", "num_exchanges", "wait_s")  # of a worker's stats
 PERIOD = 4
 BATCH = 64
 NUM_STEPS = {"lone": 4, "silent": 2 * PERIOD, "elastic": 2 * PERIOD, "even lone": 4, "even": 2 * PERIOD}  # that count
 NUM_AWAKENING = {"lone": 2, "silent": 2, "elastic": PERIOD, "even lone": 1, "even": PERIOD}  # before: caches, exchange
 EVEN_S = 0.06  # of compute, on every core: more than the slowest takes
+AHEAD = 8  # steps: twice what the slowest core needs to be waited for (43 over 25 ms, 4 steps)
+WHILE_S = 0.9  # that counts
+WHILE_AWAKENING = {"apart": 2, "ahead": PERIOD}
+KINDS = (*NUM_STEPS, *WHILE_AWAKENING)
 NEVER = 1 << 40  # a period
 LIMIT_S = 20.0  # of any wait
-MAX_ROUNDS, ROUND_S = 40, 13.0  # the longest round, and ending
+MAX_ROUNDS, END_S = 40, 3.0  # for ending
 QUIET = {"RES_OPTIONS": "timeout:1 attempts:1"}  # a host without a resolver must not spend the clock on names
 BARS = {
     "efficiency": "weak scaling of level 3",
     "even_efficiency": "the same on cores that are alike",
     "of_no_exchange": "the same over no exchange",
+    "ahead_efficiency": f"weak scaling of level 3, ahead {AHEAD}",
+    "ahead_of_apart": f"the same, ahead {AHEAD}, over no exchange",
 }
 TOLD = {
     "efficiency": "weak scaling: the mean lone step of these cores over a step with the exchange",
@@ -73,13 +84,19 @@ TOLD = {
     "of_slowest_lone": "the slowest core's lone step over a step with the exchange",
     "of_slowest_without": "the slowest worker's step without exchange over a step with it",
     "own_share": "work on the loop's own thread: how long the worker that waited least stood still",
+    "apart_efficiency": "for a while without any exchange: steps/s of all over the sum of their lone ones",
+    "ahead_efficiency": f"the same with exchanges, where a worker may go {AHEAD} steps ahead",
+    "ahead_of_apart": "the second over the first",
+    "ahead_wait_share": "of it: how long the mean worker stood still",
+    "ahead_extra_least": "steps ahead per exchange, over the period: the worker that took fewest",
+    "ahead_extra_most": "and the one that took most",
 }
 
 
 @dataclass(frozen=True)
 class Phase:
     """Some steps of the workers from `first` on. `kind` is "lone", "silent" (no exchange), "elastic", or with compute
-    stretched to EVEN_S "even lone" and "even"."""
+    stretched to EVEN_S "even lone" and "even". For a while and not for some steps: "apart" (no exchange), "ahead"."""
 
     round: int
     kind: str
@@ -87,18 +104,27 @@ class Phase:
     first: int
     num_working: int
 
-    def has(self, rank: int) -> bool:
-        return self.first <= rank < self.first + self.num_working
+    @property
+    def ranks(self) -> range:
+        return range(self.first, self.first + self.num_working)
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """Whom the workers exchange with: how many, and how far they may go ahead."""
+        if self.kind == "ahead":
+            return self.num_workers, AHEAD
+        return (self.num_workers, 0) if self.kind in ("elastic", "even") else (1, 0)
 
 
-def phases_of(number: int, sizes: list[int]) -> Iterator[Phase]:
+def phases_of(number: int, sizes: list[int], kinds: Sequence[str] = KINDS) -> Iterator[Phase]:
     """One round: for every size its workers alone, together, and with exchanges; other workers each time."""
     for num in sizes if number % 2 == 0 else sizes[::-1]:
         first = number * num % max(sizes)
-        alone = [Phase(number, "lone", num, first + seat, 1) for seat in range(num)]
-        alone.append(Phase(number, "even lone", num, first, 1))
-        together = [Phase(number, kind, num, first, num) for kind in ("even", "silent", "elastic")]
-        yield from [*alone, *together] if number % 2 == 0 else [*together[::-1], *alone[::-1]]
+        phases = [Phase(number, "lone", num, first + seat, 1) for seat in range(num)]
+        phases.append(Phase(number, "even lone", num, first, 1))
+        phases += [Phase(number, kind, num, first, num) for kind in ("even", "silent", "elastic", "apart", "ahead")]
+        chosen = [phase for phase in phases if phase.kind in kinds]
+        yield from chosen if number % 2 == 0 else chosen[::-1]
 
 
 # --- a worker ------------------------------------------------------------------------------------------------------
@@ -128,37 +154,68 @@ class Stepper:
             marks_s.append(time.perf_counter())
         return [late - early for early, late in pairwise(marks_s)], self.worker.stats().wait_s - before_s
 
+    def work_a_while(self, kind: str) -> Row:
+        """How many steps in how many seconds, and what became of the exchanges."""
+        for _ in range(WHILE_AWAKENING[kind]):
+            self.step()
+        before, began_s = self.worker.stats(), time.perf_counter()
+        while (now_s := time.perf_counter()) < began_s + WHILE_S:
+            self.step()
+        after = self.worker.stats()
+        counts = {name: getattr(after, name) - getattr(before, name) for name in COUNTED}
+        return {**counts, "took_s": now_s - began_s}
 
-def make_steppers(client: Store, digits: Digits, rank: int, sizes: list[int]) -> dict[int, Stepper]:
-    """By number of workers: a group with these neighbours, and one without any."""
+
+Steppers = dict[tuple[int, int], Stepper]
+
+
+def make_steppers(client: Store, digits: Digits, rank: int, groups: Iterable[tuple[int, int]]) -> Steppers:
+    """By number of workers and how far they may go ahead: a group with these neighbours, and one without any."""
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     steppers = {}
-    for num in [1, *sizes]:
+    for num, ahead in groups:
         first = rank // num * num
         torch.manual_seed(0)
         net = lenet(digits.side)
         trial = Trial("paces", "sync-easgd", num, batch=BATCH)
-        seat = take_seat(client, rank - first, num, address, f"paces/{num}/{first}")
+        seat = take_seat(client, rank - first, num, address, f"paces/{num}/{ahead}/{first}")
         worker = join(
             net,
             torch.optim.SGD(net.parameters(), lr=RATE),
             place=seat,
             period=NEVER if num == 1 else PERIOD,
+            ahead=ahead,
             limit_s=LIMIT_S,
             join_limit_s=LIMIT_S,
         )
-        steppers[num] = Stepper(worker, net, digits, batches_of(trial, len(digits.train_labels), rank - first))
+        steppers[num, ahead] = Stepper(worker, net, digits, batches_of(trial, len(digits.train_labels), rank - first))
     return steppers
 
 
-def run_phase(phase: Phase, steppers: dict[int, Stepper], store: Store) -> dict[str, Any]:
-    stepper = steppers[phase.num_workers if phase.kind in ("elastic", "even") else 1]
-    steps_s, wait_s = stepper.timed(phase.kind)
-    if phase.kind == "silent":  # nobody counts while another has gone to sleep
+def run_phase(phase: Phase, rank: int, steppers: Steppers, store: Store) -> Row:
+    stepper, told = steppers[phase.group], {"rank": rank, **asdict(phase)}
+    if phase.kind in WHILE_AWAKENING:
+        told |= stepper.work_a_while(phase.kind)
+    else:
+        steps_s, wait_s = stepper.timed(phase.kind)
+        told |= {"steps_s": steps_s, "wait_s": wait_s}
+    if phase.kind in ("silent", "apart", "ahead"):  # nobody counts while another has gone to sleep
         store.add("counted", 1)
         while read_count(store, "counted") < phase.num_working:
             stepper.step()
-    return {**asdict(phase), "steps_s": steps_s, "wait_s": wait_s}
+    if phase.kind == "ahead":
+        end_together(stepper, phase, rank, store)
+    return told
+
+
+def end_together(stepper: Stepper, phase: Phase, rank: int, store: Store) -> None:
+    """Steps until the exchange after the last that anybody ended is over: then none is under way, at anybody's."""
+    store.set(f"exchanges/{rank}", str(stepper.worker.stats().num_exchanges))
+    last = 1 + max(int(store.get(f"exchanges/{other}")) for other in phase.ranks)
+    for _ in range(10 * (PERIOD + AHEAD)):
+        if stepper.worker.stats().num_exchanges >= last:
+            return
+        stepper.step()
 
 
 def work(order: dict[str, Any]) -> None:
@@ -167,21 +224,24 @@ def work(order: dict[str, Any]) -> None:
     client = connect_store((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), 30)
     warm_up(digits)
     meet(PrefixStore("paces/warm", client), "all", num_ranks, 60)
-    steppers = make_steppers(client, digits, rank, order["sizes"])
+    sizes, kinds, longest_s = order["sizes"], order["kinds"], 0.0
+    groups = dict.fromkeys(phase.group for phase in phases_of(0, sizes, kinds))
+    steppers = make_steppers(client, digits, rank, groups)
     with Path(order["folder"], f"{rank}.jsonl").open("w") as lines:
         for number in range(order["num_rounds"]):
             rounds = PrefixStore(f"paces/round/{number}", client)
+            began_s = time.monotonic()
             if rank == 0:
-                rounds.set("goes on", str(int(time.monotonic() < order["last_round_s"])))
+                rounds.set("goes on", str(int(began_s + longest_s < order["ends_s"])))
             if rounds.get("goes on") == b"0":
                 return
-            for place, phase in enumerate(phases_of(number, order["sizes"])):
+            for place, phase in enumerate(phases_of(number, sizes, kinds)):
                 store = PrefixStore(str(place), rounds)
                 meet(store, "begin", num_ranks, LIMIT_S)
-                if phase.has(rank):
-                    told = {"rank": rank, **run_phase(phase, steppers, store)}
-                    lines.write(json.dumps(told) + "\n")
+                if rank in phase.ranks:
+                    lines.write(json.dumps(run_phase(phase, rank, steppers, store)) + "\n")
                     lines.flush()
+            longest_s = max(longest_s, 1.1 * (time.monotonic() - began_s))
 
 
 # --- the question --------------------------------------------------------------------------------------------------
@@ -190,10 +250,11 @@ def work(order: dict[str, Any]) -> None:
 def scaling(bench: Bench) -> Any:
     """Weak scaling with a core for every worker, where the rest goes, and the simulator beyond this machine."""
     sizes = [num for num in (2, 4, 8) if num <= bench.num_cores]
+    kinds = [kind for kind in KINDS if bench.args.paces == "all" or kind in ("lone", *WHILE_AWAKENING)]
     with tempfile.TemporaryDirectory(prefix="outcore-paces-") as folder:
-        order: dict[str, Any] = {"data": bench.args.data, "sizes": sizes, "folder": folder}
+        order: dict[str, Any] = {"data": bench.args.data, "sizes": sizes, "kinds": kinds, "folder": folder}
         order["num_rounds"] = 2 if bench.args.quick else MAX_ROUNDS
-        order["last_round_s"] = time.monotonic() + bench.left_s() - ROUND_S  # one clock for all processes of a host
+        order["ends_s"] = time.monotonic() + bench.left_s() - END_S  # one clock for all processes of a host
         path = Path(folder, "order.json")
         path.write_text(json.dumps(order))
         command = [sys.executable, str(Path(__file__).resolve()), str(path)]
@@ -208,18 +269,18 @@ def scaling(bench: Bench) -> Any:
     each_s = [statistics.mean(steps_s) for steps_s in lone_s]
     told = [1e3 * value for value in (statistics.median(each_s), min(each_s), max(each_s))]
     print("    a lone worker's step: {:.1f} ms ({:.1f} to {:.1f})".format(*told))
-    measured = [found for num in sizes if (found := summarize(rows, num))]
+    measured = [found for num in sizes if (found := summarize(rows, num, kinds))]
     spread_s = statistics.median([statistics.stdev(steps_s) for steps_s in lone_s])  # of one core at one moment
     simulated = simulate_beyond(bench, statistics.mean(each_s), spread_s, [1, *sizes])
     return {"rows": rows, "measured": measured, "simulated": simulated}
 
 
-def summarize(rows: list[Row], num: int) -> dict[str, Any] | None:
+def summarize(rows: list[Row], num: int, kinds: Sequence[str]) -> dict[str, Any] | None:
     """Ratios of every round that all workers ended, their medians, and the spread."""
     rounds = [
         one
         for number in sorted({row["round"] for row in rows})
-        if (one := one_round([row for row in rows if (row["round"], row["num_workers"]) == (number, num)], num))
+        if (one := one_round([row for row in rows if (row["round"], row["num_workers"]) == (number, num)], num, kinds))
     ]
     if not rounds:
         return None
@@ -227,25 +288,54 @@ def summarize(rows: list[Row], num: int) -> dict[str, Any] | None:
     found |= {key: middle([one[key] for one in rounds]) for key in rounds[0]}
     print(f"    {num} workers, {len(rounds)} rounds, each share the median (least to most):")
     for key, what in TOLD.items():
-        print(f"      {as_percent(found[key]):28s} {what}")
+        if key in found:
+            told = as_number(found[key]) if "extra" in key else as_percent(found[key])
+            print(f"      {told:28s} {what}")
     return found
 
 
-def one_round(rows: list[Row], num: int) -> dict[str, float] | None:
-    """Shares of one moment. A step's time is the mean over the workers, except where the slowest is named."""
-    steps_s = {
-        kind: np.array([row["steps_s"] for row in sorted(rows, key=by_rank) if row["kind"] == kind])
-        for kind in NUM_STEPS
-    }
-    if any(len(steps) != (1 if kind == "even lone" else num) for kind, steps in steps_s.items()):
+def as_number(value: dict[str, Any]) -> str:
+    return f"{value['median']:.2f} ({value['least']:.2f} to {value['most']:.2f})"
+
+
+def one_round(rows: list[Row], num: int, kinds: Sequence[str] = KINDS) -> dict[str, float] | None:
+    """Shares of one moment; None where a worker is missing in a phase."""
+    by_kind = {kind: sorted([row for row in rows if row["kind"] == kind], key=by_rank) for kind in kinds}
+    if any(len(found) != (1 if kind == "even lone" else num) for kind, found in by_kind.items()):
         return None
+    lone_s = np.array([row["steps_s"] for row in by_kind["lone"]]).mean(axis=1)
+    shares = {"lone_step_s": float(lone_s.mean())}
+    if "elastic" in kinds:
+        shares |= shares_of_steps(by_kind, num)
+    if "ahead" in kinds:
+        shares |= shares_of_a_while(by_kind, float((1 / lone_s).sum()))
+    return shares
+
+
+def shares_of_a_while(by_kind: dict[str, list[Row]], lone_per_s: float) -> dict[str, float]:
+    """All workers' steps a second over `lone_per_s`, that of all when each was alone."""
+    apart, ahead = (sum(row["num_steps"] / row["took_s"] for row in by_kind[kind]) for kind in ("apart", "ahead"))
+    extra = [row["num_ahead"] / max(1, row["num_exchanges"]) for row in by_kind["ahead"]]
+    return {
+        "apart_efficiency": apart / lone_per_s,
+        "ahead_efficiency": ahead / lone_per_s,
+        "ahead_of_apart": ahead / apart,
+        "ahead_wait_share": statistics.mean(row["wait_s"] / row["took_s"] for row in by_kind["ahead"]),
+        "ahead_extra_least": min(extra),
+        "ahead_extra_most": max(extra),
+    }
+
+
+def shares_of_steps(by_kind: dict[str, list[Row]], num: int) -> dict[str, float]:
+    """A step's time is the mean over the workers, except where the slowest is named."""
+    steps_s = {kind: np.array([row["steps_s"] for row in by_kind[kind]]) for kind in NUM_STEPS}
     alone, silent, elastic, even_alone, even = (steps_s[kind].mean(axis=1) for kind in NUM_STEPS)
     mean_s, silent_s, elastic_s = float(alone.mean()), float(silent.mean()), float(elastic.mean())
     periods = steps_s["silent"].reshape(num, -1, PERIOD)
     together_s = float(periods.sum(axis=2).max(axis=0).mean()) / PERIOD
     clocks, _ = replay_sync(periods, 0.0, overlaps=True)
     overlapped_s = float(clocks.mean()) / NUM_STEPS["silent"]
-    own_s = min(row["wait_s"] for row in rows if row["kind"] == "elastic") / NUM_STEPS["elastic"]
+    own_s = min(row["wait_s"] for row in by_kind["elastic"]) / NUM_STEPS["elastic"]
     return {
         "efficiency": mean_s / elastic_s,
         "even_efficiency": float(even_alone.mean() / even.mean()),
@@ -256,7 +346,6 @@ def one_round(rows: list[Row], num: int) -> dict[str, float] | None:
         "of_barrier": silent_s / together_s,
         "of_overlapped": silent_s / overlapped_s,
         "own_share": own_s / elastic_s,
-        "lone_step_s": mean_s,
         "elastic_step_s": elastic_s,
     }
 
@@ -268,6 +357,8 @@ def by_rank(row: Row) -> int:
 def scaling_bars(found: dict[str, Any]) -> Bars:
     for row in found.get("scaling", {}).get("measured", []):
         for key, what in BARS.items():
+            if key not in row:
+                continue
             percent = 100 * row[key]["median"]
             yield f"{what}, period {PERIOD}, {row['num_workers']} workers: 92 %", percent, percent >= 92
 

@@ -77,6 +77,10 @@ class Averager(ABC):
     def prepare(self) -> None:  # noqa: B027
         """End of the step before an exchange."""
 
+    def is_over(self) -> bool:
+        """Whether `before_step` would not have to wait for the exchange that `prepare` began."""
+        return True
+
     def before_step(self) -> None:  # noqa: B027
         """Before the local step: the weights are those of the gradient."""
 
@@ -197,6 +201,9 @@ class _SyncAverager(Averager):
 class ElasticSync(_SyncAverager):
     """Sync EASGD, levels 1 to 3: eq. 1 at every worker, eq. 2 at the centre (member 0 at level 1, everyone above).
 
+    A worker may take more local steps before `before_step` (see Settings.ahead): the pull is of the difference that was
+    sent, which stands apart from the weights until the next `prepare`.
+
     The new centre is made beside the old one and takes its place when the exchange has ended well: whoever reads the
     centre meanwhile, or loses a member, has the old one whole.
     """
@@ -210,6 +217,9 @@ class ElasticSync(_SyncAverager):
     def prepare(self) -> None:
         if self.exchange.level == 3:
             self._begin()
+
+    def is_over(self) -> bool:
+        return self.exchange.is_over()
 
     def before_step(self) -> None:
         try:

@@ -109,6 +109,11 @@ class SyncExchange:
         self._asked_s = now_s
         return self.roster.someone_waits()
 
+    def is_over(self) -> bool:
+        """Whether `finish` would not wait. Each wait of the exchange has its limit, whether anybody stands here or not:
+        an exchange that lost a member is over, too, and `finish` says so."""
+        return self._running is None or self._running.done()
+
     def finish(self) -> Tensor:
         """The sum, or at level 1 the new centre (valid until the next `begin`); PeerLost when a member was lost."""
         if self._running is not None:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,8 @@ class Trial:
     snapshots_from: float = 0.0  # share of the steps before the first snapshot
     num_judged: int | None = None  # test images for every snapshot [a fifth, and all of them for the last]
     max_steps: int | None = None
+    slowed: float = 1.0  # the last worker takes this many times as long for a step, and sleeps for the rest
+    shares_steps: bool = False  # whoever is free takes the next step, until all have taken as many as they would
     first_rank: int = 0  # the workers are this process and those after it
     limit_s: float = 60.0
     device: str = "cpu"
@@ -80,6 +82,7 @@ class Result:
     step_s: list[float] = field(default_factory=list)
     waits_s: list[float] = field(default_factory=list)  # by rank: how long its loop stood still to communicate
     paces_s: list[float] = field(default_factory=list)  # by rank: the mean step, the first ones left out
+    steps_taken: list[int] = field(default_factory=list)  # by rank
     sent_bytes: int = 0
     num_messages: int = 0
     final_accuracy: float = 0.0
@@ -133,9 +136,9 @@ def run_trial(trial: Trial, digits: Digits, place: Place) -> Result:
     batches = batches_of(trial, len(digits.train_labels), place.rank)
     try:
         meet(place.store, "ready", trial.num_workers, trial.limit_s)
-        snapshots, steps_s, train_s = _train(trainer, trial, digits, batches, num_steps, watch=place.rank == 0)
+        snapshots, steps_s, train_s = _train(trainer, trial, digits, batches, num_steps, place)
         costs = trainer.costs()
-        write_json(place.store, f"told/{place.rank}", [costs[0], _pace_s(steps_s)])
+        write_json(place.store, f"told/{place.rank}", [costs[0], _pace_s(steps_s), len(steps_s)])
         meet(place.store, "trained", trial.num_workers, trial.limit_s)
         snapshots.append((num_steps, train_s, costs[1], trainer.center()))
     finally:
@@ -150,8 +153,9 @@ def run_trial(trial: Trial, digits: Digits, place: Place) -> Result:
         num_steps=num_steps,
         train_s=train_s,
         step_s=steps_s,
-        waits_s=[wait_s for wait_s, _ in told],
-        paces_s=[pace_s for _, pace_s in told],
+        waits_s=[wait_s for wait_s, _, _ in told],
+        paces_s=[pace_s for _, pace_s, _ in told],
+        steps_taken=[num for _, _, num in told],
         sent_bytes=costs[1],
         num_messages=costs[2],
         final_accuracy=final_accuracy,
@@ -160,21 +164,24 @@ def run_trial(trial: Trial, digits: Digits, place: Place) -> Result:
 
 
 def _train(
-    trainer: Trainer, trial: Trial, digits: Digits, batches: Iterator[Tensor], num_steps: int, *, watch: bool
+    trainer: Trainer, trial: Trial, digits: Digits, batches: Iterator[Tensor], num_steps: int, place: Place
 ) -> tuple[list[Snapshot], list[float], float]:
     first = int(trial.snapshots_from * num_steps)
     every = max(1, (num_steps - first) // max(1, trial.num_snapshots))
-    watch = watch and trial.num_snapshots > 0
+    watch = place.rank == 0 and trial.num_snapshots > 0
+    slowed = trial.slowed if place.rank == trial.num_workers - 1 else 1.0
     snapshots: list[Snapshot] = []
     marks_s, paused_s = [time.perf_counter()], 0.0
     began_s = marks_s[0]
-    for step in range(1, num_steps + 1):
+    for step, share_done in _turns(trial, num_steps, place.store):
         chosen = next(batches)
         loss = nn.functional.cross_entropy(trainer.forward(digits.train_images[chosen]), digits.train_labels[chosen])
         loss.backward()
         if trial.anneals:
             for group in trainer.optimizer.param_groups:
-                group["lr"] = trial.rate * (1 - (step - 1) / num_steps)
+                group["lr"] = trial.rate * (1 - share_done)
+        if slowed > 1:
+            time.sleep((slowed - 1) * (time.perf_counter() - marks_s[-1]))
         trainer.step()
         marks_s.append(time.perf_counter())
         if marks_s[-1] - began_s > trial.limit_s:
@@ -184,6 +191,16 @@ def _train(
             paused_s += time.perf_counter() - marks_s[-1]
     steps_s = [late - early for early, late in pairwise(marks_s)]
     return snapshots, steps_s, marks_s[-1] - began_s - paused_s
+
+
+def _turns(trial: Trial, num_steps: int, store: Store) -> Iterator[tuple[int, float]]:
+    """A worker's own steps, each with the share of the training that lies behind it."""
+    total = num_steps * trial.num_workers
+    for step in count(1):
+        num_before = store.add("steps", 1) - 1 if trial.shares_steps else (step - 1) * trial.num_workers
+        if num_before >= total:
+            return
+        yield step, num_before / total
 
 
 def _pace_s(steps_s: list[float]) -> float:

@@ -41,11 +41,19 @@ from outcore.errors import ElasticError
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything `join` can be told; the defaults are safe for any number of workers."""
+    """Everything `join` can be told; the defaults are safe for any number of workers.
+
+    `ahead` is how many more local steps in a row a worker of `sync-easgd` may take while the exchange it has begun
+    waits for a slower one; then it stands still, too. 0 (the default) keeps everybody in step, and runs repeatable:
+    with more, how many steps lie between two exchanges depends on the clock. It is as stable as without. The difference
+    is taken after the last pull, and what is sent is what is pulled, however much later: where no gradient moves the
+    weights, a round is x <- x - alpha (x - c) as ever.
+    """
 
     method: str = "sync-easgd"
     period: int = 4
     level: Literal[1, 2, 3] = 3
+    ahead: int = 0
     alpha: float | None = None
     mu: float | None = None
     outer_rate: float = OUTER_RATE
@@ -67,6 +75,11 @@ class Settings:
             raise ElasticError(f"period {self.period} and level {self.level} must be at least 1 and one of 1, 2, 3")
         if method.sends == "gradients" and self.period != 1:
             raise ElasticError(f"sync-sgd exchanges every step: period {self.period} must be 1")
+        if self.ahead < 0 or (self.ahead > 0 and not (method.is_sync and method.is_elastic and self.level == 3)):
+            raise ElasticError(
+                f"ahead {self.ahead} must be 0 or more steps, and 0 for {method.name} at level {self.level}: "
+                "only workers of sync-easgd at level 3 can go on while an exchange waits"
+            )
         if self.staleness is not None and (method.is_sync or method.order == "turns" or self.staleness < 0):
             raise ElasticError(f"staleness {self.staleness} bounds asynchronous methods (0 or more), not {method.name}")
         if self.wire_dtype is not None and (not method.is_sync or self.reduction == "ring" or self.level == 1):
@@ -84,9 +97,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Stats:
-    """What a worker did so far. `wait_s` is the time its loop stood still for communication."""
+    """What a worker did so far. `wait_s` is the time its loop stood still for communication; `num_ahead` of its steps
+    were taken instead of waiting for an exchange (see `Settings.ahead`)."""
 
     num_steps: int
+    num_ahead: int
     num_exchanges: int
     num_messages: int
     sent_bytes: int
@@ -121,18 +136,20 @@ class Worker:
         weights = self._flat.vector.clone() if self._apart else self._flat.vector
         self._local = self._make_local(weights)
         _warn_of_instability(self.method, settings.alpha, place.num_ranks)
-        self.num_steps = 0
+        self.num_steps = self._num_ahead = 0
+        self._due_step = settings.period  # the step with which the next exchange ends, unless this worker goes ahead
         self._wait_s = 0.0
         self._hook: Any = None
         self._began_s = time.perf_counter()
         with torch.no_grad():
             self._averager = self._make_averager(start_center)
             self._stand()
-            if self._is_due(1):
+            self._flat.restore_buffers()
+            if self._due_step == 1:
                 self._averager.prepare()
 
     def step(self, scaler: Any = None) -> None:
-        """The local step, every `period` steps the exchange, and zeroed gradients.
+        """The local step, every `period` steps (and up to `ahead` more) the exchange, and zeroed gradients.
 
         With mixed precision pass the GradScaler: `worker.step(scaler)`, then `scaler.update()` as usual.
         """
@@ -146,7 +163,8 @@ class Worker:
 
     @torch.no_grad()
     def _step(self, scaler: Any) -> None:
-        due = self._is_due(self.num_steps + 1)
+        step = self.num_steps + 1
+        due = self._is_due(step)
         self._flat.bind_gradients()
         if due:
             self._enter_buffers()
@@ -154,10 +172,15 @@ class Worker:
         self._local_step(scaler)
         if due:
             self._timed(self._averager.after_step)
+            self._flat.restore_buffers()
         self._stand()
         self._flat.gradient.zero_()
-        self.num_steps += 1
-        if self._is_due(self.num_steps + 1):
+        self.num_steps = step
+        if due:
+            self._due_step = step + self.settings.period
+        elif step >= self._due_step:
+            self._num_ahead += 1
+        if step + 1 == self._due_step:
             self._enter_buffers()
             self._timed(self._averager.prepare)
 
@@ -170,6 +193,7 @@ class Worker:
         traffic = self._averager.traffic
         return Stats(
             num_steps=self.num_steps,
+            num_ahead=self._num_ahead,
             num_exchanges=self._averager.num_exchanges,
             num_messages=traffic.num_messages,
             sent_bytes=traffic.num_bytes,
@@ -198,7 +222,9 @@ class Worker:
         self.close()
 
     def _is_due(self, step: int) -> bool:
-        return step % self.settings.period == 0
+        """Whether the exchange ends with this step: it is time, and it is over or no more steps may be taken before."""
+        num_late = step - self._due_step
+        return num_late >= 0 and (num_late >= self.settings.ahead or self._averager.is_over())
 
     def _timed(self, act: Any) -> None:
         began_s = time.perf_counter()
@@ -224,7 +250,6 @@ class Worker:
         cut, vector = self._flat.num_params, self._flat.vector
         if self._apart and self._velocity is not None:
             rules.look_ahead(self._local.weights[:cut], self._velocity, self._mu, out=vector[:cut])
-        self._flat.restore_buffers()
 
     def _enter_buffers(self) -> None:
         self._flat.refresh_buffers()

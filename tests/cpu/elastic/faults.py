@@ -34,8 +34,11 @@ FAULTS = ("kill", "stop", "stop_and_wake", "slow", "kill_center", "stop_center",
 SYNC_FAULTS = tuple(fault for fault in FAULTS if "center" not in fault)
 
 
-def teach(folder: Path, rank: int, num_ranks: int, port: int, method: str, run_s: float) -> None:
-    """One worker's life: learn for `run_s` seconds of its own clock, write a line per step, end well."""
+def teach(folder: Path, rank: int, num_ranks: int, port: int, method: str, run_s: float, ahead: int) -> None:
+    """One worker's life: learn for `run_s` seconds of its own clock, write a line per step, end well.
+
+    Where workers may go ahead they do: each rank is slower than the one before.
+    """
     # A forked child inherits its parent's intra-op pool size; one thread keeps the shared machine calm.
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -43,11 +46,12 @@ def teach(folder: Path, rank: int, num_ranks: int, port: int, method: str, run_s
     net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     # Ballast: enough for the sums to pass through shared memory, whose owner may be the one that dies.
     net.register_buffer("ballast", torch.zeros(SHARED_BYTES // 2))
-    settings = Settings(method=method, period=1 if method == "sync-sgd" else 4, limit_s=LIMIT_S, join_limit_s=30)
+    period, step_s = 1 if method == "sync-sgd" else 4, STEP_S * (1 + rank if ahead else 1)
+    settings = Settings(method=method, period=period, limit_s=LIMIT_S, join_limit_s=30, ahead=ahead)
     place = open_place(rank, num_ranks, ("127.0.0.1", port), "soak", limit_s=10)
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    chosen = {name: getattr(settings, name) for name in ("period", "limit_s", "join_limit_s")}
+    chosen = {name: getattr(settings, name) for name in ("period", "limit_s", "join_limit_s", "ahead")}
     generator = torch.Generator().manual_seed(100 + rank)
     with (folder / f"log-{place.uid}").open("a") as log, join(net, optimizer, method, place=place, **chosen) as worker:
         ends_s = time.monotonic() + run_s
@@ -58,7 +62,7 @@ def teach(folder: Path, rank: int, num_ranks: int, port: int, method: str, run_s
             worker.step()
             log.write(json.dumps([time.monotonic(), loss.item(), worker.stats().num_exchanges]) + "\n")
             log.flush()
-            time.sleep(10 * LIMIT_S if (folder / f"slow-{rank}").exists() else STEP_S)
+            time.sleep(10 * LIMIT_S if (folder / f"slow-{rank}").exists() else step_s)
         center = worker.center_state_dict()
     net.load_state_dict(center)
     x = torch.randn(256, 8, generator=torch.Generator().manual_seed(7))
@@ -72,6 +76,7 @@ class Report:
     fault: str
     method: str
     victim: int
+    ahead: int = 0
     num_survivors_done: int = 0
     longest_gap_s: float = 0.0
     loss_at_fault: float = 0.0
@@ -82,8 +87,8 @@ class Report:
 class Village:
     """Worker processes around one store; the store is here, where no fault reaches."""
 
-    def __init__(self, folder: Path, method: str, num_ranks: int = 3, run_s: float = 6.0) -> None:
-        self.folder, self.method, self.num_ranks, self.run_s = folder, method, num_ranks, run_s
+    def __init__(self, folder: Path, method: str, num_ranks: int = 3, run_s: float = 6.0, ahead: int = 0) -> None:
+        self.folder, self.method, self.num_ranks, self.run_s, self.ahead = folder, method, num_ranks, run_s, ahead
         self.server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         # A fork server that has imported torch already: processes as real as any, started in milliseconds.
         self._context = multiprocessing.get_context("forkserver")
@@ -91,7 +96,7 @@ class Village:
         self.processes: dict[int, BaseProcess] = {}
 
     def start(self, rank: int) -> None:
-        args = (self.folder, rank, self.num_ranks, self.server.port, self.method, self.run_s)
+        args = (self.folder, rank, self.num_ranks, self.server.port, self.method, self.run_s, self.ahead)
         self.processes[rank] = self._context.Process(target=teach, args=args)
         self.processes[rank].start()
 
@@ -150,10 +155,12 @@ def heal(village: Village, fault: str, victim: int) -> None:
         os.kill(village.pid(victim), signal.SIGCONT)
 
 
-def run_hurt(folder: Path, fault: str, method: str, victim: int, *, seed: int = 0, run_s: float = 6.0) -> Report:
+def run_hurt(
+    folder: Path, fault: str, method: str, victim: int, *, seed: int = 0, run_s: float = 6.0, ahead: int = 0
+) -> Report:
     """One run: start, hurt at a random moment, let it end, look at everything."""
     chance = random.Random(seed)
-    village, report = Village(folder, method, run_s=run_s), Report(fault, method, victim)
+    village, report = Village(folder, method, run_s=run_s, ahead=ahead), Report(fault, method, victim, ahead)
     try:
         for rank in range(village.num_ranks):
             village.start(rank)
@@ -229,14 +236,17 @@ def main() -> None:
     print(f"{num_bad} of {sys.argv[1]} runs with problems")
 
 
-def random_run(folder: Path, seed: int, run_s: float = 6.0) -> Report:
+def random_run(folder: Path, seed: int, run_s: float = 6.0, only: list[str] | None = None) -> Report:
+    """`only`: the methods to draw from. Half of the sync-easgd runs let workers go ahead."""
     chance = random.Random(seed)
     methods: dict[str, Any] = {
         **dict.fromkeys(("sync-easgd", "sync-sgd", "diloco"), SYNC_FAULTS),
         **dict.fromkeys(("async-easgd", "hogwild-easgd", "original-easgd", "eamsgd", "async-sgd"), FAULTS),
     }
-    method = chance.choice(sorted(methods))
-    return run_hurt(folder, chance.choice(methods[method]), method, chance.randrange(3), seed=seed, run_s=run_s)
+    method = chance.choice(only or sorted(methods))
+    fault, victim = chance.choice(methods[method]), chance.randrange(3)
+    ahead = chance.choice((0, 8)) if method == "sync-easgd" else 0
+    return run_hurt(folder, fault, method, victim, seed=seed, run_s=run_s, ahead=ahead)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,23 @@ def elastic_sync(
     return [r.w for r in replicas], center
 
 
+def elastic_ahead(extras: list[tuple[int, ...]], period: int, alpha: float) -> tuple[list[Array], Array]:
+    """`extras[round][rank]` local steps lie between the taking of a difference and the step it is pulled with."""
+    replicas, center = [Replica() for _ in extras[0]], first_weights()
+    for extra in extras:
+        apart = []
+        for rank, r in enumerate(replicas):
+            for number in range(period + extra[rank]):
+                if number == period - 1:
+                    apart.append(r.w - center)
+                r.w = r.w - ETA * gradient(r.w, rank, r.t)
+                r.t += 1
+        for r, difference in zip(replicas, apart):
+            r.w = r.w - alpha * difference
+        center = center + alpha * sum(apart)
+    return [r.w for r in replicas], center
+
+
 def elastic_one_by_one(
     order: Iterable[int], num: int, period: int, alpha: float, mu: float = 0.0, look_ahead: bool = False
 ) -> tuple[list[Array], Array]:

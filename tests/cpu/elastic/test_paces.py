@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.elastic_paces import NUM_STEPS, one_round, phases_of
+from benchmarks.elastic_paces import KINDS, NUM_STEPS, one_round, phases_of
 
 
-def row(rank: int, kind: str, step_s: float, wait_s: float = 0.0) -> dict[str, Any]:
+def row(rank: int, kind: str, step_s: float, wait_s: float = 0.0, num_ahead: int = 0) -> dict[str, Any]:
+    if kind in ("apart", "ahead"):
+        counts = {"num_steps": 30, "num_exchanges": 5, "num_ahead": num_ahead}
+        return {"rank": rank, "kind": kind, "took_s": 30 * step_s, "wait_s": wait_s, **counts}
     return {"rank": rank, "kind": kind, "steps_s": [step_s] * NUM_STEPS[kind], "wait_s": wait_s}
 
 
@@ -17,14 +20,20 @@ def row(rank: int, kind: str, step_s: float, wait_s: float = 0.0) -> dict[str, A
 def test_a_round_has_every_worker_alone_and_all_together(number: int) -> None:
     phases = [phase for phase in phases_of(number, [2, 4, 8]) if phase.num_workers == 4]
     together = [phase for phase in phases if "lone" not in phase.kind]
-    assert sorted(phase.kind for phase in together) == ["elastic", "even", "silent"]
-    workers = {rank for rank in range(8) if together[0].has(rank)}
+    assert sorted(phase.kind for phase in together) == ["ahead", "apart", "elastic", "even", "silent"]
+    workers = set(together[0].ranks)
     assert len(workers) == 4
     assert min(workers) % 4 == 0  # a group as it was joined
-    alone = [{rank for rank in range(8) if phase.has(rank)} for phase in phases if phase.kind == "lone"]
+    alone = [set(phase.ranks) for phase in phases if phase.kind == "lone"]
     assert sorted(map(sorted, alone)) == [[rank] for rank in sorted(workers)]
     (even,) = [phase for phase in phases if phase.kind == "even lone"]
-    assert {rank for rank in range(8) if even.has(rank)} < workers
+    assert set(even.ranks) < workers
+
+
+def test_phases_can_be_chosen() -> None:
+    kinds = [phase.kind for phase in phases_of(0, [2], ("lone", "apart", "ahead"))]
+    assert kinds == ["lone", "lone", "apart", "ahead"]
+    assert kinds[::-1] == [phase.kind for phase in phases_of(1, [2], ("lone", "apart", "ahead"))]
 
 
 def test_shares_of_a_round_with_one_slow_core() -> None:
@@ -32,7 +41,7 @@ def test_shares_of_a_round_with_one_slow_core() -> None:
     rows = [row(1, "lone", 2.0), row(0, "lone", 1.0), row(0, "silent", 1.0), row(1, "silent", 2.0)]
     rows += [row(0, "elastic", 2.0, wait_s=8.0), row(1, "elastic", 2.0, wait_s=0.1 * NUM_STEPS["elastic"])]
     rows += [row(0, "even lone", 4.0), row(0, "even", 5.0), row(1, "even", 5.0)]
-    found = one_round(rows, 2)
+    found = one_round(rows, 2, list(NUM_STEPS))
     assert found is not None
     assert found["efficiency"] == found["of_no_exchange"] == found["of_barrier"] == pytest.approx(0.75)
     assert found["without_exchange"] == found["of_slowest_lone"] == found["of_slowest_without"] == pytest.approx(1.0)
@@ -40,7 +49,20 @@ def test_shares_of_a_round_with_one_slow_core() -> None:
     assert found["own_share"] == pytest.approx(0.05)
 
 
+def test_shares_of_a_while_add_paces_up() -> None:
+    """Cores of 1 and 2 s a step, 1.5 a second in all: 1.25 without exchanges, and 0.8 of that with."""
+    rows = [row(0, "lone", 1.0), row(1, "lone", 2.0), row(0, "apart", 1.0), row(1, "apart", 4.0)]
+    rows += [row(0, "ahead", 1.25, wait_s=3.75, num_ahead=10), row(1, "ahead", 5.0, wait_s=0.0)]
+    found = one_round(rows, 2, ["lone", "apart", "ahead"])
+    assert found is not None
+    assert found["apart_efficiency"] == pytest.approx(1.25 / 1.5)
+    assert found["ahead_efficiency"] == pytest.approx(1.0 / 1.5)
+    assert found["ahead_of_apart"] == pytest.approx(0.8)
+    assert found["ahead_wait_share"] == pytest.approx(0.05)
+    assert (found["ahead_extra_least"], found["ahead_extra_most"]) == (0.0, 2.0)
+
+
 def test_a_round_that_somebody_did_not_end_says_nothing() -> None:
-    rows = [row(rank, kind, 1.0) for rank in (0, 1) for kind in NUM_STEPS if (rank, kind) != (1, "even lone")]
+    rows = [row(rank, kind, 1.0) for rank in (0, 1) for kind in KINDS if (rank, kind) != (1, "even lone")]
     assert one_round(rows, 2) is not None
     assert one_round(rows[:-1], 2) is None

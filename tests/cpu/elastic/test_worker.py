@@ -87,6 +87,29 @@ def test_batchnorm_buffers_are_averaged(method: str) -> None:
     torch.testing.assert_close(results[0][0]["1.running_mean"], mean)
 
 
+def test_a_buffer_of_another_dtype_moves_in_every_step() -> None:
+    """It is no view of the vector: what an exchange leaves there must not come back in the steps between."""
+
+    class Counting(nn.Module):
+        num_seen: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+            self.register_buffer("num_seen", torch.zeros(1, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.num_seen += 1
+            return self.linear(x)  # type: ignore[no-any-return]
+
+    town, net = Town(1), Counting()
+    with town.worker(0, net, Settings(method="sync-easgd", period=3, level=2, limit_s=10)) as worker:
+        for step in range(1, 8):
+            net(torch.ones(1, 2)).sum().backward()
+            worker.step()
+            assert net.num_seen == step
+
+
 def test_statistics_are_exchanged_as_they_were_before_the_forward_however_late_the_thread_reads_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -272,6 +295,11 @@ def run_one(num: int, alpha: float | None) -> None:
         ({"period": 0}, "at least 1"),
         ({"method": "sync-sgd"}, "must be 1"),
         ({"staleness": 2}, "bounds asynchronous methods"),
+        ({"ahead": -1}, "must be 0 or more"),
+        ({"ahead": 2, "level": 2}, "only workers of sync-easgd at level 3"),
+        ({"ahead": 2, "method": "diloco"}, "0 for diloco"),
+        ({"ahead": 2, "method": "sync-sgd", "period": 1}, "0 for sync-sgd"),
+        ({"ahead": 2, "method": "eamsgd"}, "0 for eamsgd"),
         ({"limit_s": 0.0}, "every wait needs a limit"),
         ({"method": "async-easgd", "wire_dtype": torch.bfloat16}, "wire_dtype"),
         ({"method": "async-easgd", "turn": "iteration"}, "belongs to original-easgd"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import TCPStore
 
-from outcore.elastic.place import open_place
+from outcore.elastic.place import open_place, poll
+from outcore.elastic.sync import SyncExchange
 from outcore.elastic.wire import NcclGroup
 from outcore.elastic.worker import Settings, Worker
 from outcore.errors import ElasticError
@@ -54,6 +56,66 @@ def test_every_level_ends_at_the_same_centre(backend: str, level: int, by_gloo: 
     for name, tensor in by_gloo.items():
         if level < 3 or "running" not in name:  # level 3 begins before the forward that moves the statistics
             assert torch.equal(center[name], tensor), name
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_steps_ahead_do_not_reach_into_what_was_sent(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exchange is held while two more steps change the weights on the device; the pull is of the older ones."""
+    moved, center = run_held("cuda", backend, monkeypatch)
+    expected, expected_center = by_hand("cuda")
+    torch.testing.assert_close(moved, expected)
+    torch.testing.assert_close(center, expected_center)
+
+
+def run_held(device: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
+    """A lone worker's weights and centre: a step, an exchange begun, two steps ahead, and the step that ends it."""
+    held, exchange = threading.Event(), SyncExchange._exchange
+
+    def late(self: SyncExchange, *args: Any) -> None:
+        assert held.wait(20)
+        exchange(self, *args)
+
+    monkeypatch.setattr(SyncExchange, "_exchange", late)
+    net = make_net(device)
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = open_place(0, 1, ("127.0.0.1", server.port), "ahead", limit_s=20)
+    settings = Settings(period=2, ahead=4, alpha=0.5, limit_s=20, backend=backend)  # type: ignore[arg-type]
+    with Worker(net, torch.optim.SGD(net.parameters(), lr=0.05), settings, place) as worker:
+        for step in range(4):
+            if step == 3:
+                held.set()
+                assert poll(worker._averager.is_over, 20)
+            learn(net, step, device)
+            worker.step()
+        assert (worker.stats().num_ahead, worker.stats().num_exchanges) == (2, 1)
+        return flat(net.state_dict()), flat(worker.center_state_dict())
+
+
+def by_hand(device: str) -> tuple[Tensor, Tensor]:
+    net = make_net(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    trail = [flat(net.state_dict())]
+    for step in range(4):
+        optimizer.zero_grad()
+        learn(net, step, device)
+        optimizer.step()
+        trail.append(flat(net.state_dict()))
+    pull = 0.5 * (trail[1] - trail[0])
+    return trail[-1] - pull, trail[0] + pull
+
+
+def make_net(device: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
+
+
+def learn(net: nn.Module, step: int, device: str) -> None:
+    chance = torch.Generator().manual_seed(step)
+    net(torch.randn(32, 64, generator=chance).to(device)).square().mean().backward()
+
+
+def flat(state: dict[str, Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in state.values()])
 
 
 def test_level_1_is_refused_over_nccl() -> None:
