@@ -20,6 +20,8 @@ from outcore.tuning.probing import BUSY_S, Bench, Measured, Tell
 from outcore.tuning.scaling import Family
 
 NUM_CONFIRMED = 4  # batches that are tried with real steps, at most
+CLOSE = 0.8  # of the best samples per second: noise may hide that it is better
+NUM_COMPARED = 2  # times that batches take turns: once more where others come out than took part
 FAR = 4  # times the largest in-core batch: the curve ends there
 HOPELESS = 0.8  # of the best samples per second: beyond the in-core batches nothing slower is planned
 MAX_DIVISORS = 14
@@ -37,6 +39,7 @@ class Choosing:
     beyond_s: dict[int, float] = field(default_factory=dict)  # batches beyond in-core: what a real step took
     swap_s_per_byte: float = 0.0  # beyond what the simulator knows, as measured
     known: dict[int, Measured] = field(default_factory=dict)  # batches of which real steps ran on the way
+    compared: set[int] = field(default_factory=set)  # batches that took turns
 
     @classmethod
     def start(cls, bench: Bench, family: Family, measured: Iterable[Measured] = ()) -> Choosing:
@@ -72,15 +75,39 @@ class Choosing:
         return max(point.samples_per_s for point in self.curve.points)
 
     def settle(self, pick: Pick, tell: Tell) -> int:
-        """Real steps at the batch that would be taken and at the fastest, until neither changes."""
+        """Real steps at the batch that would be taken and at the fastest, until neither changes. On a CPU, whose speed
+        is another a second later, those that are in-core take turns at the end."""
+        takes_turns = self.bench.device.type == "cpu"
         for at in range(NUM_CONFIRMED):
-            wanted = [pick(self.curve), _fastest(self.curve), self._above(pick(self.curve)), self._beyond()]
-            unknown = [batch for batch in wanted if batch and self.curve.point(batch).measured_step_s is None]
+            unknown = [batch for batch in self._wanted(pick) if self.curve.point(batch).measured_step_s is None]
+            unknown = [batch for batch in unknown if not (takes_turns and self.curve.point(batch).in_core)]
             if not unknown:
                 break
             tell(f"real steps with a batch of {unknown[0]}", at / NUM_CONFIRMED)
             self.confirm(unknown[0])
+        for _ in range(NUM_COMPARED if takes_turns else 0):
+            rivals = self._rivals(pick)
+            alone = len(rivals) == 1 and self.curve.point(rivals[0]).measured_step_s is not None
+            if alone or self.compared.issuperset(rivals):
+                break
+            tell(f"real steps in turn with batches of {', '.join(map(str, rivals))}", 0.9)
+            for batch, (step_s, peak_bytes) in zip(rivals, self.bench.in_turn([self.predicted[b] for b in rivals])):
+                self.curve = self.curve.measured(batch, step_s, peak_bytes)
+            self.compared.update(rivals)
         return pick(self.curve)
+
+    def _wanted(self, pick: Pick) -> list[int]:
+        """What would be taken, and what it has to be better than."""
+        picked = pick(self.curve)
+        wanted = [picked, _fastest(self.curve), self._above(picked), self._beyond()]
+        return [batch for batch in dict.fromkeys(wanted) if batch]
+
+    def _rivals(self, pick: Pick) -> list[int]:
+        """In-core batches from which one is chosen; the largest is one of them, if it may be as good."""
+        points = [point for point in self.curve.fitting if point.in_core]
+        rates = {point.micro_batch: self.curve.rate(point.micro_batch) for point in points}
+        last = [batch for batch in [*rates][-1:] if rates[batch] >= CLOSE * max(rates.values())]
+        return sorted({*(batch for batch in self._wanted(pick) if batch in rates), *last})
 
     def _above(self, batch: int) -> int:
         """The next larger batch: that nothing is gained there is worth a look."""
@@ -151,7 +178,7 @@ def divisors(batch: int, smallest: int) -> list[int]:
 
 
 def micro_batch_for(effective: int) -> Pick:
-    """The smallest micro-batch that trains an effective batch within 2 % of the fastest way."""
+    """The smallest micro-batch that trains an effective batch within 1 % of the fastest way."""
 
     def pick(curve: Curve) -> int:
         whole = [point.micro_batch for point in curve.fitting if effective % point.micro_batch == 0]

@@ -3,7 +3,7 @@
 Each batch is planned and simulated on the scaled trace, also beyond what fits in-core. Real steps are compared with it
 afterwards: where one was run, the curve knows how far off it was, and reads every other batch through that error.
 
-The batch to take is the *knee*: the smallest whose samples per second are within 2 % of the best. Whatever lies beyond
+The batch to take is the *knee*: the smallest whose samples per second are within 1 % of the best. Whatever lies beyond
 costs memory, swapping or recomputing and buys nothing. Peers (Lightning's and Accelerate's finders) return the largest
 batch that did not run out of memory, which is neither the fastest nor known before it ran.
 """
@@ -23,7 +23,7 @@ from outcore.tuning.scaling import Family
 from outcore.values import Budget, Machine, Plan, Trace
 from outcore.values.codec import Saved
 
-KNEE_SHARE = 0.98  # of the best samples per second
+KNEE_SHARE = 0.99  # of the best samples per second: steps are not told apart more finely
 SURE_SHARE = 0.03  # of a step: a smaller difference may be the line's error and is no cost of swapping
 
 
@@ -100,7 +100,7 @@ class Curve(Saved):
 
     @property
     def knee(self) -> Point:
-        """The smallest batch whose samples per second are within 2 % of the best."""
+        """The smallest batch whose samples per second are within 1 % of the best."""
         enough = KNEE_SHARE * self.rate(self.best.micro_batch)
         return next(point for point in self.fitting if self.rate(point.micro_batch) >= enough)
 

@@ -31,14 +31,16 @@ from outcore.tuning.batches import LossFn, loss_of
 from outcore.tuning.curve import Planned, Predicted
 from outcore.tuning.samples import Samples
 from outcore.tuning.scaling import Family, fastest, stretched
-from outcore.values import Budget, Machine, Plan, Trace
+from outcore.values import Budget, Machine, Plan, Timeline, Trace
 
 Tell = Callable[[str, float], None]
 BUSY_S = 0.02  # shorter steps are mostly overhead: their times tell little about larger batches
 NUM_TIMED, TIMED_S = 3, 0.2  # real steps that are timed: at least so many, and for so long
+BRIEF_S = 0.05  # for steps whose times tell little
 SHORT_S, SHORT_TIMED_S = 0.05, 0.5  # on CUDA such a step waits for its host, whom much else disturbs: timed so long
 NUM_TRIED = 6  # steps until one was watched under a plan
 NUM_ROUNDS = 2  # of timing recorded batches in turn
+NUM_IN_TURN = 3  # rounds of timing those from which one is chosen
 NUM_RECORDINGS = 2  # on the CPU, where the first one also pays for the first touch of memory
 SETTLE_S = 12.0  # for `limit` to find a room in which the allocator does not start over
 UNTIMED_S = 1e3  # of an op, until it is timed: longer than any
@@ -147,6 +149,25 @@ class Bench:
             ooc.close()
             self._tidy()
 
+    def in_turn(self, predicted: Sequence[Predicted]) -> list[tuple[float, int]]:
+        """Real steps of in-core batches, one of each after the other: seconds of each, the least, and its peak. A
+        shared CPU is not the same machine a second later, and batches are told apart by a few percent."""
+        ooc, least_s, peaks = self._limited(), [math.inf] * len(predicted), list[int]()
+        data = [self.samples.any_batch(found.point.micro_batch) for found in predicted]
+        self._advance()
+        try:
+            for found, batch in zip(predicted, data):
+                ooc.expect(found.trace)
+                peaks.append(self._watch(ooc, batch)[0].peak_bytes)
+            for at, batch in NUM_IN_TURN * list(enumerate(data)):
+                start_s = self._now()
+                self._step(ooc, batch)
+                least_s[at] = min(least_s[at], self._now() - start_s)
+        finally:
+            ooc.close()
+            self._tidy()
+        return list(zip(least_s, peaks))
+
     def time_again(self, measured: Sequence[Measured]) -> list[Measured]:
         """Recorded batches in turn, several times: a machine that is busy for a while slows all of them alike."""
         best_s = [found.step_s for found in measured]
@@ -158,6 +179,21 @@ class Bench:
 
     def _watched(self, ooc: Limited, batch: int, data: Any, *, times_ops: bool = False) -> Measured:
         """Steps under a plan: one is watched closely, for the peak, and the others are timed."""
+        measured, step_s, trace = self._watch(ooc, data)
+        kind = _newest_kind(ooc)
+        if times_ops and kind.num_left == 0:
+            trace = self._timed(ooc, kind, data)
+            step_s = sum(op.seconds for op in trace.ops)
+        num_restarts = count_restarts(self.device)
+        brief = self.device.type == "cpu" and measured.step_s < BUSY_S
+        timed_s = self._time(ooc, data, for_s=BRIEF_S if brief else TIMED_S)
+        num_restarts = count_restarts(self.device) - num_restarts
+        followed = kind.num_left == 0
+        found = Measured(batch, step_s + self.optimizer_s, measured.peak_bytes, trace, followed, num_restarts)
+        return found.retimed(timed_s, self.optimizer_s)
+
+    def _watch(self, ooc: Limited, data: Any) -> tuple[Timeline, float, Trace]:
+        """What a step under a plan came to, what the plan had promised, and of which step."""
         for _ in range(NUM_TRIED):  # more than once where a step left its plan and was recorded anew
             self._step(ooc, data)
             kind = _newest_kind(ooc)
@@ -169,16 +205,7 @@ class Bench:
             raise TuningError(
                 "steps of the same batch keep doing different work, so none can be planned ahead; see the warning above"
             )
-        step_s = predicted.step_s
-        if times_ops and kind.num_left == 0:
-            trace = self._timed(ooc, kind, data)
-            step_s = sum(op.seconds for op in trace.ops)
-        num_restarts = count_restarts(self.device)
-        timed_s = self._time(ooc, data, for_s=TIMED_S)
-        num_restarts = count_restarts(self.device) - num_restarts
-        followed = kind.num_left == 0
-        found = Measured(batch, step_s + self.optimizer_s, measured.peak_bytes, trace, followed, num_restarts)
-        return found.retimed(timed_s, self.optimizer_s)
+        return measured, predicted.step_s, trace
 
     def _timed(self, ooc: Limited, kind: Kind, data: Any) -> Trace:
         """The trace of steps that keep everything, with seconds of this batch: on a GPU those of small batches say

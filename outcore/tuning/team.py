@@ -103,7 +103,7 @@ class Team:
         return self.rate(way) / sum(alone[worker] for worker in self.workers)
 
     def share_out(self, total: int, accumulation: int = 1) -> Way | None:
-        """Micro-batches of `total` samples that end as early as they can, within 2 %; None where they cannot be run."""
+        """Micro-batches of `total` samples that end as early as they can, within 1 %; None where they cannot be run."""
         most = [worker.most(accumulation) for worker in self.workers]
         if not sum(worker.least for worker in self.workers) <= total <= sum(most):
             return None
@@ -135,7 +135,7 @@ class Team:
     # -- which batch --------------------------------------------------------------------------------------------------
 
     def keep(self, batch: int) -> Way:
-        """The way to train exactly this batch: the smallest micro-batches within 2 % of the fastest."""
+        """The way to train exactly this batch: the smallest micro-batches within 1 % of the fastest."""
         cuts = [parts for parts in range(1, batch + 1) if batch % parts == 0]
         ways = [way for parts in cuts if (way := self.share_out(batch // parts, parts)) is not None]
         if not ways:
@@ -146,7 +146,7 @@ class Team:
         return min(self._nearly_fastest(ways), key=lambda way: sum(way.sizes))
 
     def fastest(self, largest: int) -> Way:
-        """Without accumulating: the smallest batch within 2 % of the most samples per second."""
+        """Without accumulating: the smallest batch within 1 % of the most samples per second."""
         return min(self._nearly_fastest(self._alone(largest)), key=lambda way: way.batch)
 
     def furthest(self, largest: int, first_batch: int, noise: float) -> Way:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -322,7 +323,8 @@ def test_theory_alone_takes_no_batch_that_is_too_slow_to_be_raced(race: bool, ch
     asked = Asked(mlp, F.cross_entropy, make_sgd, 1, None, True, None, "adascale", trial_s=5.0, race=race)
     tuner = Tuner(asked, Samples(DATA, CPU), mlp(), None, lambda what, part: None)
     curve = Curve(tuple(points), 1, 0.0, largest_in_core=256)
-    choosing = Choosing(cast(Bench, None), cast(Planned, None), curve)  # every batch ran: neither is asked
+    bench = SimpleNamespace(device=torch.device("cuda"))  # every batch ran: nothing else is asked of it
+    choosing = Choosing(cast(Bench, bench), cast(Planned, None), curve)
     assert tuner._by_goodput(choosing, 1e9, 32) == (chosen, chosen)
 
 

@@ -67,7 +67,7 @@ def test_gradients_that_stay_take_their_room() -> None:
 
 
 def test_the_knee_is_the_smallest_that_is_as_good_as_the_best() -> None:
-    rates = {8: 500.0, 16: 800.0, 32: 985.0, 64: 1000.0, 128: 900.0}
+    rates = {8: 500.0, 16: 985.0, 32: 992.0, 64: 1000.0, 128: 900.0}
     curve = curve_of(*(point(batch, rate) for batch, rate in rates.items()))
     assert (curve.best.micro_batch, curve.knee.micro_batch) == (64, 32)
     assert rates[32] >= KNEE_SHARE * rates[64] > rates[16]
