@@ -323,13 +323,13 @@ class Limited:
         kind.trace = dataclasses.replace(kind.trace, before_bytes=before_bytes)
         trace = self._as_run(kind)
         try:
-            made = self._plan_for(trace, kind.room)
+            made = self._plan_for(trace, kind)
         except BudgetTooSmall:
             if kind.timed_again or self.device.type != "cuda":
                 raise
             kind.timed_again = True  # a step whose ops are timed may need more than those that follow
             trace = self._as_run(kind)
-            made = self._plan_for(trace, kind.room)
+            made = self._plan_for(trace, kind)
         if made is None:
             self._go_back(kind)
             return
@@ -366,9 +366,10 @@ class Limited:
         assert kind.trace is not None
         return kind.trace if self._looks_at_all(kind) else sums_in_place(kind.trace)
 
-    def _plan_for(self, trace: Trace, room: Room | None) -> Plan | None:
+    def _plan_for(self, trace: Trace, kind: Kind) -> Plan | None:
         """None: what was tried already is the best there is."""
-        given = self._given_plan
+        given, room = self._given_plan, kind.room
+        brief = self.planner == "hybrid" and self.device.type == "cuda" and not kind.timed_again  # for one step
         if given is not None and given.fingerprint == trace.fingerprint:
             self._given_fits = True
             return given
@@ -381,7 +382,7 @@ class Limited:
 
         def plan_in(room_bytes: int) -> Plan:
             budget = dataclasses.replace(self.budget, device_bytes=room_bytes)
-            return make_plan(trace, self.machine, budget, planner=self.planner)
+            return make_plan(trace, self.machine, budget, planner="market" if brief else self.planner)
 
         if room is not None and room.crowded and not room.again:
             there = allocator.places(self.device)

@@ -59,6 +59,8 @@ class Market:
         found = sorted({price for price in self.density.values() if price > 0}) or [1.0]
         self.prices = [found[0] / 2, *found, found[-1] * 2]  # from nothing remade that costs, to everything
         self.lanes = LaneRoom(terrain, machine, budget)
+        self._hint = 0  # where the price was that was found last
+        self.work = 0  # slots looked at so far
 
     def cheapest_fit(self, share: float, device_bytes: int) -> Decisions | None:
         """The lowest price at which the lean program fits, with the anchors its segments need; None: there is none."""
@@ -88,19 +90,29 @@ class Market:
         }
 
     def _offer(self, price_at: int, share: float, anchors: set[int]) -> Offer:
+        self.work += self.terrain.trace.num_slots
         return offer_of(self.terrain, self.budget, self._decide(self.prices[price_at], share, anchors), price_at)
 
     def _lowest_price(self, share: float, device_bytes: int, anchors: set[int], start: int) -> Offer | None:
-        """Fits but for what an anchor could cure. Prices below `start` were too low already: gallop, then bisect."""
-        low, high, stride = start, start, 1
+        """Fits but for what an anchor could cure. Prices below `start` were too low already: gallop up or down from
+        where the last one was found, then bisect."""
+        low, high, stride = start, max(start, self._hint), 1
         found = self._offer(high, share, anchors)
-        while not self._fits_but_for_segments(found, device_bytes):
-            low = high + 1
-            if low >= len(self.prices):
-                return None
-            high = min(high + stride, len(self.prices) - 1)
-            stride *= 4
-            found = self._offer(high, share, anchors)
+        if self._fits_but_for_segments(found, device_bytes):
+            while low < high:
+                lower = self._offer(max(low, high - stride), share, anchors)
+                if not self._fits_but_for_segments(lower, device_bytes):
+                    low = lower.price_at + 1
+                    break
+                found, high, stride = lower, lower.price_at, 4 * stride
+        else:
+            while not self._fits_but_for_segments(found, device_bytes):
+                low = high + 1
+                if low >= len(self.prices):
+                    return None
+                high = min(high + stride, len(self.prices) - 1)
+                stride *= 4
+                found = self._offer(high, share, anchors)
         while low < high:
             middle = (low + high) // 2
             offer = self._offer(middle, share, anchors)
@@ -108,6 +120,7 @@ class Market:
                 found, high = offer, middle
             else:
                 low = middle + 1
+        self._hint = high
         return found
 
     def _fits_but_for_segments(self, offer: Offer, device_bytes: int) -> bool:

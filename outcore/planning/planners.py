@@ -8,7 +8,7 @@ from __future__ import annotations
 from outcore.errors import BudgetTooSmall, OutcoreError
 from outcore.planning.bound import bound_step_s
 from outcore.planning.exact import exact
-from outcore.planning.hybrid import hybrid, smallest_fit
+from outcore.planning.hybrid import hybrid, market, smallest_fit
 from outcore.planning.pooch import pooch
 from outcore.planning.scoring import Decisions, Planner, Progress, Scored, lean_bytes, score
 from outcore.planning.simple import keep_all, leanest, recompute_all, swap_all
@@ -22,6 +22,7 @@ PLANNERS: dict[str, Planner] = {
     "recompute-all": recompute_all,
     "swap": swap,
     "pooch": pooch,
+    "market": market,
     "hybrid": hybrid,
     "exact": exact,
 }
@@ -43,7 +44,7 @@ def plan(
             decisions = leanest(terrain, machine, budget, tell)
             scored = score(terrain, machine, budget, decisions)
         if not scored.fits:
-            raise _too_small(terrain, machine, budget, decisions, searches=planner in ("hybrid", "exact"))
+            raise _too_small(terrain, machine, budget, decisions, searches=planner in ("market", "hybrid", "exact"))
     return Plan(
         fingerprint=trace.fingerprint,
         planner=planner,

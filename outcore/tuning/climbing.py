@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from outcore.errors import BudgetTooSmall, TuningError
-from outcore.tuning.probing import BUSY_S, Bench, Measured, Tell
+from outcore.tuning.probing import BUSY_S, TIMED_S, Bench, Measured, Tell
 from outcore.tuning.scaling import BEND, Family, Recorded, difference
 from outcore.units import format_bytes
 
@@ -99,14 +99,15 @@ def climb(bench: Bench, largest: int, tell: Tell) -> Climb:
     _time_again(found, recorded[-2:])
     waits = found.family is not None and is_flat(found.family)
     _reach(found, tell)
-    if waits:  # a host is disturbed more often than a device; seconds later that may be over
-        _time_again(found, recorded)
+    if waits:  # a host is disturbed more often than a device, and for longer than one look; later that may be over
+        _time_again(found, recorded, for_s=TIMED_S)
     return found
 
 
-def _time_again(found: Climb, batches: tuple[int, ...]) -> None:
+def _time_again(found: Climb, batches: tuple[int, ...], *, for_s: float = 0.0) -> None:
     """Batches that were recorded, in turn."""
-    again = {m.batch: m for m in found.bench.time_again([m for m in found.measured if m.batch in batches])}
+    timed = found.bench.time_again([m for m in found.measured if m.batch in batches], for_s=for_s)
+    again = {m.batch: m for m in timed}
     found.measured = [again.get(measured.batch, measured) for measured in found.measured]
 
 

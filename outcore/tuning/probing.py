@@ -168,13 +168,13 @@ class Bench:
             self._tidy()
         return list(zip(least_s, peaks))
 
-    def time_again(self, measured: Sequence[Measured]) -> list[Measured]:
+    def time_again(self, measured: Sequence[Measured], *, for_s: float = 0.0) -> list[Measured]:
         """Recorded batches in turn, several times: a machine that is busy for a while slows all of them alike."""
         best_s = [found.step_s for found in measured]
         for _ in range(NUM_ROUNDS):
             for at, found in enumerate(measured):
                 data = self.samples.any_batch(found.batch)
-                best_s[at] = min(best_s[at], self._time(self.ooc, data, for_s=0.0))
+                best_s[at] = min(best_s[at], self._time(self.ooc, data, for_s=for_s))
         return [found.retimed(step_s, self.optimizer_s) for found, step_s in zip(measured, best_s)]
 
     def _watched(self, ooc: Limited, batch: int, data: Any, *, times_ops: bool = False) -> Measured:

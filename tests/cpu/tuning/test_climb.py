@@ -70,7 +70,7 @@ class Device:
         self.ran.append(predicted.point.micro_batch)
         return self._measured(predicted.point.micro_batch)
 
-    def time_again(self, measured: Sequence[Measured]) -> list[Measured]:
+    def time_again(self, measured: Sequence[Measured], *, for_s: float = 0.0) -> list[Measured]:
         return list(measured)
 
     def _measured(self, batch: int) -> Measured:
