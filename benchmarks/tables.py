@@ -114,7 +114,8 @@ NOT_WAITING = (
     "`step` waits for the device after every step, as a loop does that logs each loss; `not waiting` is the same over "
     "in-core for a loop that does not (older rows have none). `compile` runs other kernels in another layout and "
     "gives other numbers; its own in-core is the row `compile`, and `compile-budget` was asked for the budget's share "
-    "of activations (`:0`: for none)."
+    "of activations (`:0`: for none). `accumulate:4` cuts the batch in four and sums the gradients: other numbers too "
+    "(BatchNorm sees a quarter of the batch); where that is all right, it is the cheapest way out."
 )
 
 
