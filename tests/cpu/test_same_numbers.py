@@ -38,7 +38,7 @@ def needs(name: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0], ids=["leanest", "between", "roomy"])
-@pytest.mark.parametrize("planner", [name for name in PLANNERS if name != "exact"])
+@pytest.mark.parametrize("planner", [name for name in PLANNERS if name not in ("exact", "market")])  # first of hybrid's
 @pytest.mark.parametrize("name", ZOO)
 def test_same_numbers_in_every_plan(name: str, planner: str, share: float) -> None:
     check(name, planner, share)
