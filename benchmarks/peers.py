@@ -67,8 +67,9 @@ def training_step(
     wait: bool = True,
     num_parts: int = 1,
 ) -> Tensor:
-    """One whole step, and waits for it. Peers wrap the forward alone, ours the backward too. Gradients of several parts
-    are summed before the optimizer's step."""
+    """One whole step, and waits for it; its loss. Peers wrap the forward alone, ours the backward too. Gradients of
+    several parts are summed before the optimizer's step."""
+    total: Tensor | float = 0.0
     for _ in range(num_parts):
         with around():
             loss = network.loss() / num_parts if num_parts > 1 else network.loss()
@@ -76,11 +77,13 @@ def training_step(
                 loss.backward()
         if not ours:
             loss.backward()
+        total = total + loss.detach()
     optimizer.step()
     optimizer.zero_grad()
     if wait:
         torch.cuda.synchronize()
-    return loss.detach()
+    assert isinstance(total, Tensor)
+    return total
 
 
 def _wrap(network: Network, around: Callable[..., Any]) -> None:

@@ -38,6 +38,7 @@ OURS = ("hybrid", "pooch", "swap", "swap-all")
     "--methods",
     default="in-core,checkpoint,selective,save_on_cpu,trl-offload,compile,compile-budget,swap-all,swap,pooch,hybrid",
     show_default=True,
+    help="Also accumulate:N (N parts) and compile-budget:SHARE.",
 )
 @click.option("--memory-gib", type=float, multiple=True, help="Budgets; default: the one of the headline table.")
 @click.option("--steps", default=10, show_default=True)
@@ -150,7 +151,7 @@ def _time_steps(
     from benchmarks.networks import BATCHES, build
     from benchmarks.peers import PEERS, training_step
 
-    num_parts = int(method.partition(":")[2]) if method.startswith("accumulate") else 1
+    num_parts = _num_parts(method)
     network = build(name, BATCHES[name] // num_parts)
     model: Any = network.model
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.0)
@@ -180,6 +181,15 @@ def _time_steps(
         if ooc is not None:
             ooc.close()
     return row
+
+
+def _num_parts(method: str) -> int:
+    name, _, parts = method.partition(":")
+    if name != "accumulate":
+        return 1
+    if not parts.isdecimal() or int(parts) < 2:
+        raise RuntimeError(f"{method} needs the number of parts, two or more: accumulate:4")
+    return int(parts)
 
 
 def _share_saved(method: str, memory_gib: float, in_core_gib: float) -> float:

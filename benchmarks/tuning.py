@@ -8,8 +8,8 @@
             the memory of the device, and under a tight budget, where it ends with the verdict of `headline`.
 `choice`    the batch `tune` chooses against an exhaustive sweep of real runs, and what both cost. A run of the sweep is
             what benchmarks/slowdown.py takes to measure one batch: recorded, planned, settled, then ten steps timed.
-            Of two dozen runs the best one had luck: so it and the batch chosen run again, in turn, and their medians
-            are compared.
+            Of two dozen runs the best one had luck: so the best few and the batch chosen run again, in turn, and
+            the choice is compared with the best of their medians.
 `headline`  the best batch under a plan against the largest in-core one: ratio of batches and of samples per second.
             The tight part of `curve`, alone.
 
@@ -72,7 +72,7 @@ BATCHES = (32, 64, 256, 1024, 2048, 128, 512) if ON_GPU else (4, 8, 16, 24, 32, 
 MEMORY = {"resnet50": "16GiB", "vit_b": "16GiB", "digits_resnet": "64MiB", "small_vit": "32MiB"}
 NUM_WARM = 12 if ON_GPU else 5  # ours: recorded, timed again, planned, watched, fitted to the allocator
 NUM_STEPS = 10
-NUM_AGAIN = 5  # runs of the batch chosen and of the sweep's best, in turn
+NUM_TOP, NUM_AGAIN = 4, 5  # the sweep's best, and how often they and the batch chosen run again, in turn
 WIDE = "90%" if ON_GPU else "4GiB"  # of memory: nearly every batch is in-core
 NUM_PLANNERS = 5 if ON_GPU else 0  # processes; here a CPU's cores are what is measured
 NUM_VISITS = 1 if ON_GPU else 0  # to a short step, before the one that is reported with its peak
@@ -368,16 +368,17 @@ def choice(settings: argparse.Namespace) -> Iterator[Row]:
         yield {**row, "what": "sweep", "batch": batch, "samples_per_s": swept[batch][0], "seconds": swept[batch][1]}
     best = max(swept, key=lambda batch: swept[batch][0])
     sweep_s = sum(seconds for _, seconds in swept.values())
-    again: dict[int, list[float]] = {micro: [], best: []}
-    for _ in range(NUM_AGAIN if best != micro else 0):
-        for batch, rates in again.items():
-            rates.append(_real_run(make_model, make_batch, batch, memory)[0])
+    top = sorted(swept, key=lambda batch: -swept[batch][0])[:NUM_TOP]
+    again: dict[int, list[float]] = {batch: [] for batch in sorted({micro, *top})}
+    for batch, rates in NUM_AGAIN * list(again.items()):
+        rates.append(_real_run(make_model, make_batch, batch, memory)[0])
+    middles = {batch: statistics.median(rates) for batch, rates in again.items()}
     yield {
         **row,
         "what": "verdict",
         "micro_batch": micro,
         "best_batch": best,
-        "of_best_throughput": statistics.median(again[micro]) / statistics.median(again[best]) if again[best] else 1.0,
+        "of_best_throughput": middles[micro] / max(middles.values()),
         "in_the_sweep": swept[micro][0] / swept[best][0],
         "again": {str(batch): rates for batch, rates in again.items()},
         "tune_s": tune_s,

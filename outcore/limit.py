@@ -290,9 +290,7 @@ class Limited:
         the smaller figure counts, and the step is planned once more."""
         assert run.clock is not None
         kind.timed_again = True
-        if kind.trace is not None and run.timed == [op.name for op in kind.trace.ops]:
-            kind.take_times(run.clock.seconds())
-        else:
+        if not kind.take_times(run.timed, run.clock.seconds()):
             log.info("the first planned step ran other ops than recorded; its times were not used")
 
     def _on_left(self, kind: Kind, run: Execution) -> None:
@@ -552,7 +550,8 @@ class Limited:
 
     @property
     def plan(self) -> Plan | None:
-        """The last step's plan: made when a recorded step comes again."""
+        """The last step's plan, made when a recorded one comes again; on CUDA that step, which is timed, has a brief
+        one (`market`)."""
         return self._last.plan if self._last else None
 
     @property

@@ -90,7 +90,7 @@ def _best_of_market(terrain: Terrain, machine: Machine, budget: Budget, enough_s
                 scored = score(terrain, machine, budget, found)
                 any_fit |= scored.fits
                 best = better(best, scored)
-            if best.fits and (best.step_s <= enough_s or market.work > MARKET_WORK):
+            if best.fits and (best.step_s <= enough_s or (any_fit and market.work > MARKET_WORK)):
                 return best
         if any_fit:
             break

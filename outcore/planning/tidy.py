@@ -27,8 +27,9 @@ HOPELESS_SHARE = 0.2  # of a cap, beyond what is safe: a giant block is in the w
 DOUBT = 0.5  # starts over beyond those of the model, for a step that wants more than is safe
 PRICES = (0.3, 0.8, 1.6)  # of the step's time, for as many pages as the whole cap has, beyond what is safe
 PATIENCE = 80  # neighbours drawn that lead nowhere: a new walk from the plan
-MOST_S = 4.0
-STUCK_S = 1.0  # no longer where by then none wanted less
+DRAW_WORK, MOST_DRAWS = 1_500_000, 1500  # neighbours drawn x (ops + ticks), and drawn: a few seconds
+STUCK_SHARE = 0.25  # of them, where by then none wanted less
+MOST_S = 4.0  # on a slow or busy host fewer are drawn
 NEAR = 2e-3  # as fast as the plan was: good enough
 FAR = 0.03  # so much slower is not looked at
 
@@ -72,17 +73,19 @@ class _Search:
         self.first = self.best = score(self.terrain, machine, plan.budget, plan.decisions)
         self.first_bytes = self.least_bytes = self._wanted_bytes(self.first)
         self.best_s = self.first.step_s + self._lost_s(self.first, self.first_bytes)
+        self.num_draws, self.most_draws = 0, min(MOST_DRAWS, DRAW_WORK // max(1, trace.num_slots))
 
     @property
     def has_hope(self) -> bool:
         return self.first_bytes <= self.safe_bytes + HOPELESS_SHARE * self.memory_bytes and bool(self.terrain.evictable)
 
     def run(self) -> None:
-        began_s = time.monotonic()
+        end_s = time.monotonic() + MOST_S
 
         def is_over() -> bool:
-            most_s = MOST_S if self.least_bytes < self.first_bytes else STUCK_S
-            return self.best_s <= self.first.step_s * (1 + NEAR) or time.monotonic() - began_s > most_s
+            most_draws = self.most_draws * (1 if self.least_bytes < self.first_bytes else STUCK_SHARE)
+            near = self.best_s <= self.first.step_s * (1 + NEAR)
+            return near or self.num_draws >= most_draws or time.monotonic() > end_s
 
         for price in itertools.cycle(PRICES):
             here, height, num_idle = self.first, self._height(self.first, self.first_bytes, price), 0
@@ -105,6 +108,7 @@ class _Search:
 
     def _draw(self, here: Scored, height: float) -> Scored | None:
         """A neighbour that fits and may still lead down or be the best."""
+        self.num_draws += 1
         changed = self.flips.draw(here)
         if changed is None:
             return None

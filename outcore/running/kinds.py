@@ -39,8 +39,14 @@ class Kind:
         """What it takes to follow the plan, and to come back to it."""
         return self.plan, self.schedule, self.predicted, self.program
 
-    def take_times(self, seconds: Sequence[float]) -> None:
-        """Of its ops, timed once more: the smaller figures count, and it is to be planned with them."""
-        assert self.trace is not None
+    def take_times(self, names: Sequence[str], seconds: Sequence[float]) -> bool:
+        """Of its ops, timed once more: the smaller figures count; False where other ops ran. It is to be planned anew
+        either way: the plan so far was a brief one, for the step that was timed."""
+        self.stale = True
+        if self.room is not None:
+            self.room.forget()
+        if self.trace is None or list(names) != [op.name for op in self.trace.ops]:
+            return False
         ops = tuple(replace(op, seconds=min(op.seconds, s)) for op, s in zip(self.trace.ops, seconds, strict=True))
-        self.trace, self.stale = replace(self.trace, ops=ops), True
+        self.trace = replace(self.trace, ops=ops)
+        return True

@@ -118,6 +118,10 @@ class Room:
             room -= int(LOOK_SHARE * self.memory_bytes)
         return found
 
+    def forget(self) -> None:
+        """What was looked at so far was planned with other times."""
+        self._looked.clear()
+
     def begin(self) -> None:
         """A new plan is about to be followed."""
         self._steps = []
@@ -142,7 +146,7 @@ class Room:
         if len(self.attempts) < NUM_ATTEMPTS and (again or num_restarts > 0):
             self.again = again
             if again:
-                self._looked.clear()  # copies are slower than was thought then
+                self.forget()  # copies are slower than was thought then
             return True
         self.settle()
         return False

@@ -21,7 +21,6 @@ from outcore.tuning.scaling import Family
 
 NUM_CONFIRMED = 4  # batches that are tried with real steps, at most
 CLOSE = 0.8  # of the best samples per second: noise may hide that it is better
-NUM_COMPARED = 2  # times that batches take turns: once more where others come out than took part
 FAR = 4  # times the largest in-core batch: the curve ends there
 HOPELESS = 0.8  # of the best samples per second: beyond the in-core batches nothing slower is planned
 MAX_DIVISORS = 14
@@ -76,25 +75,29 @@ class Choosing:
 
     def settle(self, pick: Pick, tell: Tell) -> int:
         """Real steps at the batch that would be taken and at the fastest, until neither changes. On a CPU, whose speed
-        is another a second later, those that are in-core take turns at the end."""
+        is another a second later, those that are in-core take turns."""
         takes_turns = self.bench.device.type == "cpu"
-        for at in range(NUM_CONFIRMED):
+        for at in range(NUM_CONFIRMED + takes_turns):
             unknown = [batch for batch in self._wanted(pick) if self.curve.point(batch).measured_step_s is None]
-            unknown = [batch for batch in unknown if not (takes_turns and self.curve.point(batch).in_core)]
-            if not unknown:
+            if takes_turns:
+                unknown = [batch for batch in unknown if not self.curve.point(batch).in_core]
+            if unknown:
+                tell(f"real steps with a batch of {unknown[0]}", at / NUM_CONFIRMED)
+                self.confirm(unknown[0])
+            elif not takes_turns or not self._take_turns(self._rivals(pick), tell):
                 break
-            tell(f"real steps with a batch of {unknown[0]}", at / NUM_CONFIRMED)
-            self.confirm(unknown[0])
-        for _ in range(NUM_COMPARED if takes_turns else 0):
-            rivals = self._rivals(pick)
-            alone = len(rivals) == 1 and self.curve.point(rivals[0]).measured_step_s is not None
-            if alone or self.compared.issuperset(rivals):
-                break
-            tell(f"real steps in turn with batches of {', '.join(map(str, rivals))}", 0.9)
-            for batch, (step_s, peak_bytes) in zip(rivals, self.bench.in_turn([self.predicted[b] for b in rivals])):
-                self.curve = self.curve.measured(batch, step_s, peak_bytes)
-            self.compared.update(rivals)
         return pick(self.curve)
+
+    def _take_turns(self, rivals: list[int], tell: Tell) -> bool:
+        """Real steps in turn; False where that has happened already, or one alone was measured already."""
+        alone = len(rivals) == 1 and self.curve.point(rivals[0]).measured_step_s is not None
+        if alone or self.compared.issuperset(rivals):
+            return False
+        tell(f"real steps in turn with batches of {', '.join(map(str, rivals))}", 0.9)
+        for batch, (step_s, peak_bytes) in zip(rivals, self.bench.in_turn([self.predicted[b] for b in rivals])):
+            self.curve = self.curve.measured(batch, step_s, peak_bytes)
+        self.compared.update(rivals)
+        return True
 
     def _wanted(self, pick: Pick) -> list[int]:
         """What would be taken, and what it has to be better than."""

@@ -150,23 +150,28 @@ class Bench:
             self._tidy()
 
     def in_turn(self, predicted: Sequence[Predicted]) -> list[tuple[float, int]]:
-        """Real steps of in-core batches, one of each after the other: seconds of each, the least, and its peak. A
-        shared CPU is not the same machine a second later, and batches are told apart by a few percent."""
-        ooc, least_s, peaks = self._limited(), [math.inf] * len(predicted), list[int]()
-        data = [self.samples.any_batch(found.point.micro_batch) for found in predicted]
+        """Real steps of in-core batches, some of each after the other: seconds of each, the least, and its peak. A
+        shared CPU is not the same machine a second later, and batches are told apart by a few percent. A turn's first
+        step, which finds the caches full of another batch, does not count."""
+        ooc, peaks = self._limited(), list[int]()
+        batches = [found.point.micro_batch for found in predicted]
+        least_s = dict.fromkeys(batches, math.inf)
         self._advance()
         try:
-            for found, batch in zip(predicted, data):
+            for found, batch in zip(predicted, batches):
                 ooc.expect(found.trace)
-                peaks.append(self._watch(ooc, batch)[0].peak_bytes)
-            for at, batch in NUM_IN_TURN * list(enumerate(data)):
+                peaks.append(self._watch(ooc, self.samples.any_batch(batch))[0].peak_bytes)
+            for batch in NUM_IN_TURN * batches:
+                data = self.samples.any_batch(batch)
+                self._step(ooc, data)
                 start_s = self._now()
-                self._step(ooc, batch)
-                least_s[at] = min(least_s[at], self._now() - start_s)
+                self._step(ooc, data)
+                least_s[batch] = min(least_s[batch], self._now() - start_s)
+                del data  # the next batch's would be beside it otherwise
         finally:
             ooc.close()
             self._tidy()
-        return list(zip(least_s, peaks))
+        return list(zip(least_s.values(), peaks))
 
     def time_again(self, measured: Sequence[Measured], *, for_s: float = 0.0) -> list[Measured]:
         """Recorded batches in turn, several times: a machine that is busy for a while slows all of them alike."""
@@ -197,7 +202,7 @@ class Bench:
         for _ in range(NUM_TRIED):  # more than once where a step left its plan and was recorded anew
             self._step(ooc, data)
             kind = _newest_kind(ooc)
-            if ooc.timeline is not None:
+            if ooc.timeline is not None and ooc.timeline is kind.measured:  # and not another batch's
                 break
         kind.num_steps = max(kind.num_steps, NUM_MEASURED)  # one tells the peak; to watch more takes time
         measured, predicted, trace = ooc.timeline, ooc.predicted, ooc.trace

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -203,3 +206,60 @@ def test_seconds_are_corrected_once_however_often_the_best_plan_is_gone_back_to(
     assert sum(op.seconds for op in kind.trace.ops) == before_s
     assert kind.plan is plan
     ooc.close()
+
+
+def timed_kind(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, list[str]]:
+    """A recorded step as on a GPU, where the second one is timed; and which planners were asked since."""
+    monkeypatch.setattr(allocator, "places", lambda device: ())
+    model, loss_of = build("resnet")
+    ooc = limit(model, int(0.7 * roomy_bytes()))
+    train(model, loss_of, ooc, 1)
+    asked: list[str] = []
+    home = sys.modules["outcore.limit"]
+    really = home.make_plan
+
+    def make_plan(trace: Any, machine: Any, budget: Any, planner: str) -> Any:
+        asked.append(planner)
+        return really(trace, machine, budget, planner=planner)
+
+    monkeypatch.setattr(home, "make_plan", make_plan)
+    monkeypatch.setattr(ooc, "device", SimpleNamespace(type="cuda"))
+    ooc._tries_rooms = True
+    kind: Any = next(iter(ooc.kinds.values()))
+    ooc._make_plan(kind, kind.trace.before_bytes)
+    assert (kind.plan.planner, asked) == ("market", ["market"])
+    asked.clear()
+    return ooc, kind, asked
+
+
+def end(ooc: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    ooc.close()
+
+
+@pytest.mark.parametrize("more", [[], ["aten.extra.default"]], ids=["the same ops", "others"])
+def test_the_brief_plan_is_for_the_timed_step_alone(more: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    ooc, kind, asked = timed_kind(monkeypatch)
+    names = [op.name for op in kind.trace.ops]
+    clock = SimpleNamespace(seconds=lambda: [op.seconds / 2 for op in kind.trace.ops])
+    whole_s = sum(op.seconds for op in kind.trace.ops)
+    ooc._correct_times(kind, SimpleNamespace(clock=clock, timed=names + more))
+    assert kind.stale
+    assert sum(op.seconds for op in kind.trace.ops) == pytest.approx(whole_s if more else whole_s / 2)
+    ooc._make_plan(kind, kind.trace.before_bytes)
+    assert (kind.plan.planner, asked) == ("hybrid", ["hybrid"])
+    end(ooc, monkeypatch)
+
+
+def test_a_timed_step_that_ran_out_leaves_no_brief_plan_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    ooc, kind, asked = timed_kind(monkeypatch)
+    ooc._ran_out(kind, torch.OutOfMemoryError("played"))
+    ooc._make_plan(kind, kind.trace.before_bytes)
+    assert kind.plan.planner == "market"
+    asked.clear()
+    clock = SimpleNamespace(seconds=lambda: [op.seconds / 2 for op in kind.trace.ops])
+    ooc._correct_times(kind, SimpleNamespace(clock=clock, timed=[op.name for op in kind.trace.ops]))
+    ooc._make_plan(kind, kind.trace.before_bytes)
+    assert kind.plan.planner == "hybrid"
+    assert set(asked) == {"hybrid"}
+    end(ooc, monkeypatch)

@@ -296,7 +296,6 @@ def test_nothing_is_drawn_on_a_slow_host_nor_where_a_giant_is_in_the_way(
     monkeypatch.setattr(tidying, "wanted_bytes", too_much)
     monkeypatch.setattr(tidying, "mapped", lambda *asked: Mapped(1, GIB))
     monkeypatch.setattr(tidying, "MOST_S", most_s)
-    monkeypatch.setattr(tidying, "STUCK_S", most_s)
     found = tidy(trace, MACHINE, made, 210 * MIB)
     assert found.plan.decisions == made.decisions
     assert found.restarts

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from outcore.errors import BudgetTooSmall, OutcoreError, PlanMismatch
 from outcore.planning import PLANNERS, lower, plan, simulate, verify
+from outcore.planning import hybrid as hybrid_planner
 from outcore.planning.bound import bound_step_s
+from outcore.planning.market import Market
 from outcore.planning.scoring import score, stored_fits
 from outcore.planning.terrain import terrain_of
 from outcore.values import Budget, Decision, Machine, Op, Plan, Storage, Tick, Trace, Value
@@ -48,6 +50,26 @@ def test_a_plan_fits_or_says_what_would(planner: str, trace: Trace, machine: Mac
         made = plan(trace, machine, Budget(needed_bytes, budget.host_bytes, budget.disk_bytes), planner)
     assert needed_bytes == 0 or needed_bytes > budget.device_bytes
     check(trace, machine, made)
+
+
+def test_however_little_work_is_allowed_the_market_is_asked_until_an_offer_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The leanest plan, which fits, is no offer."""
+    trace, asked = chain(), list[float]()
+    budget = Budget(plan(trace, MACHINE, Budget(1000, 1000), "keep-all").predicted_peak_bytes - 1, 1000)
+    really = Market.cheapest_fit
+
+    def cheapest_fit(self: Market, share: float, device_bytes: int) -> dict[int, Decision] | None:
+        asked.append(share)
+        self.work = 1
+        return really(self, share, device_bytes) if share in hybrid_planner.FORCED_SHARES else None
+
+    monkeypatch.setattr(Market, "cheapest_fit", cheapest_fit)
+    monkeypatch.setattr(hybrid_planner, "MARKET_WORK", 0)
+    hybrid_planner.hybrid(terrain_of(trace), MACHINE, budget, lambda what, part: None)
+    assert asked[-1] in hybrid_planner.FORCED_SHARES
+    assert len(asked) < len(hybrid_planner.RESERVES) * (len(hybrid_planner.SHARES) + len(hybrid_planner.FORCED_SHARES))
 
 
 def all_decisions(trace: Trace, budget: Budget) -> list[dict[int, Decision]]:

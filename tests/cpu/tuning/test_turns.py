@@ -1,0 +1,139 @@
+"""Batches that take turns before one is chosen: real steps on a CPU, and a bench whose answers are known."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from outcore.tuning.choosing import Choosing
+from outcore.tuning.curve import Curve, Planned, Point, Predicted
+from outcore.tuning.probing import NUM_IN_TURN, Bench
+from outcore.tuning.samples import Samples
+from outcore.tuning.scaling import Family, Recorded
+from tests.cpu.tuning.nets import CPU, quiet
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with quiet():
+        yield
+
+
+class Branching(nn.Module):
+    """Does other work from 40 samples on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 12, 3, padding=1), nn.Conv2d(12, 12, 3, padding=1)
+        self.last = nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.first(x))
+        y = F.gelu(y) if len(x) > 40 else y
+        out: Tensor = self.last(F.relu(self.second(y)).mean((2, 3)))
+        return out
+
+
+def batch_of(num: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(num, 1, 16, 16), torch.zeros(num, dtype=torch.long)
+
+
+@pytest.fixture
+def bench(tmp_path: Any) -> Iterator[Bench]:
+    torch.manual_seed(0)
+    model = Branching()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = Bench(model, F.cross_entropy, Samples(batch_of, CPU), optimizer, "1GiB", disk=tmp_path)
+    made.warm_up(4)
+    yield made
+    made.close()
+
+
+def predicted(bench: Bench, batches: tuple[int, ...]) -> list[Predicted]:
+    planned = bench.planned(Family(tuple(Recorded(batch, bench.record(batch).trace) for batch in (16, 32))))
+    return [planned.at(batch) for batch in batches]
+
+
+def test_each_batch_has_its_own_seconds_and_peak_also_where_one_does_other_work(bench: Bench) -> None:
+    found = predicted(bench, (8, 32, 64))
+    alone = [bench.confirm(one) for one in found]
+    before = [parameter.clone() for parameter in bench.model.parameters()]
+    turns = bench.in_turn(found)
+    assert [peak_bytes for _, peak_bytes in turns] == [one.peak_bytes for one in alone]
+    assert not alone[2].followed  # it is not what small batches promised
+    for (step_s, _), one in zip(turns, alone):
+        assert step_s < 5 * one.step_s  # recording such a step takes thirty times as long
+    assert turns[0][0] < turns[2][0]
+    assert all(torch.equal(old, new) for old, new in zip(before, bench.model.parameters()))
+
+
+def test_one_batch_lies_in_memory_at_a_time_and_every_other_step_counts(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, made, steps = predicted(bench, (8, 16)), list[weakref.ref[Tensor]](), list[int]()
+    make, step = bench.samples.any_batch, bench._step
+
+    def any_batch(num: int) -> Any:
+        assert all(old() is None for old in made)
+        data = make(num)
+        made.append(weakref.ref(data[0]))
+        return data
+
+    def counted(ooc: Any, data: Any) -> None:
+        steps.append(len(data[0]))
+        step(ooc, data)
+
+    monkeypatch.setattr(bench.samples, "any_batch", any_batch)
+    monkeypatch.setattr(bench, "_step", counted)
+    bench.in_turn(found)
+    assert steps[-4 * NUM_IN_TURN :] == NUM_IN_TURN * [8, 8, 16, 16]
+
+
+def chosen(said: dict[int, float], true: dict[int, float], edge: int) -> tuple[int, list[Any], Curve]:
+    """What is taken where the curve promises `said` samples per second and real steps have `true`."""
+    ran: list[Any] = []
+
+    def in_turn(found: list[Predicted]) -> list[tuple[float, int]]:
+        ran.append([one.point.micro_batch for one in found])
+        return [(one.point.micro_batch / true[one.point.micro_batch], 1) for one in found]
+
+    def confirm(one: Predicted) -> Any:
+        batch = one.point.micro_batch
+        ran.append(batch)
+        return SimpleNamespace(step_s=batch / true[batch], peak_bytes=1)
+
+    points = [
+        Point(batch, batch, batch / rate, rate, 0, 0 if batch <= edge else 10, 0, batch <= edge, True)
+        for batch, rate in said.items()
+    ]
+    bench = cast(Bench, SimpleNamespace(device=CPU, in_turn=in_turn, confirm=confirm))
+    curve = Curve(tuple(points), 1 << 30, 0.0, largest_in_core=edge)
+    choosing = Choosing(bench, cast(Planned, None), curve)
+    choosing.predicted = {point.micro_batch: Predicted(point, cast(Any, None), None) for point in points}
+    knee: Callable[[Curve], int] = lambda curve: curve.knee.micro_batch  # noqa: E731
+    return choosing.settle(knee, lambda what, part: None), ran, choosing.curve
+
+
+def test_a_batch_that_ran_in_a_fast_moment_meets_the_largest_in_core() -> None:
+    taken, ran, _ = chosen({16: 844, 32: 943, 48: 904, 79: 875}, {16: 800, 32: 880, 48: 920, 79: 950}, 79)
+    assert ran == [[32, 48, 79]]
+    assert taken == 79
+
+
+def test_what_comes_out_beyond_in_core_ran_too() -> None:
+    taken, ran, curve = chosen({16: 800, 32: 1000, 64: 930, 128: 960}, {16: 800, 32: 850, 64: 930, 128: 500}, 64)
+    assert taken == 64
+    assert 128 in ran
+    assert curve.point(taken).measured_step_s is not None
+
+
+def test_one_batch_alone_runs_once() -> None:
+    taken, ran, _ = chosen({32: 900}, {32: 900}, 32)
+    assert (taken, ran) == (32, [[32]])
