@@ -87,7 +87,7 @@ def test_who_is_in_step_has_the_bits_of_a_worker_that_must_be() -> None:
 
 
 def test_without_gradients_a_round_is_the_same_map_however_far_ahead() -> None:
-    """Why it is stable: workers are pulled from where the difference was taken, once for each that was sent."""
+    """Workers are pulled from where the difference was taken, once for each that was sent."""
     town = Town(2)
     settings = Settings(period=2, ahead=3, alpha=0.4, limit_s=10, join_limit_s=20)
     begun = threading.Barrier(2)

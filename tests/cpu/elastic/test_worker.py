@@ -333,13 +333,16 @@ def test_bounded_staleness_keeps_a_fast_worker_near() -> None:
 def test_an_alpha_past_the_bound_warns_with_both_numbers() -> None:
     with pytest.warns(UserWarning, match=r"alpha 0.9 is past the stability bound 0.667 of sync-easgd with 2 workers"):
         run_one(2, alpha=0.9)
+    with pytest.warns(UserWarning, match=r"bound 0.5 of sync-easgd with 2 workers that may go 8 steps ahead; .* 0.45"):
+        run_one(2, alpha=0.6, ahead=8)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run_one(1, alpha=None)
+        run_one(2, alpha=0.6)
 
 
-def run_one(num: int, alpha: float | None) -> None:
-    town, settings = Town(num), Settings(method="sync-easgd", alpha=alpha, limit_s=10)
+def run_one(num: int, alpha: float | None, ahead: int = 0) -> None:
+    town, settings = Town(num), Settings(method="sync-easgd", alpha=alpha, ahead=ahead, limit_s=10)
 
     def act(rank: int) -> None:
         with town.worker(rank, Net(), settings):
