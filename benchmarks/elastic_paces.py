@@ -26,7 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -201,20 +201,30 @@ def run_phase(phase: Phase, rank: int, steppers: Steppers, store: Store) -> Row:
         told |= {"steps_s": steps_s, "wait_s": wait_s}
     if phase.kind in ("silent", "apart", "ahead"):  # nobody counts while another has gone to sleep
         store.add("counted", 1)
-        while read_count(store, "counted") < phase.num_working:
-            stepper.step()
+        step_until(lambda: read_count(store, "counted") >= phase.num_working, stepper, f"{phase.num_working} counts")
     if phase.kind == "ahead":
         end_together(stepper, phase, rank, store)
     return told
 
 
 def end_together(stepper: Stepper, phase: Phase, rank: int, store: Store) -> None:
-    """Steps until the exchange after the last that anybody ended is over: then none is under way, at anybody's."""
-    store.set(f"exchanges/{rank}", str(stepper.worker.stats().num_exchanges))
-    last = 1 + max(int(store.get(f"exchanges/{other}")) for other in phase.ranks)
-    for _ in range(10 * (PERIOD + AHEAD)):
-        if stepper.worker.stats().num_exchanges >= last:
-            return
+    """Steps until the second exchange after the last that anybody told of is over: then none is under way.
+
+    One who only waited to be told would hold up whoever stands still for an exchange it has not begun. So all step on
+    meanwhile, and may end the next exchange before the last of them tells, but not the second: that one has not begun.
+    """
+    worker, keys = stepper.worker, [f"exchanges/{other}" for other in phase.ranks]
+    store.set(f"exchanges/{rank}", str(worker.stats().num_exchanges))
+    step_until(lambda: store.check(keys), stepper, f"the {len(keys)} workers' numbers of exchanges")
+    last = 2 + max(int(store.get(key)) for key in keys)
+    step_until(lambda: worker.stats().num_exchanges >= last, stepper, f"the end of exchange {last}")
+
+
+def step_until(reached: Callable[[], bool], stepper: Stepper, awaited: str) -> None:
+    ends_s = time.monotonic() + LIMIT_S
+    while not reached():
+        if time.monotonic() > ends_s:
+            raise TimeoutError(f"{awaited} did not come within {LIMIT_S:g} s: a worker died or hangs; see its messages")
         stepper.step()
 
 
