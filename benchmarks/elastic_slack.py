@@ -1,7 +1,7 @@
 """Could a synchronous exchange be late instead of waiting? Recorded steps of workers that never speak, replayed.
 
     python benchmarks/elastic_slack.py                                # records here (about 50 s on 16 cores), replays
-    python benchmarks/elastic_slack.py --recording FILE --told WHERE  # replays what was recorded elsewhere
+    python benchmarks/elastic_slack.py --recording FILE --told WHERE  # replays a .json or .json.gz
 
 Pinned processes take LeNet steps of batch 64, alone and in sets of a quarter, a half and all of the cores, and write
 down when each step ended. Nothing passes between them, so the recording is of the cores alone. Two rules are then
@@ -17,6 +17,7 @@ is late now and then; a core that is slow for a second it only follows at a dist
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import platform
@@ -64,10 +65,38 @@ def record() -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="outcore-slack-") as folder:
         command = [sys.executable, str(Path(__file__).resolve()), "--worker"]
         told = [folder, str(time.monotonic() + START_S), json.dumps(cores)]  # one clock for all processes of a host
-        workers = [subprocess.Popen([*command, str(core), *told]) for core in cores]
-        for worker in workers:
-            worker.wait(START_S + 60 + sum(took_s + PAUSE_S for _, took_s in sets_of(cores)))
+        limit_s = START_S + 60 + sum(took_s + PAUSE_S for _, took_s in sets_of(cores))
+        run_all({f"core {core}": [*command, str(core), *told] for core in cores}, limit_s)
         return [json.loads(line) for file in Path(folder).glob("*.jsonl") for line in file.read_text().splitlines()]
+
+
+def run_all(commands: dict[str, list[str]], limit_s: float) -> None:
+    """Side by side until all have ended well; otherwise none is left running, and a sentence says who did not."""
+    ends_s = time.monotonic() + limit_s
+    workers: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for name, command in commands.items():
+            workers[name] = subprocess.Popen(command)
+        for name, worker in workers.items():
+            code = worker.wait(max(0.0, ends_s - time.monotonic()))
+            if code:
+                raise SystemExit(
+                    f"the worker of {name} ended with code {code}: see its message above, then record again"
+                )
+    except subprocess.TimeoutExpired:
+        raise SystemExit(
+            f"the worker of {name} did not end within {limit_s:.0f} s: record on a quieter machine"
+        ) from None
+    finally:
+        for worker in workers.values():
+            worker.kill()
+            worker.wait()
+
+
+def read_recording(path: Path) -> list[Row]:
+    raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    rows: list[Row] = json.loads(raw)["rows"]
+    return rows
 
 
 def work(core: int, folder: str, begins_s: float, cores: list[int]) -> None:
@@ -201,13 +230,14 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recording", type=Path, help="replay this file instead of recording here")
-    parser.add_argument("--told", default="recorded here, just before", help="where the recording comes from")
+    parser.add_argument("--told", default="recorded elsewhere", help="where the recording comes from")
     parser.add_argument("--out", type=Path, help="results file")
     args = parser.parse_args()
-    rows = json.loads(args.recording.read_text())["rows"] if args.recording else record()
+    rows = read_recording(args.recording) if args.recording else record()
     name = f"{platform.machine()}-{len({row['core'] for row in rows})}cpu"
     results: dict[str, Any] = {"question": "elastic-slack", "hardware": name, "date": date.today().isoformat()}
-    results |= {"recording": args.told, "period": PERIOD, **replay(rows)}
+    told = f"{args.recording.name}: {args.told}" if args.recording else "recorded here, just before"
+    results |= {"recording": told, "period": PERIOD, **replay(rows)}
     out = args.out or ROOT / f"benchmarks/results/elastic-slack_{name}_{date.today():%Y%m%d}.json"
     out.write_text(json.dumps(results, indent=1) + "\n")
     print(f"wrote {out.name}")

@@ -2,7 +2,8 @@
 
 One exchange is then one message without a packing copy (section 5.2 of 1708.02983, "packed layers"). Layout:
 [parameters | float buffers such as BatchNorm's running statistics]. The tail is in no published equation; here it is
-averaged over the workers, and the centre holds the average.
+averaged over the workers, and the centre holds the average. A float buffer of another dtype than the weights is copied
+in, rounded, and only what differs from that copy is ever copied back: a float32 table in a bfloat16 model stays exact.
 """
 
 from __future__ import annotations
@@ -81,8 +82,16 @@ class FlatModel:
             view.copy_(buffer)
 
     def restore_buffers(self) -> None:
+        """Copies back what an exchange changed of float buffers of another dtype."""
         for buffer, view in self._foreign_buffers():
-            buffer.copy_(view)
+            buffer.copy_(self._unrounded(buffer, view))
+
+    def _unrounded(self, tensor: Tensor, view: Tensor) -> Tensor:
+        """`view` in the tensor's dtype; an element that is the tensor's own, rounded on its way, is the tensor's."""
+        if tensor.dtype == self.vector.dtype:
+            return view.to(tensor.dtype)
+        rounded = tensor.to(self.vector.dtype).to(view.dtype)
+        return torch.where(view == rounded, tensor, view.to(tensor.dtype))
 
     def _foreign_buffers(self) -> Iterator[tuple[Tensor, Tensor]]:
         if all(buffer.dtype == self.vector.dtype for buffer in self.buffers):
@@ -94,7 +103,7 @@ class FlatModel:
     def state_dict(self, model: nn.Module, vector: Tensor) -> dict[str, Tensor]:
         """`model.state_dict()` with the values of `vector`: copies, on the model's device."""
         by_address = {
-            tensor.data_ptr(): view.to(tensor.dtype)
+            tensor.data_ptr(): self._unrounded(tensor, view)
             for tensor, view in zip([*self.parameters, *self.buffers], self.tensor_views(vector))
         }
         state = model.state_dict()

@@ -66,9 +66,12 @@ def default_alpha(method: Method, num_workers: int) -> float:
     return BETA / num_workers if method.is_elastic else 0.0
 
 
-def alpha_bound(method: Method, num_workers: int) -> float:
-    """The largest stable alpha for a vanishing learning rate; past it the centre and the workers part."""
-    return sync_alpha_bound(num_workers) if method.is_sync else round_robin_alpha_bound()
+def alpha_bound(method: Method, num_workers: int, ahead: int = 0) -> float:
+    """The largest stable alpha; past it the centre and the workers part. Without `ahead` for a vanishing learning rate,
+    with it for any up to 1 / curvature (see `ahead_alpha_bound`)."""
+    if not method.is_sync:
+        return round_robin_alpha_bound()
+    return ahead_alpha_bound(num_workers) if ahead else sync_alpha_bound(num_workers)
 
 
 def sync_alpha_bound(num_workers: int, eta: float = 0.0) -> float:
@@ -78,6 +81,17 @@ def sync_alpha_bound(num_workers: int, eta: float = 0.0) -> float:
     round-robin bound; P = 1 gives back the bound published in 1412.6651.
     """
     return 2 * (2 - eta) / (num_workers * (2 - eta) + 2)
+
+
+def ahead_alpha_bound(num_workers: int, kept: float = 0.0) -> float:
+    """The synchronous form where workers take more steps between the difference and its pull; `kept` is what these
+    leave of a deviation, (1 - eta)^(1 + steps ahead) with period 1.
+
+    It takes the place of 1 - eta: 2 (1 + kept) / (P (1 + kept) + 2), down to 2 / (P + 2) where nothing is left to pull
+    at. Below that a round is a symmetric matrix of norm 1 at most, whoever is how far ahead, times what the steps
+    before the difference leave: any sequence of rounds is stable, with any period.
+    """
+    return 2 * (1 + kept) / (num_workers * (1 + kept) + 2)
 
 
 def round_robin_alpha_bound(eta: float = 0.0) -> float:

@@ -139,10 +139,13 @@ def run_trial(trial: Trial, digits: Digits, place: Place) -> Result:
         snapshots, steps_s, train_s = _train(trainer, trial, digits, batches, num_steps, place)
         costs = trainer.costs()
         write_json(place.store, f"told/{place.rank}", [costs[0], _pace_s(steps_s), len(steps_s)])
-        meet(place.store, "trained", trial.num_workers, trial.limit_s)
+        if not trial.shares_steps:
+            meet(place.store, "trained", trial.num_workers, trial.limit_s)
         snapshots.append((num_steps, train_s, costs[1], trainer.center()))
     finally:
         trainer.close()
+    if trial.shares_steps:  # they end at different times: who stayed a member until all have would hold the others up
+        meet(place.store, "trained", trial.num_workers, trial.limit_s)
     if place.rank != 0:
         return Result(asdict(trial), digits.name)
     told = [json.loads(place.store.get(f"told/{rank}")) for rank in range(trial.num_workers)]
@@ -185,7 +188,8 @@ def _train(
         trainer.step()
         marks_s.append(time.perf_counter())
         if marks_s[-1] - began_s > trial.limit_s:
-            raise TimeoutError(f"stopped after {step} of {num_steps} steps: the limit of {trial.limit_s:g} s passed")
+            told = f"{num_steps * trial.num_workers} shared" if trial.shares_steps else f"{num_steps}"
+            raise TimeoutError(f"stopped after {step} of {told} steps: the limit of {trial.limit_s:g} s passed")
         if watch and first < step < num_steps and (step - first) % every == 0:
             snapshots.append((step, marks_s[-1] - began_s - paused_s, trainer.costs()[1], trainer.center()))
             paused_s += time.perf_counter() - marks_s[-1]

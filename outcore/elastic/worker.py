@@ -43,11 +43,12 @@ from outcore.errors import ElasticError
 class Settings:
     """Everything `join` can be told; the defaults are safe for any number of workers.
 
-    `ahead` is how many more local steps in a row a worker of `sync-easgd` may take while the exchange it has begun
-    waits for a slower one; then it stands still, too. 0 (the default) keeps everybody in step, and runs repeatable:
-    with more, how many steps lie between two exchanges depends on the clock. It is as stable as without. The difference
-    is taken after the last pull, and what is sent is what is pulled, however much later: where no gradient moves the
-    weights, a round is x <- x - alpha (x - c) as ever.
+    `ahead` is how many more local steps in a row a worker of `sync-easgd` may take while the exchange it has begun is
+    not over, be it that a slower one has not begun it or that it lasts longer than a step; then it stands still, too.
+    0 (the default) keeps everybody in step, and runs repeatable: with more, how many steps lie between two exchanges
+    depends on the clock. The difference is taken after the last pull, and what is sent is what is pulled, however much
+    later. Steps in between may have undone it by then, so alpha must be smaller: below 2 / (P + 2) instead of
+    2 / (P + 1). The default 0.9 / P is, for 2 workers or more.
     """
 
     method: str = "sync-easgd"
@@ -135,7 +136,7 @@ class Worker:
         self._apart = self.method.momentum == "look_ahead"  # the model then stands at x + delta v, not at x
         weights = self._flat.vector.clone() if self._apart else self._flat.vector
         self._local = self._make_local(weights)
-        _warn_of_instability(self.method, settings.alpha, place.num_ranks)
+        _warn_of_instability(self.method, settings, place.num_ranks)
         self.num_steps = self._num_ahead = 0
         self._due_step = settings.period  # the step with which the next exchange ends, unless this worker goes ahead
         self._wait_s = 0.0
@@ -349,11 +350,13 @@ def join(
     return Worker(model, optimizer, chosen, place or find_place(chosen.limit_s))
 
 
-def _warn_of_instability(method: Method, alpha: float | None, num_workers: int) -> None:
-    if alpha is None or not method.is_elastic or alpha < alpha_bound(method, num_workers):
+def _warn_of_instability(method: Method, settings: Settings, num_workers: int) -> None:
+    alpha, bound = settings.alpha, alpha_bound(method, num_workers, settings.ahead)
+    if alpha is None or not method.is_elastic or alpha < bound:
         return
+    ahead = f" that may go {settings.ahead} steps ahead" if settings.ahead else ""
     warnings.warn(
-        f"alpha {alpha:g} is past the stability bound {alpha_bound(method, num_workers):.3g} of {method.name} with "
-        f"{num_workers} workers; leave it out for {default_alpha(method, num_workers):.3g}",
+        f"alpha {alpha:g} is past the stability bound {bound:.3g} of {method.name} with {num_workers} workers{ahead}; "
+        f"leave it out for {default_alpha(method, num_workers):.3g}",
         stacklevel=4,
     )

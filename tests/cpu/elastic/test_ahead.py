@@ -17,9 +17,10 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from outcore.elastic.averagers import ElasticSync
+from outcore.elastic.digits import load_digits
 from outcore.elastic.place import open_place, poll
 from outcore.elastic.sync import SyncExchange
-from outcore.elastic.trials import Trial, _turns
+from outcore.elastic.trials import Trial, _turns, run_trial
 from outcore.elastic.worker import Settings, Worker
 
 from . import reference
@@ -87,7 +88,7 @@ def test_who_is_in_step_has_the_bits_of_a_worker_that_must_be() -> None:
 
 
 def test_without_gradients_a_round_is_the_same_map_however_far_ahead() -> None:
-    """Why it is stable: workers are pulled from where the difference was taken, once for each that was sent."""
+    """Workers are pulled from where the difference was taken, once for each that was sent."""
     town = Town(2)
     settings = Settings(period=2, ahead=3, alpha=0.4, limit_s=10, join_limit_s=20)
     begun = threading.Barrier(2)
@@ -245,6 +246,26 @@ def test_trials_share_out_as_many_steps_as_they_would_take_each(shares_steps: bo
     shares = [share for _, share in [*fast, *slow, *rest]]
     assert min(shares) == 0.0
     assert max(shares) < 1.0
+
+
+def test_a_trial_that_shares_steps_ends_for_all_whoever_ends_first() -> None:
+    """In step, with an odd number left to share: one takes the last alone, and needs the other to be there or gone."""
+    town, digits = Town(2), load_digits(None)
+    join: dict[str, Any] = {"level": 2, "period": 1, "limit_s": 6.0}
+    trial = Trial("odd", "sync-easgd", 2, max_steps=3, num_snapshots=0, shares_steps=True, limit_s=20, join=join)
+    town.place(0).store.add("steps", 1)
+    began_s = time.monotonic()
+    results = town.together(lambda rank: run_trial(trial, digits, town.place(rank)))
+    assert time.monotonic() - began_s < 5
+    assert sorted(results[0].steps_taken) == [2, 3]
+    assert 0 < results[0].final_accuracy < 1
+
+
+def test_a_trial_past_its_limit_tells_the_steps_that_all_share() -> None:
+    town, digits = Town(1), load_digits(None)
+    trial = Trial("late", "sync-easgd", 1, max_steps=500, shares_steps=True, slowed=4.0, limit_s=0.2)
+    with pytest.raises(TimeoutError, match=r"stopped after \d+ of 500 shared steps: the limit of 0.2 s passed"):
+        run_trial(trial, digits, town.place(0))
 
 
 # --- processes -----------------------------------------------------------------------------------------------------

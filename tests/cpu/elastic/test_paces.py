@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from torch._C._distributed_c10d import PrefixStore
 
-from benchmarks.elastic_paces import KINDS, NUM_STEPS, one_round, phases_of
+from benchmarks import elastic_paces
+from benchmarks.elastic_paces import (
+    AHEAD,
+    KINDS,
+    NUM_STEPS,
+    PERIOD,
+    Phase,
+    Stepper,
+    end_together,
+    one_round,
+    phases_of,
+    scaling_bars,
+)
+from outcore.elastic.averagers import ElasticSync
+from outcore.elastic.place import poll
+from outcore.elastic.worker import Settings, Worker
+
+from .town import Net, Town, train
+
+pytestmark = pytest.mark.timeout(60)
 
 
 def row(rank: int, kind: str, step_s: float, wait_s: float = 0.0, num_ahead: int = 0) -> dict[str, Any]:
@@ -66,3 +86,61 @@ def test_a_round_that_somebody_did_not_end_says_nothing() -> None:
     rows = [row(rank, kind, 1.0) for rank in (0, 1) for kind in KINDS if (rank, kind) != (1, "even lone")]
     assert one_round(rows, 2) is not None
     assert one_round(rows[:-1], 2) is None
+
+
+@pytest.mark.parametrize(("extra_least", "holds"), [(0.0, True), (0.5, True), (0.75, False)])
+def test_a_pace_that_slow_exchanges_are_hidden_in_does_not_count(extra_least: float, holds: bool) -> None:
+    """Where the exchange lasts longer than a step, even the slowest goes ahead: as fast, but exchanging less often."""
+    row = {"num_workers": 8, "efficiency": {"median": 0.95}, "ahead_extra_least": {"median": extra_least}}
+    row |= {"ahead_efficiency": {"median": 0.96}, "ahead_of_apart": {"median": 0.91}}
+    bars = list(scaling_bars({"scaling": {"measured": [row]}}))
+    assert [held for _, _, held in bars] == [True, holds, False]
+    assert [f"({extra_least:.2f})" in bar for bar, _, _ in bars] == [False, True, True]
+
+
+class NetStepper:
+    """Steps of a network whose compute costs nothing."""
+
+    def __init__(self, worker: Worker, net: Net, rank: int) -> None:
+        self.worker, self._net, self._rank = worker, net, rank
+
+    def step(self) -> None:
+        train(self.worker, self._net, self._rank, range(self.worker.num_steps, self.worker.num_steps + 1))
+
+
+@pytest.mark.parametrize(
+    ("lead", "meanwhile"), [(PERIOD - 1, 2 * PERIOD), (PERIOD + AHEAD, 0), (2 * PERIOD + AHEAD, 0)]
+)
+def test_all_end_the_same_exchange_though_one_stands_still_for_another_that_has_counted(
+    lead: int, meanwhile: int
+) -> None:
+    """The second worker takes `lead` steps, and tells when the first, which has told, took `meanwhile`: with the
+    exchange that both have begun over, and the next begun, or while standing still for one that the first has not."""
+    workers: dict[int, Worker] = {}
+    town, settings = Town(2), Settings(period=PERIOD, ahead=AHEAD, limit_s=20, join_limit_s=20)
+
+    def act(rank: int) -> int:
+        net = Net()
+        with town.worker(rank, net, settings) as worker:
+            workers[rank], stepper = worker, NetStepper(worker, net, rank)
+            for _ in range(lead * rank):
+                stepper.step()
+            if rank == 1:
+                assert poll(lambda: workers[0].num_steps >= meanwhile, 10)
+            store = PrefixStore("ends", town.place(rank).store)
+            end_together(cast(Stepper, stepper), Phase(0, "ahead", 2, 0, 2), rank, store)
+            assert isinstance(worker._averager, ElasticSync)
+            assert not worker._averager._begun
+            return worker.stats().num_exchanges
+
+    one, other = town.together(act)
+    assert one == other
+
+
+def test_an_end_that_does_not_come_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic_paces, "LIMIT_S", 0.2)
+    town, net = Town(1), Net()
+    with town.worker(0, net, Settings(period=PERIOD, limit_s=10)) as worker:
+        stepper = cast(Stepper, NetStepper(worker, net, 0))
+        with pytest.raises(TimeoutError, match=r"the 2 workers' numbers of exchanges did not come within 0.2 s"):
+            end_together(stepper, Phase(0, "ahead", 2, 0, 2), 0, PrefixStore("ends", town.place(0).store))

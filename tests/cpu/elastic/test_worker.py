@@ -87,27 +87,87 @@ def test_batchnorm_buffers_are_averaged(method: str) -> None:
     torch.testing.assert_close(results[0][0]["1.running_mean"], mean)
 
 
+class Counting(nn.Module):
+    """Counts its forwards in a buffer whose dtype is not the weights'."""
+
+    num_seen: torch.Tensor
+    table: torch.Tensor
+
+    def __init__(self, weights: torch.dtype, buffers: torch.dtype, first: float = 0.0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2).to(weights)
+        self.register_buffer("num_seen", torch.full((1,), first, dtype=buffers))
+        self.register_buffer("table", 10000 ** (-torch.arange(0, 64, 2, dtype=buffers) / 64))
+
+    def forward(self, x: torch.Tensor, num: int = 1) -> torch.Tensor:
+        self.num_seen += num
+        return self.linear(x.to(self.linear.weight.dtype))  # type: ignore[no-any-return]
+
+
 def test_a_buffer_of_another_dtype_moves_in_every_step() -> None:
     """It is no view of the vector: what an exchange leaves there must not come back in the steps between."""
-
-    class Counting(nn.Module):
-        num_seen: torch.Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(2, 2)
-            self.register_buffer("num_seen", torch.zeros(1, dtype=torch.float64))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.num_seen += 1
-            return self.linear(x)  # type: ignore[no-any-return]
-
-    town, net = Town(1), Counting()
+    town, net = Town(1), Counting(torch.float32, torch.float64)
     with town.worker(0, net, Settings(method="sync-easgd", period=3, level=2, limit_s=10)) as worker:
         for step in range(1, 8):
             net(torch.ones(1, 2)).sum().backward()
             worker.step()
             assert net.num_seen == step
+
+
+@pytest.mark.parametrize("method", ["sync-easgd", "diloco", "async-easgd", "async-sgd", "eamsgd"])
+def test_a_float32_table_of_a_bfloat16_model_stays_exact(method: str) -> None:
+    town, settings = Town(2), Settings(method=method, period=2, limit_s=10, join_limit_s=20)
+
+    def act(rank: int) -> None:
+        net = Counting(torch.bfloat16, torch.float32)
+        table = net.table.clone()
+        assert not torch.equal(table, table.bfloat16().float())
+        with town.worker(rank, net, settings) as worker:
+            assert torch.equal(net.table, table)
+            for _ in range(5):
+                net(torch.ones(1, 2)).sum().backward()
+                worker.step()
+            assert torch.equal(net.table, table)
+            assert torch.equal(worker.center_state_dict()["table"], table)
+
+    town.together(act)
+
+
+def test_a_float32_count_of_a_bfloat16_model_does_not_stop() -> None:
+    """bfloat16 knows no number between 1536 and 1544."""
+    town, net = Town(1), Counting(torch.bfloat16, torch.float32, first=1537.0)
+    with town.worker(0, net, Settings(period=4, limit_s=10)) as worker:
+        for _ in range(1537, 1600):
+            net(torch.ones(1, 2)).sum().backward()
+            worker.step()
+    assert net.num_seen == 1600
+
+
+@pytest.mark.parametrize(
+    ("method", "period", "expected"),
+    [
+        ("diloco", 2, [[1, 3, 4, 6, 7], [2, 3, 5, 6, 8]]),
+        ("sync-sgd", 1, [[1.5, 3, 4.5], [1.5, 3, 4.5]]),
+        ("sync-easgd", 2, [[1, 2, 3, 4, 5], [2, 4, 6, 8, 10]]),
+    ],
+)
+def test_averages_of_a_buffer_of_another_dtype_reach_the_model(
+    method: str, period: int, expected: list[list[float]]
+) -> None:
+    """One worker counts by one, the other by two. Who joins begins with the first worker's count."""
+    town, settings = Town(2), Settings(method=method, period=period, limit_s=10, join_limit_s=20)
+
+    def act(rank: int) -> list[float]:
+        net, trail = Counting(torch.float32, torch.float64, first=7.0 * rank), []
+        with town.worker(rank, net, settings) as worker:
+            assert net.num_seen == 0
+            for _ in expected[rank]:
+                net(torch.ones(1, 2), 1 + rank).sum().backward()
+                worker.step()
+                trail.append(float(net.num_seen))
+        return trail
+
+    assert town.together(act) == expected
 
 
 def test_statistics_are_exchanged_as_they_were_before_the_forward_however_late_the_thread_reads_them(
@@ -273,13 +333,16 @@ def test_bounded_staleness_keeps_a_fast_worker_near() -> None:
 def test_an_alpha_past_the_bound_warns_with_both_numbers() -> None:
     with pytest.warns(UserWarning, match=r"alpha 0.9 is past the stability bound 0.667 of sync-easgd with 2 workers"):
         run_one(2, alpha=0.9)
+    with pytest.warns(UserWarning, match=r"bound 0.5 of sync-easgd with 2 workers that may go 8 steps ahead; .* 0.45"):
+        run_one(2, alpha=0.6, ahead=8)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run_one(1, alpha=None)
+        run_one(2, alpha=0.6)
 
 
-def run_one(num: int, alpha: float | None) -> None:
-    town, settings = Town(num), Settings(method="sync-easgd", alpha=alpha, limit_s=10)
+def run_one(num: int, alpha: float | None, ahead: int = 0) -> None:
+    town, settings = Town(num), Settings(method="sync-easgd", alpha=alpha, ahead=ahead, limit_s=10)
 
     def act(rank: int) -> None:
         with town.worker(rank, Net(), settings):

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 
-from benchmarks.elastic_slack import replay, replay_ahead, replay_slack, sets_of
+from benchmarks.elastic_slack import read_recording, replay, replay_ahead, replay_slack, run_all, sets_of
+
+ROOT = Path(__file__).parents[3]
+SLEEPS = [sys.executable, "-c", "import time; time.sleep(30)"]
 
 
 @pytest.mark.parametrize("slack", [1, 4, 16])
@@ -48,3 +58,44 @@ def test_every_core_is_alone_first_and_last(num_cores: int) -> None:
     sets = [who for who, _ in sets_of(cores)]
     assert sets[:num_cores] == sets[-num_cores:] == [[core] for core in cores]
     assert cores in sets
+
+
+@pytest.mark.parametrize(
+    ("commands", "words"),
+    [
+        ({"core 0": SLEEPS}, r"core 0 did not end within 0 s: .* quieter machine"),
+        ({"core 0": [sys.executable, "-c", "raise SystemExit(3)"], "core 1": SLEEPS}, r"core 0 ended with code 3: .*"),
+    ],
+)
+def test_when_one_does_not_end_well_none_is_left_and_a_sentence_says_who(
+    commands: dict[str, list[str]], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def remember(command: list[str]) -> subprocess.Popen[bytes]:
+        started.append(popen(command))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", remember)
+    began_s = time.monotonic()
+    with pytest.raises(SystemExit, match=words):
+        run_all(commands, 0.3 if len(commands) == 1 else 20)
+    assert time.monotonic() - began_s < 10
+    assert len(started) == len(commands)
+    assert all(process.returncode is not None for process in started)
+
+
+def test_those_who_end_well_are_waited_for(tmp_path: Path) -> None:
+    run_all({name: [sys.executable, "-c", f"open({str(tmp_path / name)!r}, 'w')"] for name in ("a", "b")}, 20)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_the_results_are_those_of_the_recording_they_name(tmp_path: Path) -> None:
+    results = json.loads((ROOT / "benchmarks/results/elastic-slack_x86_64-16cpu_20261116.json").read_text())
+    recording = ROOT / "benchmarks/results" / results["recording"].partition(":")[0]
+    found = json.loads(json.dumps(replay(read_recording(recording))))
+    assert found["by_size"] == results["by_size"]
+    plain = tmp_path / "plain.json"
+    plain.write_bytes(gzip.decompress(recording.read_bytes()))
+    assert read_recording(plain) == read_recording(recording)
