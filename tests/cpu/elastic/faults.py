@@ -216,7 +216,7 @@ def _judge_losses(village: Village, report: Report, at_s: float, survivors: list
 
 
 def _judge_leftovers(village: Village, report: Report) -> None:
-    end_s = time.monotonic() + 8
+    end_s = time.monotonic() + LIMIT_S + 10  # a centre to which nobody said goodbye waits for the limit and 5 s
     while (left := [c for c in village.centers() if c.status() != psutil.STATUS_STOPPED]) and time.monotonic() < end_s:
         time.sleep(0.1)
     if left:
