@@ -37,8 +37,7 @@ MIN_PATIENCE = 150  # flips in a row that change nothing before improving stops
 
 def hybrid(terrain: Terrain, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
     """Market, simulator, flips. Keeps everything when everything fits."""
-    kept = keep_all(terrain, machine, budget, progress)
-    if int(lean_bytes(terrain, budget, kept).max(initial=0)) <= budget.device_bytes:
+    if (kept := _kept_if_it_fits(terrain, machine, budget, progress)) is not None:
         return kept
     enough_s = bound_step_s(terrain, machine, budget) * (1 + GOOD_ENOUGH)
     best = _best_of_market(terrain, machine, budget, enough_s, progress)
@@ -52,13 +51,17 @@ def hybrid(terrain: Terrain, machine: Machine, budget: Budget, progress: Progres
 def market(terrain: Terrain, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
     """The first offer that fits, not improved: a few percent slower than the hybrid's, and several times sooner there.
     Good for a step that is only there to be timed."""
-    kept = keep_all(terrain, machine, budget, progress)
-    if int(lean_bytes(terrain, budget, kept).max(initial=0)) <= budget.device_bytes:
+    if (kept := _kept_if_it_fits(terrain, machine, budget, progress)) is not None:
         return kept
     found = Market(terrain, machine, budget).cheapest_fit(SHARES[0], int(budget.device_bytes * (1 - RESERVES[-1])))
     if found is not None and score(terrain, machine, budget, found).fits:
         return found
     return hybrid(terrain, machine, budget, progress)
+
+
+def _kept_if_it_fits(terrain: Terrain, machine: Machine, budget: Budget, progress: Progress) -> Decisions | None:
+    kept = keep_all(terrain, machine, budget, progress)
+    return kept if int(lean_bytes(terrain, budget, kept).max(initial=0)) <= budget.device_bytes else None
 
 
 def smallest_fit(terrain: Terrain, machine: Machine, budget: Budget, high_bytes: int) -> tuple[int, Decisions] | None:

@@ -202,10 +202,11 @@ class Bench:
         for _ in range(NUM_TRIED):  # more than once where a step left its plan and was recorded anew
             self._step(ooc, data)
             kind = _newest_kind(ooc)
-            if ooc.timeline is not None and ooc.timeline is kind.measured:  # and not another batch's
+            measured = ooc.timeline if ooc.timeline is kind.measured else None  # and not another batch's
+            if measured is not None:
                 break
         kind.num_steps = max(kind.num_steps, NUM_MEASURED)  # one tells the peak; to watch more takes time
-        measured, predicted, trace = ooc.timeline, ooc.predicted, ooc.trace
+        predicted, trace = ooc.predicted, ooc.trace
         if measured is None or predicted is None or trace is None:
             raise TuningError(
                 "steps of the same batch keep doing different work, so none can be planned ahead; see the warning above"
