@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from outcore.planning.bound import bound_step_s
 from outcore.planning.market import INF, Market
-from outcore.planning.scoring import Decisions, Progress, Scored, better, lean_bytes, score
+from outcore.planning.scoring import Decisions, Progress, Scored, better, lean_bytes, score, score_if_it_can_fit
 from outcore.planning.simple import keep_all, leanest
 from outcore.planning.swap import swap
 from outcore.planning.terrain import Terrain
@@ -111,12 +111,10 @@ def _improve(terrain: Terrain, machine: Machine, budget: Budget, best: Scored, p
         changed = flips.draw(best)
         if changed is None:
             continue
-        decisions = {**best.decisions, **changed}
         num_idle += 1
-        if int(lean_bytes(terrain, budget, decisions).max(initial=0)) <= budget.device_bytes:
-            tried = score(terrain, machine, budget, decisions)
-            if better(best, tried) is tried:
-                best, num_idle = tried, 0
+        tried = score_if_it_can_fit(terrain, machine, budget, {**best.decisions, **changed})
+        if tried is not None and better(best, tried) is tried:
+            best, num_idle = tried, 0
         if num_idle == patience:
             break
     return best

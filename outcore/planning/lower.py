@@ -51,13 +51,32 @@ def as_schedule(trace: Trace, decisions: Mapping[int, Decision], steps: list[Ste
     return Schedule(trace.fingerprint, actions, dict(decisions))
 
 
-def lower_steps(terrain: Terrain, decisions: Mapping[int, str], machine: Machine, budget: Budget) -> list[Step]:
-    unrolled = unroll(terrain, decisions)
-    tiers = tiers_of(terrain, decisions, budget)
-    lean = lean_steps(terrain, decisions, unrolled, tiers)
-    if not tiers:
-        return lean
-    return _Sweep(terrain, decisions, machine, budget, unrolled, tiers, lean).run()
+def lower_steps(
+    terrain: Terrain, decisions: Mapping[int, str], machine: Machine, budget: Budget, lean: Lean | None = None
+) -> list[Step]:
+    lean = lean or lean_of(terrain, decisions, budget)
+    return _Sweep(terrain, decisions, machine, budget, lean).run() if lean.tiers else lean.steps
+
+
+@dataclass(frozen=True)
+class Lean:
+    """The leanest program of some decisions: every swap-out waited for where it is packed, every swap-in where it is
+    needed."""
+
+    unrolled: Unrolled
+    tiers: Mapping[int, str]
+    steps: list[Step]
+    slot_bytes: Int64s
+
+    @property
+    def peak_bytes(self) -> int:
+        return int(self.slot_bytes.max(initial=0))
+
+
+def lean_of(terrain: Terrain, decisions: Mapping[int, str], budget: Budget) -> Lean:
+    unrolled, tiers = unroll(terrain, decisions), tiers_of(terrain, decisions, budget)
+    steps = _lean_steps(terrain, decisions, unrolled, tiers)
+    return Lean(unrolled, tiers, steps, memory_of(terrain, steps, decisions))
 
 
 def tiers_of(terrain: Terrain, decisions: Mapping[int, str], budget: Budget) -> dict[int, str]:
@@ -71,10 +90,9 @@ def tiers_of(terrain: Terrain, decisions: Mapping[int, str], budget: Budget) -> 
     return tiers
 
 
-def lean_steps(
+def _lean_steps(
     terrain: Terrain, decisions: Mapping[int, str], unrolled: Unrolled, tiers: Mapping[int, str]
 ) -> list[Step]:
-    """Every swap-out waited for where it is packed, every swap-in where it is needed."""
     steps: list[Step] = []
     packs = {terrain.packs[value][0]: value for value in decisions if decisions[value] != "keep"}
     for tick in range(len(terrain.tick_slots)):
@@ -116,15 +134,13 @@ class _Sweep:
         decisions: Mapping[int, str],
         machine: Machine,
         budget: Budget,
-        unrolled: Unrolled,
-        tiers: Mapping[int, str],
-        lean: list[Step],
+        lean: Lean,
     ) -> None:
-        self.terrain, self.machine, self.tiers = terrain, machine, tiers
+        self.terrain, self.machine, self.tiers = terrain, machine, lean.tiers
         self.budget_bytes = budget.device_bytes
-        self.unrolled = unrolled
+        self.unrolled = lean.unrolled
         self.packs = {terrain.packs[value][0]: value for value in decisions if decisions[value] != "keep"}
-        self.slot_bytes = memory_of(terrain, lean, decisions)
+        self.slot_bytes = lean.slot_bytes
         starts = np.array(terrain.tick_slots, dtype=np.int64)
         self.range_bytes: Int64s = np.maximum.reduceat(self.slot_bytes, starts)  # from a tick up to the next one
         self.ahead_bytes: Int64s = np.zeros(len(starts), dtype=np.int64)  # swap-ins started before their need
@@ -144,13 +160,16 @@ class _Sweep:
 
     def run(self) -> list[Step]:
         for tick in range(len(self.terrain.tick_slots)):
-            self._release_done(tick)
+            if self.flights:
+                self._release_done(tick)
             if tick in self.packs:
                 self._pack(tick, self.packs[tick])
-            self._release_for_room(tick)
+            if self.flights:
+                self._release_for_room(tick)
             for step in self.unrolled.steps.get(tick, ()):
                 self._perform(step)
-            self._begin_swap_ins(tick)
+            if self.queue and self.queue[0][0] <= tick:
+                self._begin_swap_ins(tick)
         while self.flights:  # nobody asks for these again
             self._release(len(self.terrain.tick_slots) - 1)
         return self.steps
@@ -173,10 +192,9 @@ class _Sweep:
             self.flight_bytes += num_bytes
 
     def _release_done(self, tick: int) -> None:
-        if self.flights:
-            self.lanes.advance(self._now_s(tick))
-            while self.flights and self.flights[0].value in self.lanes.end_s[OUT]:
-                self._release(tick)
+        self.lanes.advance(self._now_s(tick))
+        while self.flights and self.flights[0].value in self.lanes.end_s[OUT]:
+            self._release(tick)
 
     def _release(self, tick: int) -> None:
         """Wait for the oldest swap-out and free its storage."""
@@ -200,9 +218,10 @@ class _Sweep:
         slots = self.terrain.tick_slots
         first, end = slots[tick], slots[tick + 1] if tick + 1 < len(slots) else self.terrain.trace.num_slots
         known_bytes = int(self.ahead_bytes[tick]) + self.alone_bytes
+        most_bytes = int(self.range_bytes[tick]) + known_bytes
         dying = [flight for flight in self.shared if flight.dies + 1 < end]
-        if not dying or int(self.range_bytes[tick]) + known_bytes > self.budget_bytes:
-            return int(self.range_bytes[tick]) + known_bytes
+        if not dying or most_bytes > self.budget_bytes:
+            return most_bytes
         level = self.slot_bytes[first:end] + known_bytes
         for flight in dying:
             level[max(flight.dies + 1 - first, 0) :] += flight.num_bytes

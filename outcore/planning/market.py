@@ -18,11 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outcore.planning.costs import remake_density, segments_of
-from outcore.planning.lower import lean_steps, tiers_of
+from outcore.planning.lower import lean_of
 from outcore.planning.scoring import Decisions
-from outcore.planning.simulate import memory_of
 from outcore.planning.terrain import Int64s, Terrain
-from outcore.planning.unroll import Unrolled, unroll
+from outcore.planning.unroll import Unrolled
 from outcore.values import Budget, Machine
 
 INF = float("inf")
@@ -155,10 +154,8 @@ class Market:
 
 
 def offer_of(terrain: Terrain, budget: Budget, decisions: Decisions, price_at: int = 0) -> Offer:
-    unrolled = unroll(terrain, decisions)
-    steps = lean_steps(terrain, decisions, unrolled, tiers_of(terrain, decisions, budget))
-    early = early_copies(terrain, decisions, unrolled)
-    return Offer(price_at, decisions, unrolled, memory_of(terrain, steps, decisions), early)
+    lean = lean_of(terrain, decisions, budget)
+    return Offer(price_at, decisions, lean.unrolled, lean.slot_bytes, early_copies(terrain, decisions, lean.unrolled))
 
 
 def segments_over(terrain: Terrain, offer: Offer, over_bytes: Int64s) -> dict[int, tuple[int, int]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from itertools import combinations
 
 from outcore.planning.costs import segments_of
-from outcore.planning.scoring import Decisions, Progress, Scored, better, lean_bytes, score
+from outcore.planning.scoring import Decisions, Progress, Scored, better, score, score_if_it_can_fit
 from outcore.planning.simple import swap_all
 from outcore.planning.terrain import Terrain
 from outcore.values import Budget, Machine
@@ -40,8 +40,8 @@ def _keep_critical(terrain: Terrain, machine: Machine, budget: Budget, best: Sco
         progress("keeping: swap-ins", size / (len(critical) + 1))
         for chosen in combinations(critical, size):
             decisions: Decisions = {**start, **dict.fromkeys(chosen, "keep")}
-            if int(lean_bytes(terrain, budget, decisions).max(initial=0)) <= budget.device_bytes:
-                best = better(best, score(terrain, machine, budget, decisions))
+            if (tried := score_if_it_can_fit(terrain, machine, budget, decisions)) is not None:
+                best = better(best, tried)
     return best
 
 
@@ -52,10 +52,10 @@ def _keep_from_output(terrain: Terrain, machine: Machine, budget: Budget, best: 
             break
         if best.decisions[value] != "swap":
             continue
-        decisions: Decisions = {**best.decisions, value: "keep"}
-        if int(lean_bytes(terrain, budget, decisions).max(initial=0)) > budget.device_bytes:
+        tried = score_if_it_can_fit(terrain, machine, budget, {**best.decisions, value: "keep"})
+        if tried is None:
             break
-        best = better(best, score(terrain, machine, budget, decisions))
+        best = better(best, tried)
         progress("keeping: swap-outs", 0.5)
     return best
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from outcore.planning.lower import lean_steps, lower_steps, tiers_of
+from outcore.planning.lower import Lean, lean_of, lower_steps, tiers_of
 from outcore.planning.simulate import Clocked, Step, clock_of, memory_of
 from outcore.planning.terrain import Int64s, Terrain
-from outcore.planning.unroll import unroll
 from outcore.values import Budget, Decision, Machine
 
 Decisions = dict[int, Decision]
@@ -38,18 +37,28 @@ class Scored:
         return int(self.slot_bytes.max(initial=0))
 
 
-def score(terrain: Terrain, machine: Machine, budget: Budget, decisions: Mapping[int, Decision]) -> Scored:
+def score(
+    terrain: Terrain, machine: Machine, budget: Budget, decisions: Mapping[int, Decision], lean: Lean | None = None
+) -> Scored:
     """Lower and simulate: the judge of every planner."""
-    steps = lower_steps(terrain, decisions, machine, budget)
-    slot_bytes = memory_of(terrain, steps, decisions)
+    lean = lean or lean_of(terrain, decisions, budget)
+    steps = lower_steps(terrain, decisions, machine, budget, lean)
+    slot_bytes = lean.slot_bytes if steps is lean.steps else memory_of(terrain, steps, decisions)
     fits = int(slot_bytes.max(initial=0)) <= budget.device_bytes and stored_fits(terrain, budget, decisions)
     return Scored(decisions, steps, clock_of(terrain, steps, machine), slot_bytes, fits)
 
 
+def score_if_it_can_fit(
+    terrain: Terrain, machine: Machine, budget: Budget, decisions: Mapping[int, Decision]
+) -> Scored | None:
+    """None where not even the leanest program of these decisions fits: that is known sooner."""
+    lean = lean_of(terrain, decisions, budget)
+    return score(terrain, machine, budget, decisions, lean) if lean.peak_bytes <= budget.device_bytes else None
+
+
 def lean_bytes(terrain: Terrain, budget: Budget, decisions: Mapping[int, Decision]) -> Int64s:
-    """Device bytes per slot of the leanest schedule these decisions have."""
-    steps = lean_steps(terrain, decisions, unroll(terrain, decisions), tiers_of(terrain, decisions, budget))
-    return memory_of(terrain, steps, decisions)
+    """Device bytes per slot of the leanest program these decisions have."""
+    return lean_of(terrain, decisions, budget).slot_bytes
 
 
 def stored_fits(terrain: Terrain, budget: Budget, decisions: Mapping[int, Decision]) -> bool:

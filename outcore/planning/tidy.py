@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from outcore.planning.holes import Places, mapped, wanted_bytes
 from outcore.planning.hybrid import Flips
 from outcore.planning.lower import as_schedule
-from outcore.planning.scoring import Scored, lean_bytes, score
+from outcore.planning.scoring import Scored, score, score_if_it_can_fit
 from outcore.planning.terrain import terrain_of
 from outcore.values import Machine, Plan, Schedule, Trace
 
@@ -112,12 +112,9 @@ class _Search:
         changed = self.flips.draw(here)
         if changed is None:
             return None
-        decisions = {**here.decisions, **changed}
-        if int(lean_bytes(self.terrain, self.budget, decisions).max(initial=0)) > self.budget.device_bytes:
-            return None
-        tried = score(self.terrain, self.machine, self.budget, decisions)
+        tried = score_if_it_can_fit(self.terrain, self.machine, self.budget, {**here.decisions, **changed})
         most_s = min(self.first.step_s * (1 + FAR), self.best_s, height)
-        return tried if tried.fits and tried.step_s < most_s else None
+        return tried if tried is not None and tried.fits and tried.step_s < most_s else None
 
     def _note(self, tried: Scored, page_bytes: int) -> None:
         self.least_bytes = min(self.least_bytes, page_bytes)
