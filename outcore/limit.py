@@ -108,9 +108,8 @@ class Limited:
         self.store = Store(self.device, self.budget.host_bytes, self.budget.disk_bytes, folder)
         self.measure = measure
         self._tries_rooms = on_cuda
-        self._num_restarts = 0
-        if on_cuda:
-            allocator.make_ready(self.device)
+        self._num_restarts, self._refusals = 0, allocator.Refusals(self.device)
+        allocator.make_ready(self.device)
         self.kinds: dict[Key, Kind] = {}
         self._given_plan = plan
         self._given_fits = False
@@ -131,7 +130,7 @@ class Limited:
             register_optimizer_step_post_hook(partial(_tell, weakref.WeakMethod(self._on_optimizer))),
         ]
         self._know_parameters()
-        self._aside = Aside(model.parameters(), memory_bytes, self.device) if on_cuda else None
+        self._aside = Aside(model.parameters(), memory_bytes, self.device, self._refusals.excuse) if on_cuda else None
 
     def expect(self, trace: Trace) -> None:
         """The next step of a new kind will do what `trace` says: it is planned at once, without recording it first.
@@ -156,7 +155,8 @@ class Limited:
         collecting, failed = gc.isenabled(), True
         gc.disable()  # a step makes and frees thousands of objects: every look at them all takes a tenth of a second
         try:
-            yield self
+            with self._refusals:
+                yield self
             failed = False
         except torch.OutOfMemoryError as error:
             self._ran_out(self._kind, error)

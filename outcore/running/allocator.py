@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from contextlib import suppress
 
 import torch
@@ -10,6 +11,8 @@ import torch
 
 def make_ready(device: torch.device) -> None:
     """Before the first step under a budget."""
+    if device.type != "cuda":
+        return
     _prefer_expandable_segments()
     _ask_for_workspaces(device)
 
@@ -51,3 +54,34 @@ def places(device: torch.device) -> tuple[tuple[int, int], ...]:
 def count_restarts(device: torch.device) -> int:
     """How often the allocator gave everything back and started over, so far."""
     return int(torch.cuda.memory_stats(device)["num_alloc_retries"]) if device.type == "cuda" else 0
+
+
+class Refusals:
+    """Around a step: memory that was refused to one of its ops, and it went on. cuDNN then takes an algorithm that
+    needs less and says nothing; its sums may round otherwise than those of the one it takes where there is room."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._num_before = 0
+        self._told = device.type != "cuda"
+
+    def __enter__(self) -> None:
+        self._num_before = self._count()
+
+    def excuse(self) -> None:
+        """One that changed no op."""
+        self._num_before += 1
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Tells the user, once."""
+        if kind is None and self._count() > self._num_before:
+            self._told = True
+            warnings.warn(
+                "outcore: an op asked for more memory than there is and went on with less, most likely a convolution "
+                "that wants a large workspace; its results may differ in the last bits from a run with more memory "
+                "(model.to(memory_format=torch.channels_last) takes smaller workspaces, as does a smaller batch)",
+                stacklevel=5,
+            )
+
+    def _count(self) -> int:
+        return 0 if self._told else int(torch._C._cuda_memoryStats(self._device.index)["num_ooms"])

@@ -23,7 +23,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -39,7 +39,14 @@ class Aside:
     live in the parameters and so must not keep anything alive: they know them weakly.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], budget_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        budget_bytes: int,
+        device: torch.device,
+        on_refused: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._on_refused = on_refused  # memory: then a tensor stays where it is
         self._parameters: list[weakref.ref[torch.nn.Parameter]] = []
         self._waiting: set[int] = set()  # parameters without a gradient yet, by id
         self._hooks = []
@@ -77,6 +84,7 @@ class Aside:
             with torch.cuda.stream(part):  # on the CPU: no change
                 storage = torch.UntypedStorage(tensor.nbytes, device=tensor.device)
         except torch.OutOfMemoryError:  # the step itself has all it needs
+            self._on_refused()
             return tensor
         with torch._C._DisableTorchDispatch():  # these are no ops of the step
             moved = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import sys
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -126,3 +128,64 @@ def test_memory_that_is_pinned_already_is_refused_without_a_trace() -> None:
     host = torch.zeros(1 << 20, dtype=torch.uint8).pin_memory()
     assert not pin(host.data_ptr(), host.nbytes)
     assert torch.ones(3, device="cuda").sum().item() == 3
+
+
+@pytest.fixture
+def _capped() -> Iterator[None]:
+    torch.cuda.set_per_process_memory_fraction(0.2)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+class Asking(nn.Module):
+    """A step in which something asks for more than there is and goes on without: what cuDNN does for its workspaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(8)))
+        self.num_bytes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.num_bytes:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                torch.UntypedStorage(self.num_bytes, device="cuda")
+        return torch.sum(self.layers(x))
+
+
+@pytest.mark.usefixtures("_capped")
+@pytest.mark.parametrize("at", [0, 6], ids=["recorded", "planned"])
+def test_an_op_that_goes_on_with_less_memory_is_told_of_once(at: int) -> None:
+    model, x = Asking().cuda(), torch.randn(4096, 1024, device="cuda")
+    too_much = torch.cuda.get_device_properties(0).total_memory // 2
+    ooc = limit(model, "400MiB")
+    told = []
+    for step in range(at + 3):
+        model.num_bytes = too_much if step >= at else 0
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with ooc.step():
+                model(x).backward()
+        told.append(sum("asked for more memory than there is" in str(one.message) for one in caught))
+    ooc.close()
+    assert told == [0] * at + [1, 0, 0]
+
+
+@pytest.mark.usefixtures("_capped")
+def test_what_is_not_put_aside_for_want_of_memory_changed_no_op() -> None:
+    model, x, _ = network()
+    ooc = limit(model, "500MiB")
+    kept = torch.ones(1 << 26, device="cuda")
+    failures = torch.cuda.memory_stats()["num_ooms"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with ooc.step():
+            loss = model(x).sum()
+            torch.cuda.empty_cache()
+            there = torch.cuda.memory_reserved() / torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(there)
+            assert ooc._aside is not None
+            assert ooc._aside.move(kept) is kept
+            torch.cuda.set_per_process_memory_fraction(0.2)
+            loss.backward()
+    ooc.close()
+    assert torch.cuda.memory_stats()["num_ooms"] == failures + 1
