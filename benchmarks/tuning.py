@@ -8,8 +8,8 @@
             the memory of the device, and under a tight budget, where it ends with the verdict of `headline`.
 `choice`    the batch `tune` chooses against an exhaustive sweep of real runs, and what both cost. A run of the sweep is
             what benchmarks/slowdown.py takes to measure one batch: recorded, planned, settled, then ten steps timed.
-            Of two dozen runs the best one had luck: so the best few and the batch chosen run again, in turn, and
-            the choice is compared with the best of their medians.
+            Of two dozen runs the best one had luck: so the best few and the batch chosen run again, a step in turn,
+            and the choice is compared with each of them round by round; the median of the worst comparison counts.
 `headline`  the best batch under a plan against the largest in-core one: ratio of batches and of samples per second.
             The tight part of `curve`, alone.
 
@@ -72,7 +72,7 @@ BATCHES = (32, 64, 256, 1024, 2048, 128, 512) if ON_GPU else (4, 8, 16, 24, 32, 
 MEMORY = {"resnet50": "16GiB", "vit_b": "16GiB", "digits_resnet": "64MiB", "small_vit": "32MiB"}
 NUM_WARM = 12 if ON_GPU else 5  # ours: recorded, timed again, planned, watched, fitted to the allocator
 NUM_STEPS = 10
-NUM_TOP, NUM_AGAIN = 4, 5  # the sweep's best, and how often they and the batch chosen run again, in turn
+NUM_TOP, NUM_TURNS = 4, 40  # the sweep's best, and how often they and the batch chosen run again, in turn
 WIDE = "90%" if ON_GPU else "4GiB"  # of memory: nearly every batch is in-core
 NUM_PLANNERS = 5 if ON_GPU else 0  # processes; here a CPU's cores are what is measured
 NUM_VISITS = 1 if ON_GPU else 0  # to a short step, before the one that is reported with its peak
@@ -369,17 +369,19 @@ def choice(settings: argparse.Namespace) -> Iterator[Row]:
     best = max(swept, key=lambda batch: swept[batch][0])
     sweep_s = sum(seconds for _, seconds in swept.values())
     top = sorted(swept, key=lambda batch: -swept[batch][0])[:NUM_TOP]
-    again: dict[int, list[float]] = {batch: [] for batch in sorted({micro, *top})}
-    for batch, rates in NUM_AGAIN * list(again.items()):
-        rates.append(_real_run(make_model, make_batch, batch, memory)[0])
-    middles = {batch: statistics.median(rates) for batch, rates in again.items()}
+    again = _in_turn(make_model, make_batch, sorted({micro, *top}), memory)
+    against = {
+        batch: statistics.median(ours / theirs for ours, theirs in zip(again[micro], rates))
+        for batch, rates in again.items()
+    }
     yield {
         **row,
         "what": "verdict",
         "micro_batch": micro,
         "best_batch": best,
-        "of_best_throughput": middles[micro] / max(middles.values()),
+        "of_best_throughput": min(against.values()),
         "in_the_sweep": swept[micro][0] / swept[best][0],
+        "against": {str(batch): share for batch, share in against.items()},
         "again": {str(batch): rates for batch, rates in again.items()},
         "tune_s": tune_s,
         "sweep_s": sweep_s,
@@ -409,27 +411,54 @@ def _chosen(name: str, memory: str, largest: int) -> tuple[int, Curve]:
         bench.close()
 
 
+class _Loop:
+    """A training loop under `limit`, as benchmarks/slowdown.py runs it."""
+
+    def __init__(self, make_model: Any, make_batch: Any, batch: int, memory: str) -> None:
+        self.model, self.data, self.batch = make_model(), make_batch(batch), batch
+        self.optimizer, self.ooc = make_sgd(self.model.parameters()), limit(self.model, memory)
+
+    def step(self) -> float:
+        """What one took."""
+        start_s = _now_s()
+        with self.ooc.step():
+            loss_of(self.model, F.cross_entropy, self.data).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return _now_s() - start_s
+
+
 def _real_run(make_model: Any, make_batch: Any, batch: int, memory: str) -> tuple[float, float]:
-    """Samples per second and what finding out took: a loop under `limit`, as benchmarks/slowdown.py runs it."""
+    """Samples per second and what finding out took."""
     began_s = _now_s()
-    model = make_model()
-    optimizer, ooc, times = make_sgd(model.parameters()), limit(model, memory), []
-    data = make_batch(batch)
+    loop = _Loop(make_model, make_batch, batch, memory)
     try:
-        for step in range(NUM_WARM + NUM_STEPS):
-            start_s = _now_s()
-            with ooc.step():
-                loss_of(model, F.cross_entropy, data).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if step >= NUM_WARM:
-                times.append(_now_s() - start_s)
+        times = [loop.step() for _ in range(NUM_WARM + NUM_STEPS)][NUM_WARM:]
     finally:
-        ooc.close()
+        loop.ooc.close()
     took_s = _now_s() - began_s
-    del model, optimizer, data
+    del loop
     clean()
     return batch / (statistics.median(times) if ON_GPU else min(times)), took_s
+
+
+def _in_turn(make_model: Any, make_batch: Any, batches: list[int], memory: str) -> dict[int, list[float]]:
+    """Samples per second of each, a step at a time, round after round: what differs between two of a round differs
+    between the batches. A turn's first step, which finds the caches full of another batch, does not count."""
+    loops = [_Loop(make_model, make_batch, batch, memory) for batch in batches]
+    try:
+        for loop in loops:
+            for _ in range(NUM_WARM):
+                loop.step()
+        rates: dict[int, list[float]] = {batch: [] for batch in batches}
+        for at in range(NUM_TURNS):
+            for loop in loops if at % 2 else reversed(loops):
+                loop.step()
+                rates[loop.batch].append(loop.batch / loop.step())
+        return rates
+    finally:
+        for loop in loops:
+            loop.ooc.close()
 
 
 def _now_s() -> float:
