@@ -485,9 +485,6 @@ class Limited:
             return
         self._meter = LiveBytes()
         self._meter.current_bytes = self._meter.peak_bytes = before_bytes
-        for item in gc.get_objects():
-            if type(item) in (torch.Tensor, torch.nn.Parameter) and item.layout is torch.strided:
-                self._meter.know(item)
 
     def _now(self) -> Any:
         if self.device.type == "cuda":

@@ -207,7 +207,8 @@ class Execution:
             if index == program.last_watched:
                 self.wants_ops = not (self._stops_watching and self.on_plan)
         if self.meter is not None:
-            self._meter(result)
+            for tensor in filter(is_plain, outputs_of(func, args, kwargs, result)[0]):
+                self.meter.see(tensor)
         return result
 
     def _call(self, index: int, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -450,12 +451,6 @@ class Execution:
     def _see(self, tensor: torch.Tensor | None) -> None:
         if self.meter is not None and tensor is not None:
             self.meter.see(tensor)
-
-    def _meter(self, result: Any) -> None:
-        assert self.meter is not None
-        for tensor in result if isinstance(result, list | tuple) else (result,):
-            if isinstance(tensor, torch.Tensor) and is_plain(tensor):
-                self.meter.see(tensor)
 
 
 _ACTS: dict[str, Callable[[Execution, Action], None]] = {

@@ -25,7 +25,7 @@ class LiveBytes:
         self._next = 0
 
     def see(self, tensor: torch.Tensor) -> None:
-        """Counts the storage of `tensor` if it is new."""
+        """Counts the storage of `tensor`, which was not there before the step, once."""
         storage = tensor.untyped_storage()
         if storage.__dict__.get(_SEEN) is self:
             return
@@ -35,10 +35,6 @@ class LiveBytes:
         self.current_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.current_bytes)
         self._refs[number] = weakref.ref(storage, partial(self._died, number, size))
-
-    def know(self, tensor: torch.Tensor) -> None:
-        """Marks a storage that was there before: it is not counted when an op returns it."""
-        tensor.untyped_storage().__dict__[_SEEN] = self
 
     def _died(self, number: int, size: int, _: object) -> None:
         if self._refs.pop(number, None) is not None:

@@ -36,6 +36,7 @@ from outcore.values import Budget, Machine, Plan, Timeline, Trace
 Tell = Callable[[str, float], None]
 BUSY_S = 0.02  # shorter steps are mostly overhead: their times tell little about larger batches
 NUM_TIMED, TIMED_S = 3, 0.2  # real steps that are timed: at least so many, and for so long
+NUM_LONG_TIMED = 2  # of steps that take as long each
 BRIEF_S = 0.05  # for steps whose times tell little
 SHORT_S, SHORT_TIMED_S = 0.05, 0.5  # on CUDA such a step waits for its host, whom much else disturbs: timed so long
 NUM_TRIED = 6  # steps until one was watched under a plan
@@ -114,6 +115,8 @@ class Bench:
                     "from the model's output"
                 )
             traces.append(self.ooc.trace)
+            if sum(op.seconds for op in traces[0].ops) < BUSY_S:
+                break
         _newest_kind(self.ooc).trace = fastest(traces)
         return self._watched(self.ooc, batch, data)
 
@@ -229,7 +232,7 @@ class Bench:
     def _time(self, ooc: Limited, data: Any, for_s: float) -> float:
         """Seconds of a step, the least of those tried: what else the machine does only ever adds."""
         least_s, num, began_s = math.inf, 0, time.perf_counter()
-        while num < NUM_TIMED or time.perf_counter() - began_s < for_s:
+        while time.perf_counter() - began_s < for_s or num < (NUM_TIMED if least_s < TIMED_S else NUM_LONG_TIMED):
             start_s = self._now()
             self._step(ooc, data)
             least_s, num = min(least_s, self._now() - start_s), num + 1
