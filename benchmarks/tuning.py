@@ -8,8 +8,8 @@
             the memory of the device, and under a tight budget, where it ends with the verdict of `headline`.
 `choice`    the batch `tune` chooses against an exhaustive sweep of real runs, and what both cost. A run of the sweep is
             what benchmarks/slowdown.py takes to measure one batch: recorded, planned, settled, then ten steps timed.
-            Of two dozen runs the best one had luck: so the best few and the batch chosen run again, a step in turn,
-            and the choice is compared with each of them round by round; the median of the worst comparison counts.
+            Of two dozen runs the best one had luck: so the best few and the batch chosen run again, a step in turn;
+            half of the rounds say which is the best of them, and the other half what the choice is of that one.
 `headline`  the best batch under a plan against the largest in-core one: ratio of batches and of samples per second.
             The tight part of `curve`, alone.
 
@@ -72,7 +72,7 @@ BATCHES = (32, 64, 256, 1024, 2048, 128, 512) if ON_GPU else (4, 8, 16, 24, 32, 
 MEMORY = {"resnet50": "16GiB", "vit_b": "16GiB", "digits_resnet": "64MiB", "small_vit": "32MiB"}
 NUM_WARM = 12 if ON_GPU else 5  # ours: recorded, timed again, planned, watched, fitted to the allocator
 NUM_STEPS = 10
-NUM_TOP, NUM_TURNS = 4, 40  # the sweep's best, and how often they and the batch chosen run again, in turn
+NUM_TOP, NUM_TURNS, NUM_AGAIN = 4, 160, 6  # the sweep's best; steps of each of them in turn, or whole runs on a GPU
 WIDE = "90%" if ON_GPU else "4GiB"  # of memory: nearly every batch is in-core
 NUM_PLANNERS = 5 if ON_GPU else 0  # processes; here a CPU's cores are what is measured
 NUM_VISITS = 1 if ON_GPU else 0  # to a short step, before the one that is reported with its peak
@@ -370,18 +370,18 @@ def choice(settings: argparse.Namespace) -> Iterator[Row]:
     sweep_s = sum(seconds for _, seconds in swept.values())
     top = sorted(swept, key=lambda batch: -swept[batch][0])[:NUM_TOP]
     again = _in_turn(make_model, make_batch, sorted({micro, *top}), memory)
-    against = {
-        batch: statistics.median(ours / theirs for ours, theirs in zip(again[micro], rates))
-        for batch, rates in again.items()
-    }
+    rival = max(again, key=lambda batch: _over(again[batch][1::2]))
+    ours, theirs = (again[batch][::2] for batch in (micro, rival))
     yield {
         **row,
         "what": "verdict",
         "micro_batch": micro,
         "best_batch": best,
-        "of_best_throughput": min(against.values()),
+        "rival": rival,
+        "of_best_throughput": _over(ours) / _over(theirs),
+        "standard_error": _error_of(ours, theirs),
         "in_the_sweep": swept[micro][0] / swept[best][0],
-        "against": {str(batch): share for batch, share in against.items()},
+        "over_all_rounds": {str(batch): _over(rates) for batch, rates in again.items()},
         "again": {str(batch): rates for batch, rates in again.items()},
         "tune_s": tune_s,
         "sweep_s": sweep_s,
@@ -442,17 +442,31 @@ def _real_run(make_model: Any, make_batch: Any, batch: int, memory: str) -> tupl
     return batch / (statistics.median(times) if ON_GPU else min(times)), took_s
 
 
+_over = statistics.harmonic_mean  # samples per second over all of these steps together
+
+
+def _error_of(ours: list[float], theirs: list[float]) -> float:
+    """The standard error of their ratio, by leaving out one round after the other."""
+    num = len(ours)
+    left = [_over(ours[:at] + ours[at + 1 :]) / _over(theirs[:at] + theirs[at + 1 :]) for at in range(num)]
+    return math.sqrt(num - 1) * statistics.pstdev(left)
+
+
 def _in_turn(make_model: Any, make_batch: Any, batches: list[int], memory: str) -> dict[int, list[float]]:
     """Samples per second of each, a step at a time, round after round: what differs between two of a round differs
-    between the batches. A turn's first step, which finds the caches full of another batch, does not count."""
+    between the batches. A turn's first step, which finds the caches full of another batch, does not count. On a GPU
+    whole runs take turns: loops side by side would have to share the budget."""
+    rates: dict[int, list[float]] = {batch: [] for batch in batches}
+    if ON_GPU:
+        for batch in NUM_AGAIN * batches:
+            rates[batch].append(_real_run(make_model, make_batch, batch, memory)[0])
+        return rates
     loops = [_Loop(make_model, make_batch, batch, memory) for batch in batches]
     try:
-        for loop in loops:
-            for _ in range(NUM_WARM):
-                loop.step()
-        rates: dict[int, list[float]] = {batch: [] for batch in batches}
+        for loop in NUM_WARM * loops:
+            loop.step()
         for at in range(NUM_TURNS):
-            for loop in loops if at % 2 else reversed(loops):
+            for loop in loops if at // 2 % 2 else reversed(loops):
                 loop.step()
                 rates[loop.batch].append(loop.batch / loop.step())
         return rates

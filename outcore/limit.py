@@ -217,7 +217,8 @@ class Limited:
             return
         if kind.trace is None and not kind.unplanned:
             self._know_parameters()
-            self._run = Recorder(self.model, self.store, self.device, before_bytes, self.budget.device_bytes)
+            where = self.model, self.store, self.device, before_bytes, self.budget.device_bytes
+            self._run = Recorder(*where, on_refused=self._refusals.excuse)
             self._interception.listen(self._run, ops=True)
             return
         grown = kind.plan is not None and before_bytes > kind.plan.before_bytes + MIB
@@ -231,7 +232,7 @@ class Limited:
         closely = kind.program is not None and (self.measure or kind.num_steps < NUM_MEASURED)
         if closely:
             self._log = []
-            self._watch_memory(before_bytes)
+            self._watch_memory(before_bytes, kind.trace)
         time_again = self.device.type == "cuda" and kind.trace is not None and not kind.timed_again
         clock = Clock(self.device) if time_again else None
         self._run = Execution(
@@ -303,7 +304,7 @@ class Limited:
             warnings.warn(
                 f"outcore: steps called alike keep doing different work ({run.left_plan_because}); they run unplanned "
                 "from here on, everything swapped: correct, but slow",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     # -- planning -----------------------------------------------------------------------------------------------------
@@ -479,12 +480,11 @@ class Limited:
         resident = resident_bytes(self.model, self._optimizers, self.device)
         return resident + sum(tensor.nbytes for tensor in inputs if tensor.device.type == "cpu")
 
-    def _watch_memory(self, before_bytes: int) -> None:
+    def _watch_memory(self, before_bytes: int, trace: Trace | None) -> None:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return
-        self._meter = LiveBytes()
-        self._meter.current_bytes = self._meter.peak_bytes = before_bytes
+        self._meter = LiveBytes(before_bytes, know_what_is_there=trace is None or trace.has_unseen)
 
     def _now(self) -> Any:
         if self.device.type == "cuda":

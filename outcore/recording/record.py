@@ -74,7 +74,9 @@ class Recorder:
         budget_bytes: int = 0,
         *,
         name: str = "",
+        on_refused: Callable[[], None] = lambda: None,
     ) -> None:
+        self._on_refused = on_refused  # memory, to what is no op of the step
         self.budget_bytes = budget_bytes
         self.store = store
         self.device = device
@@ -190,7 +192,7 @@ class Recorder:
         made = sum(self._count(tensor) for tensor in fresh)
         workspace_bytes = max(unseen_bytes, self._workspace(max(live_before, self._live_bytes) + made))
         if forward and has_twin(func, args):
-            self._twins[index] = Twin(args, fresh, self.budget_bytes // 32)
+            self._twins[index] = Twin(args, fresh, self.budget_bytes // 32, self._on_refused)
             self._reset_peak()  # what the comparison took is not the step's
         writes = [self._storages[self._add_storage(t, external=False, producer=index)].current for t in fresh]
         writes += [self._add_value(self._storage_of(tensor), index) for tensor in overwritten]
@@ -422,13 +424,18 @@ def _rerunnable(cell: Cell) -> bool:
 class Twin:
     """Does a cheaper op give the same bits as the op that just ran? Compared on all of its result, read at the end."""
 
-    def __init__(self, args: Sequence[Any], fresh: list[torch.Tensor], piece_bytes: int) -> None:
+    def __init__(
+        self, args: Sequence[Any], fresh: list[torch.Tensor], piece_bytes: int, on_refused: Callable[[], None]
+    ) -> None:
         self._differs: torch.Tensor | None = None
         self._clock = Clock(fresh[0].device, spin=False)
         self._num_pieces = 1.0
         try:
             with below_everything():
                 self._compare(args, fresh[0], fresh[1], fresh[2], piece_bytes)
+        except torch.OutOfMemoryError:
+            self._differs = None
+            on_refused()
         except (RuntimeError, IndexError):  # a combination of types it does not take
             self._differs = None
 

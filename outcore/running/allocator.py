@@ -63,24 +63,28 @@ class Refusals:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._num_before = 0
+        self._num_untold = 0  # in steps that failed: what cuDNN took then it may take in the next ones, without asking
         self._told = device.type != "cuda"
 
     def __enter__(self) -> None:
-        self._num_before = self._count()
+        self._num_before = self._count() - self._num_untold
 
     def excuse(self) -> None:
         """One that changed no op."""
         self._num_before += 1
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Tells the user, once."""
-        if kind is None and self._count() > self._num_before:
+        """Tells the user, once, when a step ends well."""
+        num, self._num_untold = self._count() - self._num_before, 0
+        if kind is not None:
+            self._num_untold = num - issubclass(kind, torch.OutOfMemoryError)  # that one says so itself
+        elif num > 0:
             self._told = True
             warnings.warn(
                 "outcore: an op asked for more memory than there is and went on with less, most likely a convolution "
                 "that wants a large workspace; its results may differ in the last bits from a run with more memory "
                 "(model.to(memory_format=torch.channels_last) takes smaller workspaces, as does a smaller batch)",
-                stacklevel=5,
+                stacklevel=4,
             )
 
     def _count(self) -> int:

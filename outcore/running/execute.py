@@ -207,7 +207,9 @@ class Execution:
             if index == program.last_watched:
                 self.wants_ops = not (self._stops_watching and self.on_plan)
         if self.meter is not None:
-            for tensor in filter(is_plain, outputs_of(func, args, kwargs, result)[0]):
+            everything = self.meter.knows_what_was_there
+            made = tensors_in((result,)) if everything else outputs_of(func, args, kwargs, result)[0]
+            for tensor in filter(is_plain, made):
                 self.meter.see(tensor)
         return result
 

@@ -1,11 +1,13 @@
 """How many bytes of the device are in use: by the allocator's own count on CUDA, by our own count on the CPU.
 
 On the CPU no allocator can be asked, so storages are counted as ops make them and discounted when they die. That sees
-every tensor, and nothing a kernel allocates and frees inside itself.
+every tensor, and nothing a kernel allocates and frees inside itself. What was made without an op (compiled code, NumPy)
+is counted when an op first returns it; to tell that from what was there before the step, that has to be known.
 """
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterable
 from functools import partial
@@ -18,11 +20,14 @@ _SEEN = "_outcore_metered"
 class LiveBytes:
     """Storages made since it began, counted while they live."""
 
-    def __init__(self) -> None:
-        self.current_bytes = 0
-        self.peak_bytes = 0
+    def __init__(self, before_bytes: int, *, know_what_is_there: bool) -> None:
+        self.current_bytes = self.peak_bytes = before_bytes
+        self.knows_what_was_there = know_what_is_there
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._next = 0
+        for item in gc.get_objects() if know_what_is_there else ():
+            if type(item) in (torch.Tensor, torch.nn.Parameter) and item.layout is torch.strided:
+                item.untyped_storage().__dict__[_SEEN] = self
 
     def see(self, tensor: torch.Tensor) -> None:
         """Counts the storage of `tensor`, which was not there before the step, once."""

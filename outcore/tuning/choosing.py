@@ -20,6 +20,7 @@ from outcore.tuning.probing import BUSY_S, Bench, Measured, Tell
 from outcore.tuning.scaling import Family
 
 NUM_CONFIRMED = 4  # batches that are tried with real steps, at most
+NUM_LARGER = 2  # in-core batches that take turns with the one that would be taken
 CLOSE = 0.8  # of the best samples per second: noise may hide that it is better
 FAR = 4  # times the largest in-core batch: the curve ends there
 HOPELESS = 0.8  # of the best samples per second: beyond the in-core batches nothing slower is planned
@@ -75,7 +76,7 @@ class Choosing:
 
     def settle(self, pick: Pick, tell: Tell) -> int:
         """Real steps at the batch that would be taken and at the fastest, until neither changes. On a CPU, whose speed
-        is another a second later, those that are in-core take turns."""
+        is another a second later, those that are in-core take turns, and with them one beyond that would be taken."""
         takes_turns = self.bench.device.type == "cpu"
         for at in range(NUM_CONFIRMED + takes_turns):
             unknown = [batch for batch in self._wanted(pick) if self.curve.point(batch).measured_step_s is None]
@@ -106,15 +107,22 @@ class Choosing:
         return [batch for batch in dict.fromkeys(wanted) if batch]
 
     def _rivals(self, pick: Pick) -> list[int]:
-        """In-core batches from which one is chosen; the largest is one of them, if it may be as good."""
-        points = [point for point in self.curve.fitting if point.in_core]
+        """In-core batches from which one is chosen, and some of the larger ones up to the largest, if that may be as
+        good. One beyond, too, if it would be taken: what it ran in may have been a fast moment."""
+        points, picked = [point for point in self.curve.fitting if point.in_core], pick(self.curve)
         rates = {point.micro_batch: self.curve.rate(point.micro_batch) for point in points}
-        last = [batch for batch in [*rates][-1:] if rates[batch] >= CLOSE * max(rates.values())]
-        return sorted({*(batch for batch in self._wanted(pick) if batch in rates), *last})
+        larger = [batch for batch in rates if batch > picked or picked not in rates]
+        if larger and rates[larger[-1]] < CLOSE * max(rates.values()):
+            larger = []
+        return sorted({picked, *(batch for batch in self._wanted(pick) if batch in rates), *larger[-NUM_LARGER:]})
 
     def _above(self, batch: int) -> int:
-        """The next larger batch: that nothing is gained there is worth a look."""
-        return next((point.micro_batch for point in self.curve.fitting if point.micro_batch > batch), 0)
+        """The next larger batch: that nothing is gained there is worth a look, unless it swaps, what that takes was
+        seen at another, and it is slower by that."""
+        above = next((point for point in self.curve.fitting if point.micro_batch > batch), None)
+        if above is None or (not above.in_core and self.beyond_s and above.samples_per_s < self.curve.rate(batch)):
+            return 0
+        return above.micro_batch
 
     def _beyond(self) -> int:
         """The first batch beyond in-core, where nothing out there was measured and it may be the better one."""

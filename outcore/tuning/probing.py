@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import gc
 import math
+import statistics
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +42,8 @@ BRIEF_S = 0.05  # for steps whose times tell little
 SHORT_S, SHORT_TIMED_S = 0.05, 0.5  # on CUDA such a step waits for its host, whom much else disturbs: timed so long
 NUM_TRIED = 6  # steps until one was watched under a plan
 NUM_ROUNDS = 2  # of timing recorded batches in turn
-NUM_IN_TURN = 3  # rounds of timing those from which one is chosen
+NUM_IN_TURN = 4, 8  # rounds of timing those from which one is chosen, at least and at most
+KNOWN = 0.01  # of the fastest one's seconds a sample: two that are compared so closely need no further round
 NUM_RECORDINGS = 2  # on the CPU, where the first one also pays for the first touch of memory
 SETTLE_S = 12.0  # for `limit` to find a room in which the allocator does not start over
 UNTIMED_S = 1e3  # of an op, until it is timed: longer than any
@@ -153,28 +155,34 @@ class Bench:
             self._tidy()
 
     def in_turn(self, predicted: Sequence[Predicted]) -> list[tuple[float, int]]:
-        """Real steps of in-core batches, some of each after the other: seconds of each, the least, and its peak. A
-        shared CPU is not the same machine a second later, and batches are told apart by a few percent. A turn's first
-        step, which finds the caches full of another batch, does not count."""
+        """Real steps of several batches, one of each after the other: seconds of each, and its peak. A shared CPU is
+        not the same machine a second later, and batches are told apart by a few percent: their means over the same
+        rounds tell them apart, of few steps the least is luck. How fast they all are, left alone, the least say. A
+        short step finds the caches full of another batch, and is run twice."""
         ooc, peaks = self._limited(), list[int]()
         batches = [found.point.micro_batch for found in predicted]
-        least_s = dict.fromkeys(batches, math.inf)
+        times: dict[int, list[float]] = {batch: [] for batch in batches}
         self._advance()
         try:
             for found, batch in zip(predicted, batches):
                 ooc.expect(found.trace)
                 peaks.append(self._watch(ooc, self.samples.any_batch(batch))[0].peak_bytes)
-            for batch in NUM_IN_TURN * batches:
-                data = self.samples.any_batch(batch)
-                self._step(ooc, data)
-                start_s = self._now()
-                self._step(ooc, data)
-                least_s[batch] = min(least_s[batch], self._now() - start_s)
-                del data  # the next batch's would be beside it otherwise
+            while (going := _undecided(times)) and len(times[going[0]]) < NUM_IN_TURN[1]:
+                for found, batch in zip(predicted, batches):
+                    if batch in going:
+                        times[batch].append(self._turn(ooc, batch, twice=found.point.step_s < SHORT_S))
         finally:
             ooc.close()
             self._tidy()
-        return list(zip(least_s.values(), peaks))
+        return list(zip(_seconds_of(times), peaks))
+
+    def _turn(self, ooc: Limited, batch: int, *, twice: bool) -> float:
+        data = self.samples.any_batch(batch)
+        if twice:
+            self._step(ooc, data)
+        start_s = self._now()
+        self._step(ooc, data)
+        return self._now() - start_s
 
     def time_again(self, measured: Sequence[Measured], *, for_s: float = 0.0) -> list[Measured]:
         """Recorded batches in turn, several times: a machine that is busy for a while slows all of them alike."""
@@ -296,6 +304,31 @@ class Bench:
         """Takes every hook off the model again."""
         self.ooc.close()
         self._tidy()
+
+
+def _undecided(times: Mapping[int, Sequence[float]]) -> list[int]:
+    """The batches that may still take the fewest seconds a sample; none where that is known well enough."""
+    if min(map(len, times.values())) < NUM_IN_TURN[0]:
+        return [*times]
+    longest = [batch for batch in times if len(times[batch]) == max(map(len, times.values()))]
+    best = min(longest, key=lambda batch: statistics.fmean(times[batch]) / batch)
+    least = statistics.fmean(times[best]) / best
+    going, is_known = [best], True
+    for batch in longest:
+        behind = [theirs / batch - ours / best for theirs, ours in zip(times[batch], times[best])]
+        error = statistics.stdev(behind) / math.sqrt(len(behind))
+        if batch != best and statistics.fmean(behind) < 2 * error:
+            going.append(batch)
+            is_known = is_known and error < KNOWN * least
+    return [] if is_known else going
+
+
+def _seconds_of(times: Mapping[int, Sequence[float]]) -> list[float]:
+    """Each batch by the rounds that it shares with the one that went on longest; how fast they all are, the least."""
+    first = max(times.values(), key=len)
+    undisturbed = statistics.fmean(min(taken) / statistics.fmean(taken) for taken in times.values())
+    share = undisturbed * statistics.fmean(first)
+    return [share * statistics.fmean(taken) / statistics.fmean(first[: len(taken)]) for taken in times.values()]
 
 
 def _newest_kind(ooc: Limited) -> Kind:

@@ -95,6 +95,11 @@ class Trace(Saved):
     def num_slots(self) -> int:
         return len(self.ops) + len(self.ticks)
 
+    @cached_property
+    def has_unseen(self) -> bool:
+        """Something made storages in it without an op: compiled code, NumPy, a loader's other process."""
+        return any(value.producer < 0 and not self.storages[value.storage].external for value in self.values)
+
     def bytes_of(self, value: int) -> int:
         return self.storages[self.values[value].storage].bytes
 

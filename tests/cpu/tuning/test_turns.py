@@ -93,11 +93,16 @@ def test_one_batch_lies_in_memory_at_a_time_and_every_other_step_counts(
     monkeypatch.setattr(bench.samples, "any_batch", any_batch)
     monkeypatch.setattr(bench, "_step", counted)
     bench.in_turn(found)
-    assert steps[-4 * NUM_IN_TURN :] == NUM_IN_TURN * [8, 8, 16, 16]
+    least, most = NUM_IN_TURN
+    turns = steps[-4 * most :]
+    assert [8, 8, 16, 16] * least == turns[-4 * least :]
 
 
-def chosen(said: dict[int, float], true: dict[int, float], edge: int) -> tuple[int, list[Any], Curve]:
-    """What is taken where the curve promises `said` samples per second and real steps have `true`."""
+def chosen(
+    said: dict[int, float], true: dict[int, float], edge: int, fast: dict[int, float] | None = None
+) -> tuple[int, list[Any], Curve]:
+    """What is taken where the curve promises `said` samples per second and real steps have `true`; `fast` alone."""
+    alone = true | (fast or {})
     ran: list[Any] = []
 
     def in_turn(found: list[Predicted]) -> list[tuple[float, int]]:
@@ -107,7 +112,7 @@ def chosen(said: dict[int, float], true: dict[int, float], edge: int) -> tuple[i
     def confirm(one: Predicted) -> Any:
         batch = one.point.micro_batch
         ran.append(batch)
-        return SimpleNamespace(step_s=batch / true[batch], peak_bytes=1)
+        return SimpleNamespace(step_s=batch / alone[batch], peak_bytes=1)
 
     points = [
         Point(batch, batch, batch / rate, rate, 0, 0 if batch <= edge else 10, 0, batch <= edge, True)
@@ -137,3 +142,15 @@ def test_what_comes_out_beyond_in_core_ran_too() -> None:
 def test_one_batch_alone_runs_once() -> None:
     taken, ran, _ = chosen({32: 900}, {32: 900}, 32)
     assert (taken, ran) == (32, [[32]])
+
+
+def test_one_beyond_that_ran_in_a_fast_moment_meets_those_in_core() -> None:
+    taken, ran, _ = chosen({32: 700, 64: 900, 96: 980}, {32: 700, 64: 900, 96: 840}, 64, fast={96: 980})
+    assert ran == [96, [32, 64, 96]]
+    assert taken == 64
+
+
+def test_once_swapping_was_seen_a_slower_neighbour_beyond_is_not_run() -> None:
+    taken, ran, _ = chosen({64: 900, 96: 800, 128: 990}, {64: 900, 96: 800, 128: 500}, 64)
+    assert ran == [128, [64]]
+    assert taken == 64
