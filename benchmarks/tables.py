@@ -45,7 +45,7 @@ def main(results: Path, readme: Path, plot: Path, figures: Path, check: bool) ->
         sys.exit(f"{' and '.join(stale)} is not what the results say; run `make tables`" if stale else 0)
     for path, text in after.items():
         path.write_text(text)
-    drawn = draw(found, plot)
+    drawn = draw(found, plot, simulated_curves(more))
     print(f"{readme.name}: {len(found)} results" + (f"; {plot.name} drawn" if drawn else ""))
 
 
@@ -115,7 +115,8 @@ NOT_WAITING = (
     "in-core for a loop that does not (older rows have none). `compile` runs other kernels in another layout and "
     "gives other numbers; its own in-core is the row `compile`, and `compile-budget` was asked for the budget's share "
     "of activations (`:0`: for none). `accumulate:4` cuts the batch in four and sums the gradients: other numbers too "
-    "(BatchNorm sees a quarter of the batch); where that is all right, it is the cheapest way out."
+    "(BatchNorm sees a quarter of the batch); where that is all right, it is the cheapest way out. The plot's broken "
+    "lines are simulated: the default planner on recorded steps, without cuDNN's workspaces, at other budgets."
 )
 
 
@@ -277,8 +278,23 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str]]] = {
 FIGURES = tuple(dict.fromkeys(question for question, _ in SECTIONS.values()))
 
 
-def draw(found: list[Result], plot: Path) -> bool:
-    """Step time against memory, a panel per network; readable on light and dark."""
+RECORDED = {"resnet": "resnet50", "gpt": "llama", "vit": "vit_l", "vgg": "vgg16", "r3d": "r3d18"}  # steps and networks
+Curve = list[tuple[float, float]]
+
+
+def simulated_curves(found: list[Result]) -> dict[str, Curve]:
+    """Network -> (peak GiB, % over in-core) of the default planner at several budgets, on its recorded step."""
+    curves: dict[str, Curve] = {}
+    for row in (row for result in found if result["question"] == "planners" for row in result["rows"]):
+        if row["method"] == "hybrid" and "ideal" in row and "predicted_peak_gib" in row:
+            curve = curves.setdefault(RECORDED.get(row["network"], row["network"]), [])
+            curve.append((row["predicted_peak_gib"], 100 * row["over_in_core"]))
+    return {network: sorted(curve) for network, curve in curves.items() if len(curve) > 1}
+
+
+def draw(found: list[Result], plot: Path, curves: dict[str, Curve]) -> bool:
+    """Step time against memory, a panel per network, with what the simulator says at other budgets; readable on light
+    and dark."""
     rows = [row for result in found if result["question"] == "slowdown" for row in measured(result)]
     rows = [row for row in rows if "slowdown" in row]
     if not rows:
@@ -298,6 +314,8 @@ def draw(found: list[Result], plot: Path) -> bool:
     for spare in axes.flat[len(networks) :]:
         spare.set_visible(False)
     for network, panel in zip(networks, axes.flat):
+        if network in curves:
+            panel.plot(*zip(*curves[network]), "--", color="#2f6fde", alpha=0.6, linewidth=1)
         _draw_panel(panel, network, [row for row in rows if row["network"] == network])
     figure.tight_layout()
     plot.parent.mkdir(parents=True, exist_ok=True)

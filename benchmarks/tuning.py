@@ -10,8 +10,7 @@
             what benchmarks/slowdown.py takes to measure one batch: recorded, planned, settled, then ten steps timed.
             Of two dozen runs the best one had luck: so the best few and the batch chosen run again, a step in turn;
             half of the rounds say which is the best of them, and the other half what the choice is of that one.
-`headline`  the best batch under a plan against the largest in-core one: ratio of batches and of samples per second.
-            The tight part of `curve`, alone.
+`headline`  the best batch under a plan against the largest in-core one, as in the tight part of `curve`, alone.
 
 On the CPU one thread computes, seconds are CPU seconds of this process with all its threads (a neighbour's load does
 not count; a copy to the swap file does, though it could be hidden on an idle core), and the C library keeps the memory
@@ -73,6 +72,7 @@ MEMORY = {"resnet50": "16GiB", "vit_b": "16GiB", "digits_resnet": "64MiB", "smal
 NUM_WARM = 12 if ON_GPU else 5  # ours: recorded, timed again, planned, watched, fitted to the allocator
 NUM_STEPS = 10
 NUM_TOP, NUM_TURNS, NUM_AGAIN = 4, 160, 6  # the sweep's best; steps of each of them in turn, or whole runs on a GPU
+_over = statistics.harmonic_mean  # of samples per second: over all of these steps together
 WIDE = "90%" if ON_GPU else "4GiB"  # of memory: nearly every batch is in-core
 NUM_PLANNERS = 5 if ON_GPU else 0  # processes; here a CPU's cores are what is measured
 NUM_VISITS = 1 if ON_GPU else 0  # to a short step, before the one that is reported with its peak
@@ -442,14 +442,10 @@ def _real_run(make_model: Any, make_batch: Any, batch: int, memory: str) -> tupl
     return batch / (statistics.median(times) if ON_GPU else min(times)), took_s
 
 
-_over = statistics.harmonic_mean  # samples per second over all of these steps together
-
-
 def _error_of(ours: list[float], theirs: list[float]) -> float:
     """The standard error of their ratio, by leaving out one round after the other."""
-    num = len(ours)
-    left = [_over(ours[:at] + ours[at + 1 :]) / _over(theirs[:at] + theirs[at + 1 :]) for at in range(num)]
-    return math.sqrt(num - 1) * statistics.pstdev(left)
+    left = [_over(ours[:at] + ours[at + 1 :]) / _over(theirs[:at] + theirs[at + 1 :]) for at in range(len(ours))]
+    return math.sqrt(len(ours) - 1) * statistics.pstdev(left)
 
 
 def _in_turn(make_model: Any, make_batch: Any, batches: list[int], memory: str) -> dict[int, list[float]]:
