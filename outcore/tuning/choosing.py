@@ -119,8 +119,9 @@ class Choosing:
     def _above(self, batch: int) -> int:
         """The next larger batch: that nothing is gained there is worth a look, unless it swaps, what that takes was
         seen at another, and it is slower by that."""
-        above = next((point for point in self.curve.fitting if point.micro_batch > batch), None)
-        if above is None or (not above.in_core and self.beyond_s and above.samples_per_s < self.curve.rate(batch)):
+        rate, larger = self.curve.rate, (point for point in self.curve.fitting if point.micro_batch > batch)
+        above = next(larger, None)
+        if above is None or (not above.in_core and self.beyond_s and rate(above.micro_batch) < rate(batch)):
             return 0
         return above.micro_batch
 
