@@ -266,9 +266,10 @@ class Adaptive:
         return factor
 
     def _patience(self) -> int:
-        """Steps between two decisions; fewer while a batch is only tried."""
+        """Steps between two decisions; fewer while a batch is only tried, but one of them is timed."""
         on_trial = bool(self.changes) and not self._times.known(self.batch)
-        return min(NUM_SETTLING + NUM_TRIED, self.interval_steps) if on_trial else self.interval_steps
+        wanted = min(NUM_SETTLING + NUM_TRIED, self.interval_steps) if on_trial else self.interval_steps
+        return max(wanted, self._times.num_until_timed)
 
     def _decide(self) -> None:
         if self.running.num_measured < NUM_FIRST:
@@ -352,6 +353,11 @@ class _Times:
     def settle(self) -> None:
         """The steps to come are of another size."""
         self._steps_s, self._num_settling = [], NUM_SETTLING
+
+    @property
+    def num_until_timed(self) -> int:
+        """Steps of another size until one of them was timed."""
+        return 1 if self._given is not None else NUM_SETTLING + 1
 
     def known(self, batch: int) -> bool:
         return self._given is not None or batch in self._known_s

@@ -162,9 +162,14 @@ def test_under_limit_it_is_the_same_training() -> None:
 
 
 @pytest.mark.parametrize("per_sample", [False, True])
-def test_by_the_clock_it_grows_only_where_a_larger_batch_is_cheap(per_sample: bool) -> None:
-    """Real seconds: a step of constant length makes large batches free, one that grows with its samples makes them
-    worth less than they cost. The larger batch is tried in both cases and kept in one."""
+def test_by_the_clock_it_grows_only_where_a_larger_batch_is_cheap(
+    per_sample: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of constant length makes large batches free, one that grows with its samples makes them worth less than
+    they cost. The larger batch is tried in both cases and kept in one. The clock is a counter: on a machine that is
+    shared, steps that sleep for two milliseconds take up to ten."""
+    now_s = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
     net = small_net()
     adaptive = Adaptive(
         net, SGD(net.parameters()), batch=16, micro_batch=512, largest_batch=64, interval_steps=10, rule="sqrt"
@@ -173,7 +178,7 @@ def test_by_the_clock_it_grows_only_where_a_larger_batch_is_cheap(per_sample: bo
     for _ in range(1 if per_sample else 4):
         for x, y in adaptive.batches(loader(16)):
             F.cross_entropy(net(x), y).backward()
-            time.sleep(1e-3 * len(x) if per_sample else 2e-3)
+            now_s += 1e-3 * len(x) if per_sample else 2e-3
             adaptive.step()
             tried.add(adaptive.batch)
     assert {16, 32} <= tried
@@ -181,14 +186,18 @@ def test_by_the_clock_it_grows_only_where_a_larger_batch_is_cheap(per_sample: bo
     assert final == (16 if per_sample else 64)
 
 
-def test_deciding_more_often_than_steps_can_be_timed_waits_for_a_timed_one() -> None:
-    net = small_net()
+def test_deciding_more_often_than_steps_can_be_timed_waits_for_a_timed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise that comes and goes sends the batch up and down, also to one whose seconds are known."""
+    now_s, net = 0.0, small_net()
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(Adaptive, "_noise_scale", lambda self: 1e9 if self.num_steps // 4 % 2 else 0.0)
     adaptive = Adaptive(net, SGD(net.parameters()), batch=16, micro_batch=64, largest_batch=64, interval_steps=1)
-    for x, y in adaptive.batches(loader(16)):
-        F.cross_entropy(net(x), y).backward()
-        time.sleep(1e-3)
-        adaptive.step()
-    assert adaptive.changes
+    for _ in range(3):
+        for x, y in adaptive.batches(loader(16)):
+            F.cross_entropy(net(x), y).backward()
+            now_s += 8e-3 + 5e-4 * len(x)
+            adaptive.step()
+    assert len(adaptive.changes) > 3
     assert all(two.num_steps - one.num_steps > 5 for one, two in zip(adaptive.changes, adaptive.changes[1:]))
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from outcore.planning import plan
 from outcore.tuning import batches, probing
@@ -21,7 +22,7 @@ from outcore.units import MIB
 from outcore.values import Budget, Machine, Plan, Trace
 from tests.cpu.tuning.nets import NETS, bench_of, quiet
 
-PEAK, THROUGHPUT = 0.03, 0.07  # the bars
+PEAK = 0.03  # the bar
 BATCH = 192
 PRETEND = Machine("pretend", 1 << 40, 0, 1 << 40, 1e9, 1e9, 1e9, 1e9)
 
@@ -102,29 +103,41 @@ def test_a_step_that_is_not_as_expected_is_recorded_instead(folder: str) -> None
     bench.close()
 
 
+class Work(TorchDispatchMode):
+    """A clock that goes on with the work that is done, and with nothing else: every op takes a while to begin and then
+    as long as its tensors are large, convolutions and products longer."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now_s = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        num_bytes = sum(found.nbytes for found in tree_leaves([args, kwargs, out]) if isinstance(found, torch.Tensor))
+        slow = any(name in func.name() for name in ("convolution", "mm"))
+        self.now_s += 5e-6 + num_bytes * (2e-8 if slow else 1e-9)
+        return out
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 def test_seconds_of_larger_batches_follow_from_small_ones(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Machines that run tests are shared: CPU seconds, twice the bar, and three tries, since a wrong prediction is
-    wrong every time and a neighbour is not. benchmarks/tuning.py holds the bar itself."""
-    monkeypatch.setattr(Bench, "clock", staticmethod(time.process_time))
-    errors: list[list[float]] = []
-    while len(errors) < 3:
-        errors.append(errors_of_predicted_seconds(folder))
-        if abs(statistics.median(errors[-1])) < 2 * THROUGHPUT:
-            return
-    pytest.fail(f"predicted seconds are off by {errors}")
-
-
-def errors_of_predicted_seconds(folder: str) -> list[float]:
-    bench = bench_of("convnet", "1GiB", folder)
-    found = climb(bench, 512, lambda what, part: None)
-    assert found.family is not None
-    assert len(bench.ooc.kinds) < 8  # it stopped when there was nothing more to learn
-    errors = []
-    for batch in (48, 96, 160):
-        predicted = bench.planned(found.family).at(batch)
-        errors.append(predicted.point.step_s / bench.confirm(predicted).step_s - 1)
-    bench.close()
-    return errors
+    """By a clock of work: real seconds of a shared machine differ by a third from one moment to the next.
+    benchmarks/tuning.py holds the bar by a real one."""
+    with Work() as clock:
+        monkeypatch.setattr(time, "perf_counter", clock)
+        monkeypatch.setattr(Bench, "clock", staticmethod(clock))
+        bench = bench_of("convnet", "1GiB", folder)
+        found = climb(bench, 512, lambda what, part: None)
+        assert found.family is not None
+        assert len(bench.ooc.kinds) < 8  # it stopped when there was nothing more to learn
+        for batch in (48, 96, 160):
+            predicted = bench.planned(found.family).at(batch)
+            step_s = bench.confirm(predicted).step_s
+            assert predicted.point.step_s == pytest.approx(step_s, rel=1e-3), batch
+        bench.close()
+        monkeypatch.undo()
 
 
 @pytest.mark.usefixtures("_untimed")
