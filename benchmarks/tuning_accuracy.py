@@ -158,8 +158,9 @@ def by_advice(case: Case) -> Setting:
     if case.device == "cpu":
         Bench.clock = staticmethod(time.process_time)
     began_s = case.now_s()
+    torch.manual_seed(case.first_seed)
     advice = tune(
-        lambda: case.net(case.first_seed),
+        lambda: case.make_net().to(case.device),
         F.cross_entropy,
         Rows(case.train_x, case.train_y),
         memory=case.memory,

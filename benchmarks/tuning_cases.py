@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from outcore.elastic.digits import accuracy as accuracy_of
 from outcore.elastic.digits import lenet, load_digits
 from outcore.tuning.adaptive import Adaptive
-from outcore.tuning.goodput import warm_up
+from outcore.tuning.schedule import is_end, rate_factor
 
 Row = dict[str, Any]
 OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {
@@ -217,7 +217,8 @@ class Setting:
 
 
 def train(case: Case, setting: Setting, seed: int) -> Iterator[tuple[float, float]]:
-    """`(seconds of training, test accuracy)` several times an epoch, until the case's number of samples."""
+    """`(seconds of training, test accuracy)` several times an epoch, until the case's number of samples; and whenever
+    a length is over, since that is when one looks."""
     net = case.net(seed)
     optimizer = case.make_optimizer(net.parameters(), setting.lr)
     if setting.beta2 is not None:
@@ -231,10 +232,11 @@ def train(case: Case, setting: Setting, seed: int) -> Iterator[tuple[float, floa
     seen, next_look, trained_s = 0, apart, 0.0
     began_s = case.now_s()
     for num_steps, (x, y) in enumerate(batches):
-        decay = _ended(num_steps, setting) if setting.num_steps else (num_samples - seen) / num_samples / 0.33
-        decay = min(1.0, decay) * warm_up(num_steps, setting.num_warm_up_steps)
+        factor = rate_factor(num_steps, setting.num_steps, setting.num_warm_up_steps)
+        if not setting.num_steps:
+            factor *= min(1.0, (num_samples - seen) / num_samples / 0.33)
         for group in optimizer.param_groups:
-            group["lr"] = setting.lr * decay
+            group["lr"] = setting.lr * factor
         F.cross_entropy(net(x), y).backward()
         seen += len(y)
         if adaptive is not None:
@@ -242,21 +244,13 @@ def train(case: Case, setting: Setting, seed: int) -> Iterator[tuple[float, floa
         else:
             optimizer.step()
             optimizer.zero_grad()
-        if seen >= next_look or seen >= num_samples:
+        if seen >= min(next_look, num_samples) or is_end(num_steps + 1, setting.num_steps):
             trained_s += case.now_s() - began_s
             yield trained_s, accuracy_of(net, case.test_x, case.test_y)
-            next_look += apart
+            next_look += apart if seen >= next_look else 0
             began_s = case.now_s()
         if seen >= num_samples:
             return
-
-
-def _ended(step: int, setting: Setting) -> float:
-    """Down to zero over the last third of the steps; where the target was missed, again, twice as long."""
-    begin, num = 0, setting.num_steps
-    while step >= begin + num:
-        begin, num = begin + num, 2 * num
-    return (begin + num - step) / num / 0.33
 
 
 def _adaptive(net: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting) -> Adaptive:

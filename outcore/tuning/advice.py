@@ -6,19 +6,37 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
 from rich.table import Table
+from torch.optim.lr_scheduler import LambdaLR
 
 from outcore.reporting.text import render, rows_table
 from outcore.tuning.curve import Curve
 from outcore.tuning.goodput import goodput
+from outcore.tuning.schedule import rate_factor
 from outcore.units import format_bytes, format_seconds
 from outcore.values.codec import Saved
 
 MAX_SHARES = 4  # different ones that a table lists
 
 
+class Scheduled:
+    """What has a length says how its rate goes up, and down to zero at the end."""
+
+    num_steps: int
+    num_warm_up_steps: int
+
+    def rate_factor(self, step: int) -> float:
+        """Of the learning rate at an optimizer step, counted from 0; beyond the length, too (schedule.py)."""
+        return rate_factor(step, self.num_steps, self.num_warm_up_steps)
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
+        """The same for an optimizer made with `learning_rate`: call its `step()` after each step of the optimizer."""
+        return LambdaLR(optimizer, self.rate_factor)
+
+
 @dataclass(frozen=True)
-class Soonest:
+class Soonest(Scheduled):
     """What comes to the target first, where the advice is what is best at the end of a longer training."""
 
     micro_batch: int
@@ -34,7 +52,7 @@ class Soonest:
 
 
 @dataclass(frozen=True)
-class Advice(Saved):
+class Advice(Saved, Scheduled):
     """Train with `accumulation` micro-batches of `micro_batch` samples per optimizer step."""
 
     KIND: ClassVar[str] = "advice"
@@ -116,7 +134,8 @@ def advice_table(advice: Advice) -> Table:
         ("peak memory", f"{format_bytes(advice.peak_bytes)} of {format_bytes(curve.memory_bytes)}"),
     ]
     if advice.num_steps:
-        rows.append(("length", f"{advice.num_steps} steps, the rate falling to zero over the last third of them"))
+        how = "the rate falling to zero over the last third of them: advice.scheduler(optimizer)"
+        rows.append(("length", f"{advice.num_steps} steps, {how}"))
     if advice.target:
         reached = "not predicted, see below" if advice.target_s is None else format_seconds(advice.target_s)
         rows.append((f"time to {advice.target}", reached + _with(advice.soonest)))

@@ -64,6 +64,7 @@ class Ending:
             race.target.at_the_end,
             holds_out_anew=True,
             hopeless=HOPELESS,
+            start=race.start,
         )
         if anew.target.metric == SURENESS:
             anew.little = LITTLE

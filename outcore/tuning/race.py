@@ -29,7 +29,7 @@ import math
 import operator
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -181,6 +181,7 @@ class Race:
     holds_out_anew: bool = False  # other samples for every order of the data
     hopeless: float = HOPELESS
     little: float = -math.inf  # left: nobody gives up who is so near
+    start: Callable[[int], None] = lambda order: None  # the weights that belong to an order of the data, into the model
 
     def between(self, today: Runner, advised: Sequence[Runner], limit_s: float) -> Finish | None:
         """The winner; `advised` begins with the advice. None: `limit_s` seconds for all runs are too few to tell."""
@@ -254,9 +255,9 @@ class Race:
     def length_s(self, winner: Finish) -> float | None:
         """Of a training that ends beyond the target: another start may do worse. None: not known.
 
-        What the winner had left in the worst of its orders is continued, not too far, along the line of the least that
+        What the winner had left in the worst of its starts is continued, not too far, along the line of the least that
         was left after runs of each length. A run that reached the target is stretched by a quarter at least, by half at
-        most. All this by held-out samples: the fewer they are, the longer.
+        most, and a guess along the line by a quarter. All this by held-out samples: the fewer they are, the longer.
         """
         worst = max(self.final.get(winner.runner) or [winner], key=lambda found: found.left)
         lengths = sorted({found.run_s for found in self.ran})
@@ -267,9 +268,10 @@ class Race:
         if len(lengths) > 1 and min(wanted, worst.left, *left) > 0:
             slope, _ = np.polyfit(np.log(lengths), np.log(left), 1)
             times = (wanted / worst.left) ** (1 / slope) if slope < -LEAST_SLOPE else math.inf
-        times = min(max(times, LONGER[0]), LONGER[1] if reached else math.inf)
-        unsure = self.target.unsure(num_looked_at(self.samples, self.validation))
-        return (1 + unsure) * times * winner.run_s if times < FAR else None
+        if not reached and times >= FAR:
+            return None
+        times = min(max(times, LONGER[0]), LONGER[1]) if reached else LONGER[0] * max(times, 1.0)
+        return (1 + self.target.unsure(num_looked_at(self.samples, self.validation))) * times * winner.run_s
 
     def best_of_other_batches(self, winner: Runner) -> list[Runner]:
         """One of each, as it did best in its longest runs; who was least behind the best of those runs comes first."""
@@ -329,6 +331,7 @@ class Race:
         looks: list[tuple[float, float]] = []
         gave_up, num_warm_up_steps = False, self._num_warm_up_steps(runner)
         with untouched(self.model, self.optimizer):
+            self.start(order)
             torch.manual_seed(order)
             for second, metric in self._looks(runner, num_warm_up_steps, order):
                 looks.append((second, metric))

@@ -20,8 +20,8 @@ import torch
 
 from outcore.errors import TuningError
 from outcore.tuning.batches import LossFn, loss_of, size_of
-from outcore.tuning.goodput import warm_up
 from outcore.tuning.samples import Samples
+from outcore.tuning.schedule import rate_factor
 from outcore.units import format_seconds
 
 METRICS = ("val_accuracy", "val_loss")
@@ -29,7 +29,6 @@ SURENESS = "val_probability"  # of the right class, a smoother accuracy; not for
 FAR = 30  # times the samples seen so far: a target beyond that is not predicted
 LEAST_SLOPE = 0.03  # log error per log samples: below that, nothing is learnt any more
 LEAST_HELD_OUT, MAX_HELD_OUT = 500, 2000  # a tenth of a small data set would tell little: up to a quarter of it
-ANNEALED = 1 / 3  # of a training whose end is known: over this part its rate falls to zero
 Metric = str | Callable[[torch.nn.Module], float]
 
 
@@ -159,10 +158,8 @@ class Trial:
 
     def step(self, around: Callable[[], Any]) -> None:
         effective = self.setting.micro_batch * self.setting.accumulation
-        at, num_steps = self.training.num_samples // effective, self.setting.num_steps
-        factor = warm_up(at, self.setting.num_warm_up_steps)
-        if num_steps:
-            factor *= min(1.0, max(num_steps - at, 0) / (ANNEALED * num_steps))
+        at = self.training.num_samples // effective
+        factor = rate_factor(at, self.setting.num_steps, self.setting.num_warm_up_steps)
         for group, lr in zip(self.optimizer.param_groups, self._rates):
             group["lr"] = lr * factor
         for _ in range(self.setting.accumulation):

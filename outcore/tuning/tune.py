@@ -33,10 +33,11 @@ from outcore.tuning.probing import Bench, Tell
 from outcore.tuning.ranks import Ranks, Workers, check_alike
 from outcore.tuning.reasons import why_loading, why_micro_batch, why_team
 from outcore.tuning.samples import Collate, Samples
+from outcore.tuning.starts import MakeModel
 from outcore.tuning.state import as_made, keep_generators
 from outcore.tuning.targets import Target
 from outcore.tuning.team import Team, Way
-from outcore.tuning.tuner import LARGEST, Asked, MakeModel, Tuner
+from outcore.tuning.tuner import LARGEST, Asked, Tuner
 from outcore.units import format_seconds
 
 NUM_AGREED = 3  # times that workers choose together and try their parts

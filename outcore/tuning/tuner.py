@@ -40,6 +40,7 @@ from outcore.tuning.race import LOSS, Finish, Race, Runner, longest_step_s
 from outcore.tuning.ranges import range_test
 from outcore.tuning.reasons import why_batch_kept, why_last_batch, why_loading, why_micro_batch
 from outcore.tuning.samples import Samples
+from outcore.tuning.starts import MakeModel, Starts
 from outcore.tuning.state import anew, untouched
 from outcore.tuning.targets import Target, num_held_out
 from outcore.units import format_seconds
@@ -56,7 +57,6 @@ NUM_PLUNGE_STEPS = 60  # at most, before noise is measured
 PLUNGED = 0.3  # of the loss at the start
 LARGEST = 1 << 16
 NAMES = ("today's setting", "the advice", "half its batch", "a quarter of its batch")  # in a race
-MakeModel = Callable[[], torch.nn.Module] | torch.nn.Module
 
 
 @dataclass(frozen=True)
@@ -439,6 +439,7 @@ class Tuner:
             choosing.curve.largest_in_core,
             self.tell,
             self.asked.target if self.asked.target is not None and self.asked.target.is_known else LOSS,
+            start=Starts(self.asked.make_model, self.model, self.optimizer, self.bench.budget.device_bytes).put,
         )
 
     def _in_the_end(

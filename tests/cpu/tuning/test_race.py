@@ -20,6 +20,7 @@ from outcore.tuning.curve import Curve, Planned, Point
 from outcore.tuning.probing import Bench
 from outcore.tuning.race import LOSS, Finish, Race, Runner, _best_of, _is_hopeless
 from outcore.tuning.samples import Samples
+from outcore.tuning.starts import Starts
 from outcore.tuning.targets import Target, num_held_out
 from outcore.tuning.tuner import Asked, Tuner
 from tests.cpu.tuning.nets import CPU, convnet, make_sgd, mlp, stripes
@@ -163,7 +164,60 @@ def test_the_length_goes_by_the_worst_order_and_the_number_of_held_out_samples()
     assert best_s == pytest.approx(1.25 * 8.0 * unsure(race))  # it ended beyond the target: a quarter is enough
     assert length_s == pytest.approx(1.25 * 8.0 * unsure(race))  # 0.11 to 0.108 is little
     race.final = {runner: [good, replace(bad, looks=((8.0, 0.84),))]}
-    assert race.length_s(good) == pytest.approx(8.0 * (0.16 / 0.108) * unsure(race))
+    assert race.length_s(good) == pytest.approx(1.25 * 8.0 * (0.16 / 0.108) * unsure(race))  # a guess, and stretched
+
+
+def test_every_order_of_the_data_has_a_start_of_its_own() -> None:
+    """Weights and buffers, made once; the model has its own again afterwards."""
+    torch.manual_seed(7)
+    race, num_made = race_of(convnet()), 0
+
+    def make() -> torch.nn.Module:
+        nonlocal num_made
+        num_made += 1
+        return convnet()
+
+    starts = Starts(make, race.model, race.optimizer, 1 << 30)
+    begun: list[list[torch.Tensor]] = []
+
+    def noted(order: int) -> None:
+        starts.put(order)
+        begun.append([tensor.clone() for tensor in race.model.state_dict().values()])
+
+    race.start, race.run_s = noted, 0.2
+    before = deepcopy(race.model.state_dict())
+    for order in (0, 1, 2, 1):
+        race.run(Runner("one", 32, 0.05, 0.05), None, 60.0, order)
+    torch.testing.assert_close(race.model.state_dict(), before, rtol=0, atol=0)
+    assert num_made == 2
+    assert all(map(torch.equal, begun[0], before.values()))
+    assert all(map(torch.equal, begun[1], begun[3]))
+    assert len({float(weights[0].detach().sum()) for weights in begun}) == 3
+    statistics = [weights[[*before].index("1.running_var")] for weights in begun]
+    assert all(torch.equal(found, torch.ones(12)) for found in statistics)  # of nothing seen yet
+
+
+def test_a_start_is_left_as_it_is_where_there_is_no_other() -> None:
+    """One model instead of a function, no memory for two, or a function whose models differ."""
+    model = mlp()
+    optimizer, before = make_sgd(model.parameters()), deepcopy(model.state_dict())
+    model_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    for make, device_bytes in (
+        (model, 1 << 30),
+        (mlp, 2 * model_bytes - 1),
+        (convnet, 1 << 30),
+        (lambda: model, 1 << 30),
+    ):
+        Starts(make, model, optimizer, device_bytes).put(1)
+        torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    Starts(mlp, model, optimizer, 2 * model_bytes).put(1)
+    assert not torch.equal(model.state_dict()["1.weight"], before["1.weight"])
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # momentum is as large as the model, and counts
+    now = deepcopy(model.state_dict())
+    Starts(mlp, model, optimizer, 3 * model_bytes - 1).put(2)
+    torch.testing.assert_close(model.state_dict(), now, rtol=0, atol=0)
 
 
 def test_few_held_out_samples_leave_an_accuracy_unsure() -> None:
@@ -247,7 +301,7 @@ def test_a_length_is_continued_along_the_ends_of_runs_but_not_far() -> None:
         Finish(Runner("one", 32, 0.1, 0.5), run_s, race.target, ((run_s, 1 - 0.8 / run_s**0.5),))
         for run_s in (4.0, 16.0)
     ]
-    assert race.length_s(race.ran[-1]) == pytest.approx((0.8 / 0.108) ** 2 * unsure(race))
+    assert race.length_s(race.ran[-1]) == pytest.approx(1.25 * (0.8 / 0.108) ** 2 * unsure(race))
     race.target = Target("val_accuracy", 0.95)
     assert race.length_s(race.ran[-1]) is None
     race.ran = race.ran[:1]
