@@ -30,6 +30,14 @@ class Network:
 
 BUDGETS_GIB = {"resnet50": 16, "llama": 28, "vgg16": 6, "vit_l": 12, "r3d18": 6, "resnet152": 12}
 BUDGETS_GIB |= {"vgg16_nhwc": 12, "r3d18_nhwc": 12, "resnet50_nhwc": 16}
+CURVES_GIB: dict[str, tuple[float, ...]] = {
+    "resnet50": (32, 24, 20, 16, 12),
+    "llama": (64, 48, 40, 32, 28),
+    "vit_l": (24, 16, 12, 8),
+    "resnet152": (24, 16, 12, 8),
+    "vgg16_nhwc": (16, 14, 12, 10),
+    "r3d18_nhwc": (16, 14, 12, 10),
+}
 BATCHES = {"resnet50": 640, "llama": 24, "vgg16": 256, "vit_l": 128, "r3d18": 64, "resnet152": 256}
 BATCHES |= {"vgg16_nhwc": 256, "r3d18_nhwc": 64, "resnet50_nhwc": 640}
 

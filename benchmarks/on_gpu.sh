@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU machine, in parts with a time limit each, in the order in which a doubt should stop it:
 #
-#   bash benchmarks/on_gpu.sh check speed peers fit cores matmul tuning accuracy
-#   seconds, about:           160   330   420   130 290   100    290    160
+#   bash benchmarks/on_gpu.sh check speed curve peers fit cores matmul tuning accuracy
+#   seconds, about:           160   330   1300  420   130 290   100    290    160
 #
 # Results and logs go to $OUT (default: benchmarks/results), one file a part. `cores` uses all CPU cores, the others but
 # `check` the whole GPU: run nothing beside them. MNIST and CIFAR-10 are looked for in $DATA (default: .carry).
@@ -41,6 +41,11 @@ for part in "${@:-check}"; do
         slowdown resnet50 84 in-core,hybrid --traces "$out"
         slowdown resnet152 75 in-core,checkpoint,hybrid --traces "$out"
         slowdown vit_l 80 in-core,hybrid
+        ;;
+    curve)
+        for network in resnet50:230 llama:430 resnet152:200 vit_l:220 vgg16_nhwc:130 r3d18_nhwc:160; do
+            slowdown "${network%:*}" "${network#*:}" in-core,hybrid --curve
+        done
         ;;
     peers)
         run slowdown_peers 420 python -m benchmarks.slowdown --networks resnet50 --limit-s 415 \

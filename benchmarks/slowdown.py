@@ -41,6 +41,7 @@ OURS = ("hybrid", "pooch", "swap", "swap-all")
     help="Also accumulate:N (N parts) and compile-budget:SHARE.",
 )
 @click.option("--memory-gib", type=float, multiple=True, help="Budgets; default: the one of the headline table.")
+@click.option("--curve", is_flag=True, help="Several budgets for each network, from nearly in-core down.")
 @click.option("--steps", default=10, show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), default=None)
 @click.option("--limit-s", default=300.0, show_default=True, help="Seconds for one network, all methods.")
@@ -50,6 +51,7 @@ def main(
     networks: str,
     methods: str,
     memory_gib: tuple[float, ...],
+    curve: bool,
     steps: int,
     out: Path | None,
     limit_s: float,
@@ -60,9 +62,12 @@ def main(
     if one:
         run_network(one, methods.split(","), memory_gib, steps, traces)
         return
+    from benchmarks.networks import CURVES_GIB
+
     rows: list[dict[str, Any]] = []
     for name in networks.split(","):
-        rows += run_in_process_of_its_own(name, methods, memory_gib, steps, limit_s, traces)
+        budgets = memory_gib or (CURVES_GIB.get(name, ()) if curve else ())
+        rows += run_in_process_of_its_own(name, methods, budgets, steps, limit_s, traces)
     result = {"question": "slowdown", **about(), "rows": rows}
     out = out or Path(f"benchmarks/results/slowdown_{hardware()}_{date.today():%Y%m%d}.json")
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -115,8 +115,9 @@ NOT_WAITING = (
     "in-core for a loop that does not (older rows have none). `compile` runs other kernels in another layout and "
     "gives other numbers; its own in-core is the row `compile`, and `compile-budget` was asked for the budget's share "
     "of activations (`:0`: for none). `accumulate:4` cuts the batch in four and sums the gradients: other numbers too "
-    "(BatchNorm sees a quarter of the batch); where that is all right, it is the cheapest way out. The plot's broken "
-    "lines are simulated: the default planner on recorded steps, without cuDNN's workspaces, at other budgets."
+    "(BatchNorm sees a quarter of the batch); where that is all right, it is the cheapest way out. The plot's "
+    "lines join one run's budgets; broken ones are simulated: the default planner on recorded steps, without cuDNN's "
+    "workspaces."
 )
 
 
@@ -292,6 +293,15 @@ def simulated_curves(found: list[Result]) -> dict[str, Curve]:
     return {network: sorted(curve) for network, curve in curves.items() if len(curve) > 1}
 
 
+def measured_curves(rows: list[Row]) -> list[Curve]:
+    """(peak GiB, % over in-core) of the default planner at several budgets, one curve for each run that has them."""
+    curves: dict[str, Curve] = {}
+    for row in rows:
+        if row["method"] == "hybrid":
+            curves.setdefault(row.get("run", ""), []).append((row["peak_gib"], 100 * row["slowdown"]))
+    return [sorted(curve) for curve in curves.values() if len(curve) > 1]
+
+
 def draw(found: list[Result], plot: Path, curves: dict[str, Curve]) -> bool:
     """Step time against memory, a panel per network, with what the simulator says at other budgets; readable on light
     and dark."""
@@ -325,6 +335,8 @@ def draw(found: list[Result], plot: Path, curves: dict[str, Curve]) -> bool:
 
 
 def _draw_panel(panel: Any, network: str, rows: list[Row]) -> None:
+    for curve in measured_curves(rows):
+        panel.plot(*zip(*curve), color="#2f6fde", linewidth=1)
     named: set[str] = set()  # a method measured several times has its name once
     most_gib = max(row["peak_gib"] for row in rows)
     for row in rows:

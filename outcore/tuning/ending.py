@@ -7,7 +7,7 @@ user says how long they mean to train, trainings of that length are run, and onl
 The best rate at the end has been above the soonest one's, so at its batch once, twice and four times the rate run, then
 the other batches that raced, at a rate moved as much, then the rates on both sides of the best. All train for the same
 seconds of compute. At most `NUM_LENGTHS` trainings' worth is run where trainings are long; where they are short,
-each runs in up to `NUM_ORDERS` orders of the data, with other samples held out each time: of a few hundred held-out
+each runs from up to `NUM_ORDERS` starts, with other samples held out each time: of a few hundred held-out
 samples one alone is a tenth or more of a point, and those that were held out in the race chose the field already.
 
 Where the target is an accuracy, ends are compared by the mean probability that held-out samples give to their right
@@ -29,7 +29,7 @@ from outcore.tuning.targets import SURENESS
 from outcore.units import format_seconds
 
 NUM_LENGTHS = 6  # trainings of the length, at most, where they are long
-NUM_ORDERS = 3  # of the data for every setting, where they are short
+NUM_ORDERS = 3  # of the data, and weights to begin with, for every setting, where they are short
 FIRST_ORDER = 3  # those before it were raced
 UP = (1.0, 2.0, 4.0)  # times the rate that is soonest
 STEP = 2.0  # times the rate, beyond these
@@ -159,10 +159,10 @@ class Ending:
             enough = math.ceil(self.length_s / self.race.run_s)
             how = f"{run_s} each instead of your {wanted_s}, for which trial_s has to be {enough} times as long"
         fewest, most = len(self.orders), len(self.ended[best.runner])
-        orders = f"{fewest} to {most} orders" if most > fewest else f"{fewest} order{'s' * (fewest > 1)}"
+        starts = f"{fewest} to {most} starts" if most > fewest else f"{fewest} start{'s' * (fewest > 1)}"
         return (
             f"then {len(self.race.ran)} trainings of {how}; {NAMES[str(self.race.target.metric)]} on held-out samples "
-            f"in the end, in the mean over {orders} of the data: {ended}; best in the end"
+            f"in the end, in the mean over {starts}: {ended}; best in the end"
             f"{EDGE if best.runner != by_end[0] else ''} is {best.runner.told}"
         )
 

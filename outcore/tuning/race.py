@@ -1,7 +1,7 @@
 """Today's setting and the advice -> the one that trains fastest to the target, by training several for a while.
 
 Noise scales and range tests are theory and a glance; before they change what a user trains with, settings run against
-each other: from the same parameters, through the data in the same order, for the same seconds of compute, and judged on
+each other: from the same weights, through the data in the same order, for the same seconds of compute, and judged on
 samples that none of them trains on, by the target's own metric (the loss, where there is no target). The field is
 today's setting, the advice at several rates, today's batch at a higher rate, and the advice with half and a quarter of
 its batch at the best of its rates.
@@ -15,9 +15,10 @@ that come together, the best in the end); else who is nearest to it when the sec
 Successive halving is Jamieson and Talwalkar, arXiv 1502.07943; here runs begin anew, since one that goes on cannot end
 twice, and each round brings new runners. One start tells little (on MNIST the same setting came to 93 % after 1.6 and
 after 3.6 s), and of many runners the luckiest looks best. So runs stop growing only when the leader comes to the target
-in other orders of the data, too; the best few and today's setting run in these orders; and what a user trains with is
-changed only for what is sooner in every one of them and by a tenth in the mean. The length that is advised goes by the
-worst order: one that is too short costs a second training, one that is too long costs little.
+from other starts, too: other weights, and the data in another order (starts.py); the best few and today's setting run
+from these; and what a user trains with is changed only for what is sooner from every one of them and by a tenth in the
+mean. The length that is advised goes by the worst start: one that is too short costs another round (schedule.py), one
+that is too long costs little.
 
 The seconds are those of the curve (a step of this batch takes so long), not of a clock: a machine that is busy during
 one run and idle during the next decides nothing, and a batch that would swap can run in smaller micro-batches.
@@ -105,7 +106,7 @@ class Finish:
     looks: tuple[tuple[float, float], ...]  # seconds, metric
     num_warm_up_steps: int = 0
     gave_up: bool = False
-    order: int = 0  # of the data
+    order: int = 0  # of the data, and which weights it began with
 
     @property
     def metric(self) -> float:
@@ -202,8 +203,8 @@ class Race:
         return self._final(ranked, today, self.spent_s + limit_s)
 
     def _surely_s(self, leader: Finish, limit_s: float) -> float | None:
-        """To the target in the slowest order of the data, None: not in all. Of many runs one is lucky, and all would be
-        as short as it."""
+        """To the target from the slowest start, None: not from all. Of many runs one is lucky, and all would be as
+        short as it."""
         slowest_s = leader.target_s
         for order in range(1, NUM_STARTS):
             known = self._known(leader.runner, order)
@@ -214,8 +215,8 @@ class Race:
         return slowest_s
 
     def _final(self, ranked: Sequence[Finish], today: Runner, limit_s: float) -> Finish:
-        """The best few and today's setting through the data in other orders; fewer of them where time is short, and
-        one start each if there is none."""
+        """The best few and today's setting from further starts; fewer of them where time is short, and one start each
+        if there is none."""
         going = list(dict.fromkeys(found.runner for found in ranked if not found.gave_up))
         best = sorted(going, key=self.is_at_the_edge)[:NUM_FINALISTS]
         starts: dict[Runner, list[Finish]] = {runner: [] for runner in dict.fromkeys([*best, today])}
@@ -387,13 +388,13 @@ class Race:
         ended = "; ".join(f"{runner.told} {_mean_told(final[runner])}" for runner in by_cost)
         gave_up = list(dict.fromkeys(found.runner.told for found in self.ran if found.gave_up))
         gave_up_told = f"; {' and '.join(gave_up[:2])}{' and others' if len(gave_up) > 2 else ''} gave up"
-        stays = ", which stays: nothing was clearly better in every order" if winner.runner == self.today else ""
+        stays = ", which stays: nothing was clearly better from every start" if winner.runner == self.today else ""
         num_orders, metric = [len(ran) for ran in final.values()], self.target.name.split()[0]
         fewer, most = f"{min(num_orders)} to " * (min(num_orders) < max(num_orders)), max(num_orders)
         return (
-            f"raced from the same start: {len(self.ran)} runs with {format_seconds(self.spent_s)} of compute in all, "
+            f"raced from the same starts: {len(self.ran)} runs with {format_seconds(self.spent_s)} of compute in all, "
             "each a training whose rate falls to zero over its last third; by "
-            f"{metric} on held-out samples, in the mean over {fewer}{most} order{'s' * (most > 1)} of the data: "
+            f"{metric} on held-out samples, in the mean over {fewer}{most} start{'s' * (most > 1)}: "
             f"{ended}{gave_up_told if gave_up else ''}; the winner is {winner.runner.told}{stays}"
         )
 
@@ -426,7 +427,7 @@ def _best_of(starts: Mapping[Runner, Sequence[Finish]], today: Runner) -> Runner
 
 
 def _beats(starts: Mapping[Runner, Sequence[Finish]], one: Runner, today: Runner) -> bool:
-    """In the mean by more than a little, and in every order of the data: of several that are no better one is lucky."""
+    """In the mean by more than a little, and from every start: of several that are no better one is lucky."""
     ours, theirs = ([found.cost for found in starts[runner]] for runner in (one, today))
     share = CLEARLY if starts[today][0].target is LOSS else SOONER * NUM_STARTS / len(ours)
     by = share * abs(statistics.fmean(theirs))

@@ -82,23 +82,24 @@ def tune(
     `batch` is the effective batch you train with today: it is kept by accumulation, unless `free=True`. Without it the
     batch is free. `learning_rate` is the rate that belongs to `batch` (the optimizer's, if not given), or "find" for a
     range test; it is the default where no batch is given. `rule` says how it follows a freed batch. Before the rate or
-    the batch is changed, settings race from the same start: what is soonest at the target on held-out samples (without
-    one, or with a function for its metric: at the least loss), in the mean over up to three orders of the data, is the
-    advice; `race=False` leaves that out. All that training takes about 1.3 `trial_s` seconds of compute at most;
-    reading the data and looking at held-out samples come on top.
+    the batch is changed, settings race from the same starts: what is soonest at the target on held-out samples (without
+    one, or with a function for its metric: at the least loss), in the mean over up to three starts (further models, as
+    `make_model()` makes them), is the advice; `race=False` leaves that out. All that training takes about 1.3 `trial_s`
+    seconds of compute at most; reading the data and looking at held-out samples come on top.
 
     `num_epochs`, or `train_s` in seconds, says how long you mean to train: then the advice is what is best at the end
     of such a training (as long as `num_epochs` take with the batch that won the race), and what is soonest at the
     target is in its `soonest`. What won and higher rates and the other batches train that long, six trainings in all
     (shorter ones, where six would take more than 1.5 `trial_s` of compute, which is said; where six take far less, each
-    setting in up to three orders of the data). With a target of val_accuracy their ends are compared by the
+    setting from up to three starts). With a target of val_accuracy their ends are compared by the
     probability of the right class, which tells more than who is right; else by the loss.
 
     `target`, such as `("val_accuracy", 0.97)` or `(function of the model, value)`, asks for the time to it, on
     `validation` or else on a tenth of `dataset` that is held out (of a small one up to a quarter). A race that comes
-    near it tells that time, and over how many steps the rate is to fall; else training for at most `trial_s` seconds
-    does. With `num_trials` an Optuna study of so many runs, each of `trial_s` seconds, begins at the advice and looks
-    for a better batch and rate; `study` names a file from which it goes on when it was interrupted.
+    near it tells that time, and over how many steps the rate is to fall (`advice.scheduler(optimizer)` does that); else
+    training for at most `trial_s` seconds tells it. With `num_trials` an Optuna study of so many runs, each of
+    `trial_s` seconds, begins at the advice and looks for a better batch and rate; `study` names a file from which it
+    goes on when it was interrupted.
 
     Where several workers train together, batches are global ones, and the advice says how many samples each worker
     takes. In a process group of torch.distributed all ranks call this alike, with the model itself (not wrapped in

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.tables import SECTIONS, TABLES, main, newest
+from benchmarks.tables import SECTIONS, TABLES, main, measured_curves, newest
 
 BARE = "# x\n<!-- headline -->\n<!-- /headline -->\ntext\n<!-- results -->\nold\n<!-- /results -->\nend\n"
 SLOWDOWN = {
@@ -58,6 +58,12 @@ def test_rows_become_tables_and_a_plot(tmp_path: Path) -> None:
     assert "](docs/results.svg)" in text
     assert "<svg" in (tmp_path / "docs" / "results.svg").read_text()
     assert run(tmp_path, "--check")[0] == 0
+
+
+def test_budgets_of_one_run_make_a_curve() -> None:
+    points = [("hybrid", "A", 12, 0.3), ("hybrid", "A", 24, 0.1), ("hybrid", "B", 16, 0.2), ("pooch", "A", 16, 0.4)]
+    rows = [{"method": name, "run": run, "peak_gib": gib, "slowdown": over} for name, run, gib, over in points]
+    assert measured_curves(rows) == [[(12, 30.0), (24, 10.0)]]
 
 
 def test_how_far_off_a_prediction_was_is_worked_out_from_the_row() -> None:

@@ -133,8 +133,8 @@ def test_where_time_is_short_fewer_are_compared_in_all_orders() -> None:
     winner = race._final(done, TODAY, race.spent_s + 6.0)
     assert [len(race.final[runner]) for runner in (*others, TODAY)] == [1, 3, 3, 3]
     assert winner.runner == TODAY  # 0.45 s are not clearly sooner than its 0.5
-    assert "in the mean over 1 to 3 orders" in race.told(winner)
-    assert "which stays: nothing was clearly better in every order" in race.told(winner)
+    assert "in the mean over 1 to 3 starts" in race.told(winner)
+    assert "which stays: nothing was clearly better from every start" in race.told(winner)
 
 
 def test_a_rate_beside_one_that_fails_comes_to_the_final_last() -> None:
