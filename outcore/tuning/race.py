@@ -58,7 +58,7 @@ NOT_REACHED = 1.25  # times the seconds of a run in which the target was not rea
 HOPELESS = 1.0  # of the leader's error that another's is higher, halfway: it need not go on
 TOGETHER = 0.15  # of the seconds to the target: another start differs by more
 BEHIND = 0.15  # of the leader's error: so far behind, today's setting need not run once more
-FAR = 4  # times the longest run: a target beyond that is not predicted
+FAR = 4  # times the winner's run: a target beyond that is not predicted
 SHORTER = 1.25  # times the seconds to the target: so long are runs once it was reached
 LONGER = 1.25, 1.5  # times a run that reached the target, at least and at most: so long is the training advised
 BEYOND = 0.1  # of the error at the target, to end below it
@@ -182,7 +182,8 @@ class Race:
     holds_out_anew: bool = False  # other samples for every order of the data
     hopeless: float = HOPELESS
     little: float = -math.inf  # left: nobody gives up who is so near
-    start: Callable[[int], None] = lambda order: None  # the weights that belong to an order of the data, into the model
+    start: Callable[[int], bool] = lambda order: False  # puts an order's weights into the model: are they others?
+    starts_differ: bool = False
 
     def between(self, today: Runner, advised: Sequence[Runner], limit_s: float) -> Finish | None:
         """The winner; `advised` begins with the advice. None: `limit_s` seconds for all runs are too few to tell."""
@@ -260,7 +261,10 @@ class Race:
         was left after runs of each length. A run that reached the target is stretched by a quarter at least, by half at
         most, and a guess along the line by a quarter. All this by held-out samples: the fewer they are, the longer.
         """
-        worst = max(self.final.get(winner.runner) or [winner], key=lambda found: found.left)
+        ended = self.final.get(winner.runner) or [winner]
+        if any(found.gave_up for found in ended):
+            return None
+        worst = max(ended, key=lambda found: found.left)
         lengths = sorted({found.run_s for found in self.ran})
         left = [min((f.left for f in self.ran if f.run_s == run_s and not f.gave_up), default=0.0) for run_s in lengths]
         wanted = (1 - BEYOND) * (self.target.left(self.target.value) or 0.0)
@@ -269,7 +273,7 @@ class Race:
         if len(lengths) > 1 and min(wanted, worst.left, *left) > 0:
             slope, _ = np.polyfit(np.log(lengths), np.log(left), 1)
             times = (wanted / worst.left) ** (1 / slope) if slope < -LEAST_SLOPE else math.inf
-        if not reached and times >= FAR:
+        if not reached and not times < FAR:
             return None
         times = min(max(times, LONGER[0]), LONGER[1]) if reached else LONGER[0] * max(times, 1.0)
         return (1 + self.target.unsure(num_looked_at(self.samples, self.validation))) * times * winner.run_s
@@ -332,7 +336,7 @@ class Race:
         looks: list[tuple[float, float]] = []
         gave_up, num_warm_up_steps = False, self._num_warm_up_steps(runner)
         with untouched(self.model, self.optimizer):
-            self.start(order)
+            self.starts_differ = self.start(order) or self.starts_differ
             torch.manual_seed(order)
             for second, metric in self._looks(runner, num_warm_up_steps, order):
                 looks.append((second, metric))
@@ -381,6 +385,10 @@ class Race:
         num_steps = min((self.samples.num or math.inf) / runner.batch, self.run_s / runner.step_s)
         return int(WARM_UP * num_steps)
 
+    def starts_told(self, num: int) -> str:
+        """What runs began with: other weights, or the same and the data in another order."""
+        return f"{num} start{'s' * (num > 1)}" if self.starts_differ else f"{num} order{'s' * (num > 1)} of the data"
+
     def told(self, winner: Finish) -> str:
         """What was compared and how it ended."""
         final = {runner: ran for runner, ran in self.final.items() if ran} or {winner.runner: [winner]}
@@ -388,13 +396,14 @@ class Race:
         ended = "; ".join(f"{runner.told} {_mean_told(final[runner])}" for runner in by_cost)
         gave_up = list(dict.fromkeys(found.runner.told for found in self.ran if found.gave_up))
         gave_up_told = f"; {' and '.join(gave_up[:2])}{' and others' if len(gave_up) > 2 else ''} gave up"
-        stays = ", which stays: nothing was clearly better from every start" if winner.runner == self.today else ""
+        stays = ", which stays: nothing was clearly better every time" if winner.runner == self.today else ""
         num_orders, metric = [len(ran) for ran in final.values()], self.target.name.split()[0]
         fewer, most = f"{min(num_orders)} to " * (min(num_orders) < max(num_orders)), max(num_orders)
         return (
-            f"raced from the same starts: {len(self.ran)} runs with {format_seconds(self.spent_s)} of compute in all, "
+            f"raced from the same start{'s' * self.starts_differ}: {len(self.ran)} runs with "
+            f"{format_seconds(self.spent_s)} of compute in all, "
             "each a training whose rate falls to zero over its last third; by "
-            f"{metric} on held-out samples, in the mean over {fewer}{most} start{'s' * (most > 1)}: "
+            f"{metric} on held-out samples, in the mean over {fewer}{self.starts_told(most)}: "
             f"{ended}{gave_up_told if gave_up else ''}; the winner is {winner.runner.told}{stays}"
         )
 

@@ -26,7 +26,7 @@ def rate_factor(step: int, num_steps: int, num_warm_up_steps: int = 0) -> float:
 
 
 def is_end(num_done: int, num_steps: int) -> bool:
-    """Whether the rate has just come down to zero, after so many steps: now the metric tells what was learnt."""
+    """Whether a length or a round is over after so many steps: now the metric tells what was learnt."""
     if not num_steps or num_done < num_steps:
         return False
     return (num_done - num_steps) % max(1, round(ROUND * num_steps)) == 0

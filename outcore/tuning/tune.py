@@ -34,7 +34,7 @@ from outcore.tuning.ranks import Ranks, Workers, check_alike
 from outcore.tuning.reasons import why_loading, why_micro_batch, why_team
 from outcore.tuning.samples import Collate, Samples
 from outcore.tuning.starts import MakeModel
-from outcore.tuning.state import as_made, keep_generators
+from outcore.tuning.state import as_made, keep_generators, untouched
 from outcore.tuning.targets import Target
 from outcore.tuning.team import Team, Way
 from outcore.tuning.tuner import LARGEST, Asked, Tuner
@@ -177,10 +177,13 @@ def _tuner(
     """One that is ready to advise, for this device or for all ranks."""
     with ExitStack() as stack:
         with nullcontext() if ranks is None else ranks.all_or_none():
-            model = stack.enter_context(asked.model())
+            model, is_new = asked.made()
+            stack.enter_context(nullcontext() if is_new else untouched(model))
+            model.train()
             samples, make = samples_on(_device_of(model)), asked.make_optimizer
             made = stack.enter_context(as_made(make, model.parameters())) if make is not None else None
             tuner = (Tuner if ranks is None else _TeamTuner)(asked, samples, model, made, tell)
+            tuner.is_new = is_new
         if isinstance(tuner, _TeamTuner) and ranks is not None:
             tuner.join(ranks)
         with nullcontext() if ranks is None else ranks.all_or_none():

@@ -1,8 +1,8 @@
 """What the user wants + a bench -> Advice for one device.
 
 The micro-batch comes from the curve; then, where they are free, the learning rate from a range test, the effective
-batch from the noise of the gradients, and a race between that and what is trained with today. All of it starts from
-the same parameters: whatever trains here puts them back.
+batch from the noise of the gradients, and a race between that and what is trained with today. Whatever trains here
+puts the parameters back.
 """
 
 from __future__ import annotations
@@ -120,20 +120,21 @@ class Asked:
             return self.train_s
         return max(1.0, self.num_epochs * (num_samples or 0) / runner.batch) * runner.step_s
 
-    @contextmanager
-    def model(self) -> Iterator[torch.nn.Module]:
-        """The model to try things on: a new one, or the user's own, put back afterwards."""
+    def made(self) -> tuple[torch.nn.Module, bool]:
+        """The model to try things on, and whether it is a new one: nobody else has it."""
         if isinstance(self.make_model, torch.nn.Module):
-            with untouched(self.make_model):
-                yield self.make_model.train()
-            return
+            return self.make_model, False
         made = self.make_model()
         if not isinstance(made, torch.nn.Module):
             raise TuningError(f"make_model() returned a {type(made).__name__}; it must return a torch.nn.Module")
-        if sys.getrefcount(made) <= 2:  # nobody else has it
-            yield made.train()
-            return
-        with untouched(made):
+        is_new = sys.getrefcount(made) <= 2
+        return made, is_new
+
+    @contextmanager
+    def model(self) -> Iterator[torch.nn.Module]:
+        """The same; the user's own is put back afterwards."""
+        made, is_new = self.made()
+        with nullcontext() if is_new else untouched(made):
             yield made.train()
 
     @property
@@ -145,6 +146,7 @@ class Tuner:
     """One call of `tune`, from the recording to the advice."""
 
     bench: Bench
+    is_new = True  # the model: nobody else has it, and others like it can be made
     validation: Samples | None = None
 
     def __init__(
@@ -430,6 +432,7 @@ class Tuner:
 
     def _race(self, choosing: Choosing) -> Race:
         assert self.optimizer is not None
+        make = self.asked.make_model if self.is_new else self.model
         return Race(
             self.model,
             self.optimizer,
@@ -439,7 +442,7 @@ class Tuner:
             choosing.curve.largest_in_core,
             self.tell,
             self.asked.target if self.asked.target is not None and self.asked.target.is_known else LOSS,
-            start=Starts(self.asked.make_model, self.model, self.optimizer, self.bench.budget.device_bytes).put,
+            start=Starts(make, self.model, self.optimizer, self.bench.budget.device_bytes).put,
         )
 
     def _in_the_end(

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import tuning_accuracy
+from benchmarks import tuning_accuracy, tuning_cases
 from benchmarks.tuning import errors_of
 from benchmarks.tuning_accuracy import Contest
-from benchmarks.tuning_cases import Case, Row, Setting
+from benchmarks.tuning_cases import Case, Row, Setting, train
 from benchmarks.tuning_grid import of_grid, of_pairs
 from outcore.elastic.digits import lenet
 
@@ -46,6 +46,14 @@ def test_a_finder_that_hangs_is_stopped_and_what_came_before_is_kept() -> None:
     assert quick["num_reached"] == 2
     assert hangs["error"].startswith("TimeoutError: stopped after")
     assert hangs["runs"] == []
+
+
+def test_a_length_is_looked_at_when_it_is_over_and_its_rounds_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning_cases, "NUM_LOOKS", 1)
+    case = small_case()
+    case.num_epochs, case.same = 4.0, "epochs"  # 12 steps of 32, looked at after 3, 6, 9 and 12
+    assert len(list(train(case, Setting(32, 0.01), 0))) == 4
+    assert len(list(train(case, Setting(32, 0.01, num_steps=5), 0))) == 7  # and after 5, 7, 11 (and 9)
 
 
 def test_a_run_that_fails_ends_nothing_but_itself() -> None:

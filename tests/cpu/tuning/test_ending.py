@@ -104,6 +104,7 @@ def test_real_trainings_hold_out_other_samples_in_every_order_and_leave_nothing_
     race = race_of(mlp(), target=ACCURACY)
     before = [parameter.detach().clone() for parameter in race.model.parameters()]
     ending = Ending.after(race, 0.3, 3.0)
+    assert ending.race.start is race.start  # the same weights for the same order of the data
     best = ending.best(Runner("soonest", 32, 0.003, 0.01), [])
     assert best is not None
     assert best.runner.lr > 0.003

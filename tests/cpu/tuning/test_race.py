@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -9,6 +11,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -133,8 +136,11 @@ def test_where_time_is_short_fewer_are_compared_in_all_orders() -> None:
     winner = race._final(done, TODAY, race.spent_s + 6.0)
     assert [len(race.final[runner]) for runner in (*others, TODAY)] == [1, 3, 3, 3]
     assert winner.runner == TODAY  # 0.45 s are not clearly sooner than its 0.5
+    assert "from the same start: 10 runs" in race.told(winner)
+    assert "in the mean over 1 to 3 orders of the data" in race.told(winner)
+    race.starts_differ = True
     assert "in the mean over 1 to 3 starts" in race.told(winner)
-    assert "which stays: nothing was clearly better from every start" in race.told(winner)
+    assert "which stays: nothing was clearly better every time" in race.told(winner)
 
 
 def test_a_rate_beside_one_that_fails_comes_to_the_final_last() -> None:
@@ -175,14 +181,18 @@ def test_every_order_of_the_data_has_a_start_of_its_own() -> None:
     def make() -> torch.nn.Module:
         nonlocal num_made
         num_made += 1
-        return convnet()
+        made = convnet()
+        made.get_buffer("1.running_mean").fill_(num_made)
+        return made
 
     starts = Starts(make, race.model, race.optimizer, 1 << 30)
     begun: list[list[torch.Tensor]] = []
 
-    def noted(order: int) -> None:
-        starts.put(order)
+    def noted(order: int) -> bool:
+        differ = starts.put(order)
+        assert differ == (order > 0)
         begun.append([tensor.clone() for tensor in race.model.state_dict().values()])
+        return differ
 
     race.start, race.run_s = noted, 0.2
     before = deepcopy(race.model.state_dict())
@@ -193,31 +203,58 @@ def test_every_order_of_the_data_has_a_start_of_its_own() -> None:
     assert all(map(torch.equal, begun[0], before.values()))
     assert all(map(torch.equal, begun[1], begun[3]))
     assert len({float(weights[0].detach().sum()) for weights in begun}) == 3
-    statistics = [weights[[*before].index("1.running_var")] for weights in begun]
-    assert all(torch.equal(found, torch.ones(12)) for found in statistics)  # of nothing seen yet
+    means = [weights[[*before].index("1.running_mean")] for weights in begun]
+    assert [float(found.mean()) for found in means] == [0, 1, 2, 1]
+    assert race.starts_differ
 
 
 def test_a_start_is_left_as_it_is_where_there_is_no_other() -> None:
-    """One model instead of a function, no memory for two, or a function whose models differ."""
+    """One model instead of a function, no memory, a function whose models differ, are all the same, or that fails."""
     model = mlp()
     optimizer, before = make_sgd(model.parameters()), deepcopy(model.state_dict())
     model_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    for make, device_bytes in (
-        (model, 1 << 30),
-        (mlp, 2 * model_bytes - 1),
-        (convnet, 1 << 30),
-        (lambda: model, 1 << 30),
-    ):
-        Starts(make, model, optimizer, device_bytes).put(1)
+
+    def same() -> torch.nn.Module:
+        made = mlp()
+        made.load_state_dict(before)
+        return made
+
+    def fails() -> torch.nn.Module:
+        raise RuntimeError("made once")
+
+    for make in (model, convnet, same, fails, lambda: model):
+        assert not Starts(make, model, optimizer, 1 << 30).put(1)
         torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    Starts(mlp, model, optimizer, 2 * model_bytes).put(1)
+    assert not Starts(mlp, model, optimizer, 3 * model_bytes - 1).put(1)  # two models, and what is kept of one
+    assert Starts(mlp, model, optimizer, 3 * model_bytes).put(1)
     assert not torch.equal(model.state_dict()["1.weight"], before["1.weight"])
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()  # momentum is as large as the model, and counts
-    now = deepcopy(model.state_dict())
-    Starts(mlp, model, optimizer, 3 * model_bytes - 1).put(2)
-    torch.testing.assert_close(model.state_dict(), now, rtol=0, atol=0)
+    assert not Starts(mlp, model, optimizer, 4 * model_bytes - 1).put(2)
+    assert Starts(mlp, model, optimizer, 4 * model_bytes).put(2)
+
+
+def test_starts_leave_the_generators_where_they_were_and_no_model_behind() -> None:
+    """A model may hold itself; Python's and NumPy's generators may have a part in its weights."""
+    alive: list[Any] = []
+
+    class Circular(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.tensor([random.random(), np.random.rand(), float(torch.rand(1))]))
+            self.me = [self]
+            alive.append(weakref.ref(self))
+
+    model = Circular()
+    starts, before = Starts(Circular, model, make_sgd(model.parameters()), 1 << 30), generators()
+    weights = []
+    for order in (1, 2):
+        assert starts.put(order)
+        weights.append(model.weight.detach().clone())
+    assert (weights[0] != weights[1]).all()
+    assert [found() is not None for found in alive] == [True, False, False]
+    assert before == generators()
 
 
 def test_few_held_out_samples_leave_an_accuracy_unsure() -> None:
@@ -398,6 +435,40 @@ def test_tune_races_what_it_would_change(tmp_path: Any) -> None:
     assert advice.learning_rate is not None
     assert 1e-4 < advice.learning_rate < 3
     assert Advice.from_json(advice.to_json()) == advice
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_race_makes_further_starts_unless_the_model_is_somebody_elses(tmp_path: Any, shared: bool) -> None:
+    """A function that hands out a module of the user's may do anything to it: it is called once."""
+    body, num_made = mlp(), 0
+    before = deepcopy(body.state_dict())
+
+    def make() -> torch.nn.Module:
+        nonlocal num_made
+        num_made += 1
+        return body if shared else mlp()
+
+    advice = outcore.tune(
+        make, F.cross_entropy, DATA, optimizer=partial(make_sgd, lr=1e-6), memory="1GiB", disk=tmp_path,
+        learning_rate=None, batch=32, free=True, trial_s=20.0,
+    )  # fmt: skip
+    (said,) = [why for why in advice.why if why.startswith("raced")]
+    assert num_made == (1 if shared else 3)
+    assert ("3 orders of the data" if shared else "3 starts") in said
+    torch.testing.assert_close(body.state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_setting_that_diverges_from_some_starts_gets_no_length() -> None:
+    race = race_of(mlp(), target=Target("val_loss", 0.5))
+    runner = Runner("one", 32, 0.1, 0.5)
+    ended = [Finish(runner, 8.0, race.target, ((8.0, end),), gave_up=end != end) for end in (0.6, float("nan"), 0.55)]
+    race.ran = [*ended, replace(ended[0], run_s=4.0, looks=((4.0, 0.8),))]
+    race.final = {runner: [ended[0], ended[2]]}
+    assert race.length_s(ended[0]) is not None
+    race.final = {runner: ended}
+    assert race.length_s(ended[0]) is None
+    race.final = {runner: [replace(found, gave_up=False) for found in ended[1:2]]}
+    assert race.length_s(ended[0]) is None
 
 
 def test_a_target_reached_in_the_race_is_not_trained_for_again(tmp_path: Any) -> None:

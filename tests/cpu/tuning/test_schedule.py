@@ -24,11 +24,13 @@ def test_after_a_missed_target_shorter_rounds_follow_at_half_the_rate() -> None:
 
 
 def test_a_scheduler_sets_the_rate_of_every_step() -> None:
-    soonest = Soonest(8, 1, 0.4, num_steps=6, num_warm_up_steps=2)
+    soonest = Soonest(8, 1, 0.4, num_steps=12, num_warm_up_steps=2)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=soonest.learning_rate)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.04})
     scheduler, rates = soonest.scheduler(optimizer), []
-    for _ in range(10):
+    for _ in range(18):
+        assert optimizer.param_groups[1]["lr"] == pytest.approx(optimizer.param_groups[0]["lr"] / 10)
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    assert rates == pytest.approx([0.2, 0.4, 0.4, 0.4, 0.4, 0.2, 0.2, 0.2, 0.2, 0.2])
+    assert rates == pytest.approx([0.2, *8 * [0.4], 0.3, 0.2, 0.1, *5 * [0.2], 0.1])
