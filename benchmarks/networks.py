@@ -31,8 +31,8 @@ class Network:
 BUDGETS_GIB = {"resnet50": 16, "llama": 28, "vgg16": 6, "vit_l": 12, "r3d18": 6, "resnet152": 12}
 BUDGETS_GIB |= {"vgg16_nhwc": 12, "r3d18_nhwc": 12, "resnet50_nhwc": 16}
 CURVES_GIB: dict[str, tuple[float, ...]] = {
-    "resnet50": (32, 24, 20, 16, 12),
-    "llama": (64, 48, 40, 32, 28),
+    "resnet50": (32, 24, 16, 12),
+    "llama": (64, 48, 36, 28),
     "vit_l": (24, 16, 12, 8),
     "resnet152": (24, 16, 12, 8),
     "vgg16_nhwc": (16, 14, 12, 10),

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU machine, in parts with a time limit each, in the order in which a doubt should stop it:
 #
-#   bash benchmarks/on_gpu.sh check speed curve peers fit cores matmul tuning accuracy
-#   seconds, about:           160   330   1300  420   130 290   100    290    160
+#   bash benchmarks/on_gpu.sh check speed curve1 curve2 curve3 peers fit cores matmul tuning accuracy
+#   seconds, about:           160   330   450    460    260    420   130 290   100    290    160
 #
 # Results and logs go to $OUT (default: benchmarks/results), one file a part. `cores` uses all CPU cores, the others but
 # `check` the whole GPU: run nothing beside them. MNIST and CIFAR-10 are looked for in $DATA (default: .carry).
@@ -42,10 +42,17 @@ for part in "${@:-check}"; do
         slowdown resnet152 75 in-core,checkpoint,hybrid --traces "$out"
         slowdown vit_l 80 in-core,hybrid
         ;;
-    curve)
-        for network in resnet50:230 llama:430 resnet152:200 vit_l:220 vgg16_nhwc:130 r3d18_nhwc:160; do
-            slowdown "${network%:*}" "${network#*:}" in-core,hybrid --curve
-        done
+    curve1)
+        slowdown resnet50 230 in-core,hybrid --curve
+        slowdown vit_l 290 in-core,hybrid --curve
+        ;;
+    curve2)
+        slowdown llama 430 in-core,hybrid --curve
+        slowdown vgg16_nhwc 115 in-core,hybrid --curve
+        ;;
+    curve3)
+        slowdown resnet152 180 in-core,hybrid --curve
+        slowdown r3d18_nhwc 140 in-core,hybrid --curve
         ;;
     peers)
         run slowdown_peers 420 python -m benchmarks.slowdown --networks resnet50 --limit-s 415 \
@@ -70,7 +77,8 @@ for part in "${@:-check}"; do
         ;;
     accuracy)
         run tuning_accuracy 198 python -m benchmarks.tuning_accuracy --only accuracy --data "$data/cifar10.npz" \
-            --optimizers sgd --num-epochs 3 --target 0.65 --num-trials 8 --limit-s 172 --out "$out/tuning_accuracy.json"
+            --optimizers sgd --num-epochs 2.25 --target 0.65 --first-seed 100 --num-trials 8 --limit-s 172 \
+            --out "$out/tuning_accuracy.json"
         ;;
     *) echo "there is no part $part; see the head of this file" >&2 && exit 2 ;;
     esac

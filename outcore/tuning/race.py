@@ -65,6 +65,7 @@ BEYOND = 0.1  # of the error at the target, to end below it
 WARM_UP = 0.1  # of an epoch
 TIMES = 3.0  # the rate, from one runner to the next; between them the square root of it
 NEAR = 1.2  # times a rate that ran: nothing new
+LATER = 2  # times the seconds for all runs, where the target is near and was not reached
 MOST_TIMES, LEAST_CLOCK_S = 3.0, 20.0  # of a clock's seconds to those of compute; a race that is over sooner is not cut
 LOOK_BATCH = 256  # samples at a time, in-core
 LOSS = Target("val_loss", 0.0)
@@ -186,17 +187,23 @@ class Race:
     starts_differ: bool = False
 
     def between(self, today: Runner, advised: Sequence[Runner], limit_s: float) -> Finish | None:
-        """The winner; `advised` begins with the advice. None: `limit_s` seconds for all runs are too few to tell."""
+        """The winner; `advised` begins with the advice. None: `limit_s` seconds for all runs are too few to tell.
+
+        Where they are over before the target is reached from every start, but it is near, there are as many again: the
+        highest rates are nearest to a target that nobody reaches, and then are late at it."""
         slowest_s = max(today.step_s, *(runner.step_s for runner in advised))
         if slowest_s > longest_step_s(limit_s):
             return None
         longest_s = max(NUM_EPOCHS * (self.samples.num or math.inf) / today.batch * today.step_s, slowest_s)
         self.run_s = max(min(limit_s / NUM_SHARES, longest_s), LEAST_STEPS * slowest_s)
         done = ranked = self._round(self._first(today, advised), limit_s)
+        most_s = limit_s
         while done and len(self.ran) < MOST_RUNS:
-            target_s = self._surely_s(done[0], limit_s)
+            target_s = self._surely_s(done[0], most_s)
             self.run_s, before = self._next_run_s(target_s, longest_s, LEAST_STEPS * slowest_s), len(self.ran)
-            found = self._round(self._next(done, today), limit_s)
+            if target_s is None and not self.has_time(self.run_s, most_s) and self.length_s(done[0]) is not None:
+                most_s = LATER * limit_s
+            found = self._round(self._next(done, today), most_s)
             if len(self.ran) == before or (target_s is not None and found[0].target_s is None):
                 break
             done, ranked = found, [*found, *ranked]

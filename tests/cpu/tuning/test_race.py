@@ -129,6 +129,25 @@ def test_runs_grow_until_the_target_is_reached_in_every_order(lucky: bool) -> No
     assert {found.order for found in race.final[winner.runner]} == {0, 1, 2}
 
 
+@pytest.mark.parametrize("is_near", [False, True])
+def test_a_race_goes_on_for_as_long_again_where_the_target_is_near(is_near: bool) -> None:
+    race, left = race_of(mlp(), target=Target("val_accuracy", 0.9 if is_near else 0.98)), 0.25
+
+    def run(runner: Runner, leader: Finish | None, limit_s: float, order: int = 0) -> Finish:
+        end = 1 - left * (runner.lr / 0.2) ** 0.1 / race.run_s
+        race.ran.append(Finish(runner, race.run_s, race.target, ((race.run_s, end),), order=order))
+        race.spent_s += race.run_s
+        return race.ran[-1]
+
+    race.run = run  # type: ignore[method-assign]
+    today, advice = (replace(runner, step_s=0.05) for runner in (TODAY, ADVICE))
+    winner = race.between(today, [advice], limit_s=13.0)
+    assert winner is not None
+    assert max(found.run_s for found in race.ran) == pytest.approx(3.2 if is_near else 1.6)
+    assert (winner.target_s is not None) == is_near
+    assert race.spent_s < (2 if not is_near else 3) * 13.0 + 3.2
+
+
 def test_where_time_is_short_fewer_are_compared_in_all_orders() -> None:
     race = race_by(lambda runner, order, run_s: 0.4 + runner.lr)
     others = [ADVICE.times(factor) for factor in (1.0, 0.5, 0.25)]
@@ -419,10 +438,10 @@ def test_theory_alone_takes_no_batch_that_is_too_slow_to_be_raced(race: bool, ch
     assert tuner._by_goodput(choosing, 1e9, 32) == (chosen, chosen)
 
 
-def tuned(lr: float, **options: Any) -> Advice:
+def tuned(lr: float, make_model: Callable[[], torch.nn.Module] = mlp, **options: Any) -> Advice:
     make = partial(torch.optim.SGD, lr=lr, momentum=0.9)
     given: dict[str, Any] = {"dataset": DATA, "optimizer": make, "memory": "16MiB", "trial_s": LONG_S} | options
-    return outcore.tune(mlp, F.cross_entropy, **given)
+    return outcore.tune(make_model, F.cross_entropy, **given)
 
 
 def test_tune_races_what_it_would_change(tmp_path: Any) -> None:
@@ -448,10 +467,7 @@ def test_a_race_makes_further_starts_unless_the_model_is_somebody_elses(tmp_path
         num_made += 1
         return body if shared else mlp()
 
-    advice = outcore.tune(
-        make, F.cross_entropy, DATA, optimizer=partial(make_sgd, lr=1e-6), memory="1GiB", disk=tmp_path,
-        learning_rate=None, batch=32, free=True, trial_s=20.0,
-    )  # fmt: skip
+    advice = tuned(1e-6, make, disk=tmp_path)
     (said,) = [why for why in advice.why if why.startswith("raced")]
     assert num_made == (1 if shared else 3)
     assert ("3 orders of the data" if shared else "3 starts") in said
