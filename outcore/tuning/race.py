@@ -200,8 +200,9 @@ class Race:
         most_s = limit_s
         while done and len(self.ran) < MOST_RUNS:
             target_s = self._surely_s(done[0], most_s)
-            self.run_s, before = self._next_run_s(target_s, longest_s, LEAST_STEPS * slowest_s), len(self.ran)
-            if target_s is None and not self.has_time(self.run_s, most_s) and self.length_s(done[0]) is not None:
+            guess_s, before = self.length_s(done[0]), len(self.ran)
+            self.run_s = self._next_run_s(target_s, guess_s, longest_s, LEAST_STEPS * slowest_s)
+            if target_s is None and guess_s is not None and not self.has_time(self.run_s, most_s):
                 most_s = LATER * limit_s
             found = self._round(self._next(done, today), most_s)
             if len(self.ran) == before or (target_s is not None and found[0].target_s is None):
@@ -246,6 +247,11 @@ class Race:
         beside = [ran for ran in self.ran if ran.runner.batch == runner.batch and runner.lr < ran.runner.lr <= highest]
         return any(ran.gave_up or ran.left > replace(ran, looks=ran.looks[:1]).left for ran in beside)
 
+    def _starts_of(self, found: Finish) -> list[Finish]:
+        """The same from every start that it ran from."""
+        ran = [one for one in self.ran if (one.runner, one.run_s) == (found.runner, found.run_s)]
+        return ran or [found]
+
     def _known(self, runner: Runner, order: int = 0) -> Finish | None:
         wanted = runner, self.run_s, order
         return next((found for found in self.ran if (found.runner, found.run_s, found.order) == wanted), None)
@@ -254,10 +260,12 @@ class Race:
         """Reading data and looking may take far longer than the compute that is counted: no run begins then."""
         return time.monotonic() - self.began_s > max(MOST_TIMES * limit_s, LEAST_CLOCK_S)
 
-    def _next_run_s(self, target_s: float | None, longest_s: float, least_s: float) -> float:
-        """Twice as long; once the target was reached no longer than that takes, or as before where that is about it."""
+    def _next_run_s(self, target_s: float | None, guess_s: float | None, longest_s: float, least_s: float) -> float:
+        """Twice as long, or less where less should do; once the target was reached no longer than that takes, or as
+        before where that is about it."""
         if target_s is None:
-            return max(self.run_s, min(2 * self.run_s, longest_s))
+            enough_s = max(guess_s or math.inf, SHORTER * self.run_s)
+            return max(self.run_s, min(2 * self.run_s, enough_s, longest_s))
         shorter_s = max(SHORTER * target_s, least_s)
         return shorter_s if SHORTER * shorter_s < self.run_s else self.run_s
 
@@ -268,7 +276,7 @@ class Race:
         was left after runs of each length. A run that reached the target is stretched by a quarter at least, by half at
         most, and a guess along the line by a quarter. All this by held-out samples: the fewer they are, the longer.
         """
-        ended = self.final.get(winner.runner) or [winner]
+        ended = self.final.get(winner.runner) or self._starts_of(winner)
         if any(found.gave_up for found in ended):
             return None
         worst = max(ended, key=lambda found: found.left)
