@@ -228,6 +228,8 @@ class Race:
         if there is none."""
         going = list(dict.fromkeys(found.runner for found in ranked if not found.gave_up))
         best = sorted(going, key=self.is_at_the_edge)[:NUM_FINALISTS]
+        if self.spent_s + NUM_STARTS * (len(best) + 1) * self.run_s > limit_s:  # further starts are worth more
+            best = [runner for runner in best if self._known(runner)] or best[:1]
         starts: dict[Runner, list[Finish]] = {runner: [] for runner in dict.fromkeys([*best, today])}
         self.final, self.today = dict(starts), today
         for order in range(NUM_STARTS):
