@@ -201,15 +201,18 @@ class Race:
         while done and len(self.ran) < MOST_RUNS:
             target_s = self._surely_s(done[0], most_s)
             guess_s, before = self.length_s(done[0]), len(self.ran)
-            self.run_s = self._next_run_s(target_s, guess_s, longest_s, LEAST_STEPS * slowest_s)
-            if target_s is None and guess_s is not None and not self.has_time(self.run_s, most_s):
-                most_s = LATER * limit_s
+            run_s = self._next_run_s(target_s, guess_s, longest_s, LEAST_STEPS * slowest_s)
+            if target_s is None:
+                has_time = self.has_time(run_s, most_s) and run_s <= _longest_of_final_s(most_s)
+                most_s = most_s if has_time or guess_s is None else LATER * limit_s
+                run_s = max(self.run_s, min(run_s, _longest_of_final_s(most_s)))
+            self.run_s = run_s
             found = self._round(self._next(done, today), most_s)
             if len(self.ran) == before or (target_s is not None and found[0].target_s is None):
                 break
             done, ranked = found, [*found, *ranked]
         self.run_s = ranked[0].run_s if ranked else self.run_s  # shorter ones did not come to the target
-        return self._final(ranked, today, self.spent_s + limit_s)
+        return self._final(ranked, today, self.spent_s + most_s)
 
     def _surely_s(self, leader: Finish, limit_s: float) -> float | None:
         """To the target from the slowest start, None: not from all. Of many runs one is lucky, and all would be as
@@ -284,6 +287,7 @@ class Race:
         worst = max(ended, key=lambda found: found.left)
         lengths = sorted({found.run_s for found in self.ran})
         left = [min((f.left for f in self.ran if f.run_s == run_s and not f.gave_up), default=0.0) for run_s in lengths]
+        unsure = self.target.unsure(num_looked_at(self.samples, self.validation))
         wanted = (1 - BEYOND) * (self.target.left(self.target.value) or 0.0)
         reached = self.target is not LOSS and self.target.reached(worst.metric)
         times = LONGER[0] if reached and worst.left <= 0 else math.inf
@@ -293,7 +297,7 @@ class Race:
         if not reached and not times < FAR:
             return None
         times = min(max(times, LONGER[0]), LONGER[1]) if reached else LONGER[0] * max(times, 1.0)
-        return (1 + self.target.unsure(num_looked_at(self.samples, self.validation))) * times * winner.run_s
+        return (1 + unsure) * times * winner.run_s
 
     def best_of_other_batches(self, winner: Runner) -> list[Runner]:
         """One of each, as it did best in its longest runs; who was least behind the best of those runs comes first."""
@@ -423,6 +427,11 @@ class Race:
             f"{metric} on held-out samples, in the mean over {fewer}{self.starts_told(most)}: "
             f"{ended}{gave_up_told if gave_up else ''}; the winner is {winner.runner.told}{stays}"
         )
+
+
+def _longest_of_final_s(limit_s: float) -> float:
+    """Of a run, if the best one and today's setting are to run from every start in a final of `limit_s` seconds."""
+    return limit_s / (2 * NUM_STARTS)
 
 
 def _mean_told(ran: Sequence[Finish]) -> str:

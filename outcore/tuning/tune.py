@@ -85,7 +85,7 @@ def tune(
     the batch is changed, settings race from the same starts: what is soonest at the target on held-out samples (without
     one, or with a function for its metric: at the least loss), in the mean over up to three starts (further models, as
     `make_model()` makes them), is the advice; `race=False` leaves that out. All that training takes about 1.3 `trial_s`
-    seconds of compute at most (1.8 where the target is near but not reached); reading the data and looking at held-out
+    seconds of compute at most (2.3 where the target is near but not reached); reading the data and looking at held-out
     samples come on top.
 
     `num_epochs`, or `train_s` in seconds, says how long you mean to train: then the advice is what is best at the end
