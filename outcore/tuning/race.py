@@ -189,8 +189,8 @@ class Race:
     def between(self, today: Runner, advised: Sequence[Runner], limit_s: float) -> Finish | None:
         """The winner; `advised` begins with the advice. None: `limit_s` seconds for all runs are too few to tell.
 
-        Where they are over before the target is reached from every start, but it is near, there are as many again: the
-        highest rates are nearest to a target that nobody reaches, and then are late at it."""
+        Where they are over before the target is reached, but a run that reaches it is not far longer, there are as many
+        again: the highest rates are nearest to a target that nobody reaches, and then are late at it."""
         slowest_s = max(today.step_s, *(runner.step_s for runner in advised))
         if slowest_s > longest_step_s(limit_s):
             return None
@@ -204,7 +204,9 @@ class Race:
             run_s = self._next_run_s(target_s, guess_s, longest_s, LEAST_STEPS * slowest_s)
             if target_s is None:
                 has_time = self.has_time(run_s, most_s) and run_s <= _longest_of_final_s(most_s)
-                most_s = most_s if has_time or guess_s is None else LATER * limit_s
+                enough_s = math.inf if guess_s is None else guess_s / LONGER[0]
+                is_near = enough_s <= min(longest_s, _longest_of_final_s(LATER * limit_s))
+                most_s = LATER * limit_s if is_near and not has_time and not self._is_late(most_s) else most_s
                 run_s = max(self.run_s, min(run_s, _longest_of_final_s(most_s)))
             self.run_s = run_s
             found = self._round(self._next(done, today), most_s)
@@ -231,8 +233,10 @@ class Race:
         if there is none."""
         going = list(dict.fromkeys(found.runner for found in ranked if not found.gave_up))
         best = sorted(going, key=self.is_at_the_edge)[:NUM_FINALISTS]
-        if self.spent_s + NUM_STARTS * (len(best) + 1) * self.run_s > limit_s:  # further starts are worth more
-            best = [runner for runner in best if self._known(runner)] or best[:1]
+        if self.spent_s + NUM_STARTS * len({*best, today}) * self.run_s > limit_s:  # further starts are worth more
+            others = [runner for runner in best if runner != today]
+            known = [one for one in others if (seen := self._known(one)) is not None and not seen.gave_up]
+            best = known or others[:1]
         starts: dict[Runner, list[Finish]] = {runner: [] for runner in dict.fromkeys([*best, today])}
         self.final, self.today = dict(starts), today
         for order in range(NUM_STARTS):

@@ -3,7 +3,8 @@
 How soon a training comes to its target depends on the weights it begins with more than on the order of its data: a
 length that does for one start is too short for another. So every order of the data beyond the first has a start of its
 own, made once and kept in host memory. Where no new model can be made there is one start: a user may give a model
-instead of a function, or a function that hands out the same one, or have no memory for a second one beside the first.
+instead of a function, or a function that hands out the same one (a model that holds itself cannot be told from that),
+or have no memory for a second one beside the first.
 """
 
 from __future__ import annotations

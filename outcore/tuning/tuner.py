@@ -127,7 +127,8 @@ class Asked:
         made = self.make_model()
         if not isinstance(made, torch.nn.Module):
             raise TuningError(f"make_model() returned a {type(made).__name__}; it must return a torch.nn.Module")
-        is_new = sys.getrefcount(made) <= 2
+        alone = object()
+        is_new = sys.getrefcount(made) <= sys.getrefcount(alone)
         return made, is_new
 
     @contextmanager

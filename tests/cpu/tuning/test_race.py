@@ -149,6 +149,30 @@ def test_a_race_goes_on_for_as_long_again_where_the_target_is_near(is_near: bool
     assert race.spent_s < (4 if is_near else 2) * 13.0
 
 
+@pytest.mark.parametrize("target", [LOSS, Target("val_accuracy", 0.9)])
+def test_today_is_compared_with_another_also_where_it_leads_and_time_is_short(target: Target) -> None:
+    """In short runs today's setting is ahead, in longer ones the advice: with one run left, nobody else was known."""
+    race = race_of(mlp(), target=target)
+
+    def run(runner: Runner, leader: Finish | None, limit_s: float, order: int = 0) -> Finish:
+        grows = 0.5 if runner.name == today.name else 0.9
+        left = (0.5 if runner.name == today.name else 0.55) / (race.run_s / 0.8) ** grows
+        end = 1 - left if target is not LOSS else left
+        race.ran.append(Finish(runner, race.run_s, race.target, ((race.run_s, end),), order=order))
+        race.spent_s += race.run_s
+        return race.ran[-1]
+
+    race.run = run  # type: ignore[method-assign]
+    today, advice = (replace(runner, step_s=0.05) for runner in (TODAY, ADVICE))
+    race.run_s = 0.8
+    done = [race.run(found, None, 9.0) for found in (today, advice, advice.times(0.5))]
+    race.run_s = 1.6
+    ranked = [race.run(today, None, 9.0), *done]
+    winner = race._final(ranked, today, race.spent_s + 12.0)
+    assert winner.runner == advice
+    assert [len(race.final[runner]) for runner in (today, advice)] == [3, 3]
+
+
 def test_where_time_is_short_fewer_are_compared_in_all_orders() -> None:
     race = race_by(lambda runner, order, run_s: 0.4 + runner.lr)
     others = [ADVICE.times(factor) for factor in (1.0, 0.5, 0.25)]
