@@ -24,7 +24,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from outcore.tuning.race import LEAST_STEPS, Finish, Race, Runner
+from outcore.tuning.race import LEAST_STEPS, NEAR, Finish, Race, Runner
 from outcore.tuning.targets import SURENESS
 from outcore.units import format_seconds
 
@@ -36,7 +36,7 @@ STEP = 2.0  # times the rate, beyond these
 MOST_OTHERS = 2  # batches
 LITTLE = 0.1  # of the probability: however good the leader is, with so little left nobody gives up
 HOPELESS = 4.0  # times the leader's error more, halfway: who is slow at first may be best in the end
-EDGE = ", of those whose next higher rate did not fail in the race,"
+EDGE = ", of those whose next higher rate did not fail,"
 NAMES = {SURENESS: "the probability of the right class", "val_loss": "the loss"}
 
 
@@ -139,8 +139,18 @@ class Ending:
         return self._left(runner) == math.inf
 
     def _is_at_the_edge(self, runner: Runner) -> bool:
-        """It failed, or one a little higher did in the race: another start may not bear this one."""
-        return self._has_failed(runner) or (self.raced is not None and self.raced.is_at_the_edge(runner))
+        """It failed, or one a little higher did in the race: another start may not bear this one. Where trainings were
+        shortened, one as long as the user's may not bear it either: there the next rate up tells here, too."""
+        if self._has_failed(runner) or (self.raced is not None and self.raced.is_at_the_edge(runner)):
+            return True
+        if not self.is_shortened:
+            return False
+        above = [one for one in self.ended if one.batch == runner.batch and 1 < one.lr / runner.lr < NEAR * STEP]
+        return any(map(self._has_failed, above))
+
+    @property
+    def is_shortened(self) -> bool:
+        return self.race.run_s < 0.99 * self.length_s
 
     def _leader(self) -> Runner:
         return min(self.ended, key=self._left)
@@ -155,7 +165,7 @@ class Ending:
         ended = "; ".join(f"{runner.told} {self._told(runner)}" for runner in by_end)
         run_s, wanted_s = format_seconds(self.race.run_s), format_seconds(self.length_s)
         how = f"{run_s} each, as long as you train"
-        if self.race.run_s < 0.99 * self.length_s:
+        if self.is_shortened:
             enough = math.ceil(self.length_s / self.race.run_s)
             how = f"{run_s} each instead of your {wanted_s}, for which trial_s has to be {enough} times as long"
         fewest, most = len(self.orders), len(self.ended[best.runner])
