@@ -115,9 +115,8 @@ NOT_WAITING = (
     "in-core for a loop that does not (older rows have none). `compile` runs other kernels in another layout and "
     "gives other numbers; its own in-core is the row `compile`, and `compile-budget` was asked for the budget's share "
     "of activations (`:0`: for none). `accumulate:4` cuts the batch in four and sums the gradients: other numbers too "
-    "(BatchNorm sees a quarter of the batch); where that is all right, it is the cheapest way out. The plot's "
-    "lines join one run's budgets; broken ones are simulated: the default planner on recorded steps, without cuDNN's "
-    "workspaces."
+    "(BatchNorm sees a quarter of the batch); where that is all right, it is the cheapest way out. The plot's broken "
+    "lines are simulated: the default planner on recorded steps, without cuDNN's workspaces, at other budgets."
 )
 
 

@@ -11,23 +11,23 @@ from rich.table import Table
 from torch.optim.lr_scheduler import LambdaLR
 
 from outcore.reporting.text import render, rows_table
+from outcore.tuning.annealing import rate_factor
 from outcore.tuning.curve import Curve
 from outcore.tuning.goodput import goodput
-from outcore.tuning.schedule import rate_factor
 from outcore.units import format_bytes, format_seconds
 from outcore.values.codec import Saved
 
 MAX_SHARES = 4  # different ones that a table lists
 
 
-class Scheduled:
+class HasLength:
     """What has a length says how its rate goes up, and down to zero at the end."""
 
     num_steps: int
     num_warm_up_steps: int
 
     def rate_factor(self, step: int) -> float:
-        """Of the learning rate at an optimizer step, counted from 0; beyond the length, too (schedule.py)."""
+        """Of the learning rate at an optimizer step, counted from 0; beyond the length, too (annealing.py)."""
         return rate_factor(step, self.num_steps, self.num_warm_up_steps)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
@@ -36,7 +36,7 @@ class Scheduled:
 
 
 @dataclass(frozen=True)
-class Soonest(Scheduled):
+class Soonest(HasLength):
     """What comes to the target first, where the advice is what is best at the end of a longer training."""
 
     micro_batch: int
@@ -52,7 +52,7 @@ class Soonest(Scheduled):
 
 
 @dataclass(frozen=True)
-class Advice(Saved, Scheduled):
+class Advice(Saved, HasLength):
     """Train with `accumulation` micro-batches of `micro_batch` samples per optimizer step."""
 
     KIND: ClassVar[str] = "advice"

@@ -17,7 +17,7 @@ twice, and each round brings new runners. One start tells little (on MNIST the s
 after 3.6 s), and of many runners the luckiest looks best. So runs stop growing only when the leader comes to the target
 from other starts, too: other weights, and the data in another order (starts.py); the best few and today's setting run
 from these; and what a user trains with is changed only for what is sooner from every one of them and by a tenth in the
-mean. The length that is advised goes by the worst start: one that is too short costs another round (schedule.py), one
+mean. The length that is advised goes by the worst start: one that is too short costs another round (annealing.py), one
 that is too long costs little.
 
 The seconds are those of the curve (a step of this batch takes so long), not of a clock: a machine that is busy during

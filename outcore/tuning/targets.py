@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from outcore.errors import TuningError
+from outcore.tuning.annealing import rate_factor
 from outcore.tuning.batches import LossFn, loss_of, size_of
 from outcore.tuning.samples import Samples
-from outcore.tuning.schedule import rate_factor
 from outcore.units import format_seconds
 
 METRICS = ("val_accuracy", "val_loss")

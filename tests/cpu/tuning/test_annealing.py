@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outcore.tuning.advice import Soonest
-from outcore.tuning.schedule import is_end, rate_factor
+from outcore.tuning.annealing import is_end, rate_factor
 
 
 def test_up_level_and_down_to_zero() -> None:
