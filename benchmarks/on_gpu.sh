@@ -43,16 +43,16 @@ for part in "${@:-check}"; do
         slowdown vit_l 80 in-core,hybrid
         ;;
     curve1)
-        slowdown resnet50 230 in-core,hybrid --curve
-        slowdown vit_l 290 in-core,hybrid --curve
+        slowdown resnet50 230 in-core,checkpoint,hybrid --curve
+        slowdown vit_l 290 in-core,checkpoint,hybrid --curve
         ;;
     curve2)
-        slowdown llama 430 in-core,hybrid --curve
-        slowdown vgg16_nhwc 115 in-core,hybrid --curve
+        slowdown llama 430 in-core,checkpoint,hybrid --curve
+        slowdown vgg16_nhwc 115 in-core,checkpoint,hybrid --curve
         ;;
     curve3)
-        slowdown resnet152 180 in-core,hybrid --curve
-        slowdown r3d18_nhwc 140 in-core,hybrid --curve
+        slowdown resnet152 180 in-core,checkpoint,hybrid --curve
+        slowdown r3d18_nhwc 140 in-core,checkpoint,hybrid --curve
         ;;
     peers)
         run slowdown_peers 420 python -m benchmarks.slowdown --networks resnet50 --limit-s 415 \
