@@ -38,7 +38,8 @@ def main(results: Path, readme: Path, plot: Path, figures: Path, check: bool) ->
     after = dict(before)
     after[readme] = fill(fill(before[readme], "headline", headline(found)), "results", tables(found, plot, readme))
     for name, (question, table) in SECTIONS.items():
-        parts = [f"{table(result)}\n\n{conditions(result)}" for result in more if result["question"] == question]
+        shown = [(table(result), result) for result in more if result["question"] == question]
+        parts = [f"{text}\n\n{conditions(result)}" for text, result in shown if text]
         after[figures] = fill(after[figures], name, "\n\n".join(parts) or NONE_YET)
     if check:
         stale = [path.name for path in before if before[path] != after[path]]
@@ -115,8 +116,10 @@ NOT_WAITING = (
     "in-core for a loop that does not (older rows have none). `compile` runs other kernels in another layout and "
     "gives other numbers; its own in-core is the row `compile`, and `compile-budget` was asked for the budget's share "
     "of activations (`:0`: for none). `accumulate:4` cuts the batch in four and sums the gradients: other numbers too "
-    "(BatchNorm sees a quarter of the batch); where that is all right, it is the cheapest way out. The plot's broken "
-    "lines are simulated: the default planner on recorded steps, without cuDNN's workspaces, at other budgets."
+    "(BatchNorm sees a quarter of the batch); where that is all right, it is the cheapest way out. The plot's solid "
+    "lines join one run's budgets ([with their figures](docs/figures.md#time-against-budget-measured)), which may be a "
+    "later run than the table's; broken lines are simulated: the default planner on recorded steps, without cuDNN's "
+    "workspaces."
 )
 
 
@@ -252,6 +255,36 @@ def _prediction(result: Result) -> str:
     return markdown(("network", "planner", "predicted step", "measured", "step off by", "peak off by", "commit"), rows)
 
 
+def _budgets(result: Result) -> str:
+    """The runs at several budgets, and the README's row where such a run was cut before that row's budget."""
+    curves = result.get("curves", [])
+    there = {(row["network"], row["memory_gib"]) for row in curves}
+    networks = list(dict.fromkeys(row["network"] for row in curves))
+    rows = [row for row in curves if row["method"] in ("hybrid", "checkpoint")]
+    rows += [
+        row
+        for row in measured(result)
+        if row["method"] == "hybrid" and row["network"] in networks and (row["network"], row["memory_gib"]) not in there
+    ]
+    rows.sort(key=lambda row: (networks.index(row["network"]), row["method"] not in OURS, -row["memory_gib"]))
+    headings = ("network", "method", "budget GiB", "over in-core", "not waiting", "step off by", "peak GiB")
+    return markdown((*headings, "allocator started over", "run", "commit"), map(_at_budget, rows)) if rows else ""
+
+
+def _at_budget(row: Row) -> tuple[str, ...]:
+    ours = row["method"] in OURS
+    name = row["network"], row["method"], f"{row['memory_gib']:g}" if ours else "none"
+    origin = row.get("run", ""), row.get("commit", "")
+    if row.get("step_s") is None:
+        error = str(row.get("error", "")).partition(":")[0].replace("|", "/")
+        return (*name, f"failed: {error}", "", "", "", "", *origin)
+    over, in_loop = (f"{100 * row[key]:+.1f} %" if key in row else "" for key in ("slowdown", "loop_slowdown"))
+    off = f"{100 * judged(row)['step_error']:+.1f} %" if ours else ""
+    # It is counted over the steps with a wait after each, and over as many without.
+    restarts = f"{row['num_alloc_retries']} times in {2 * row['num_steps']} steps" if row["num_alloc_retries"] else ""
+    return (*name, over, in_loop, off, f"{row['peak_gib']:.1f}", restarts, *origin)
+
+
 def _fit(result: Result) -> str:
     rows = (
         (
@@ -272,6 +305,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str]]] = {
     "gap": ("planners", _gap),
     "growth": ("planners", _growth),
     "overhead": ("overhead", _overhead),
+    "budgets": ("slowdown", _budgets),
     "prediction": ("prediction", _prediction),
     "fit": ("fit", _fit),
 }
@@ -293,17 +327,20 @@ def simulated_curves(found: list[Result]) -> dict[str, Curve]:
 
 
 def measured_curves(rows: list[Row]) -> list[Curve]:
-    """(peak GiB, % over in-core) of the default planner at several budgets, one curve for each run that has them."""
-    curves: dict[str, Curve] = {}
+    """(peak GiB, % over in-core) of the default planner at several budgets, one curve for each network and run that has
+    them."""
+    curves: dict[tuple[str, str], Curve] = {}
     for row in rows:
-        if row["method"] == "hybrid":
-            curves.setdefault(row.get("run", ""), []).append((row["peak_gib"], 100 * row["slowdown"]))
+        if row["method"] == "hybrid" and "slowdown" in row:  # a budget at which it failed has no point
+            key = row.get("network", ""), row.get("run", "")
+            curves.setdefault(key, []).append((row["peak_gib"], 100 * row["slowdown"]))
     return [sorted(curve) for curve in curves.values() if len(curve) > 1]
 
 
 def draw(found: list[Result], plot: Path, curves: dict[str, Curve]) -> bool:
-    """Step time against memory, a panel per network, with what the simulator says at other budgets; readable on light
-    and dark."""
+    """Step time against memory, a panel per network, with what runs at several budgets and the simulator say; readable
+    on light and dark."""
+    budgets = [row for result in found if result["question"] == "slowdown" for row in result.get("curves", [])]
     rows = [row for result in found if result["question"] == "slowdown" for row in measured(result)]
     rows = [row for row in rows if "slowdown" in row]
     if not rows:
@@ -325,6 +362,8 @@ def draw(found: list[Result], plot: Path, curves: dict[str, Curve]) -> bool:
     for network, panel in zip(networks, axes.flat):
         if network in curves:
             panel.plot(*zip(*curves[network]), "--", color="#2f6fde", alpha=0.6, linewidth=1)
+        for curve in measured_curves([row for row in budgets if row["network"] == network]):
+            panel.plot(*zip(*curve), "o-", color="#2f6fde", linewidth=1, markersize=3)
         _draw_panel(panel, network, [row for row in rows if row["network"] == network])
     figure.tight_layout()
     plot.parent.mkdir(parents=True, exist_ok=True)
@@ -334,8 +373,6 @@ def draw(found: list[Result], plot: Path, curves: dict[str, Curve]) -> bool:
 
 
 def _draw_panel(panel: Any, network: str, rows: list[Row]) -> None:
-    for curve in measured_curves(rows):
-        panel.plot(*zip(*curve), color="#2f6fde", linewidth=1)
     named: set[str] = set()  # a method measured several times has its name once
     most_gib = max(row["peak_gib"] for row in rows)
     for row in rows:
