@@ -3,7 +3,8 @@
     python -m benchmarks.holes step.trace.json --memory-gib 16 --room-gib 15.2 --room-gib 14.1
 
 For plans of several sizes under one cap: how often a step makes the allocator start over and how much it maps, with
-every value wherever the allocator puts it, with small values aside as a crowded step puts them, and after tidying.
+every value wherever the allocator puts it, with places kept or small gradients aside as in a crowded step, and after
+tidying.
 
     python -m benchmarks.holes --replay step.memory.json.gz --memory-gib 16
 
@@ -20,7 +21,9 @@ import click
 
 from benchmarks.recorded import h200
 from outcore.planning import lower, plan
-from outcore.planning.holes import NUM_STEPS, PAGE_BYTES, SMALL_BYTES, Device, Mapped, mapped
+from outcore.planning.crowd import Crowd
+from outcore.planning.holes import NUM_STEPS, PAGE_BYTES, SMALL_BYTES, Device, Mapped, allocations, mapped
+from outcore.planning.placeholders import arrange
 from outcore.planning.sums import sums_in_place
 from outcore.planning.tidy import tidy
 from outcore.units import GIB
@@ -42,12 +45,13 @@ def main(file: Path, memory_gib: float, room_gib: tuple[float, ...], replay: boo
     for room in room_gib or tuple(memory_gib * share for share in (0.98, 0.95, 0.92, 0.88)):
         made = plan(trace, h200(), Budget(int(room * GIB), 75 * GIB))
         tidied = tidy(trace, h200(), made, memory_bytes).plan
-        rows = (("as planned", made, ()), ("with values aside", made, None), ("tidied", tidied, None))
         print(f"room {room:6.2f} GiB")
-        for title, told, aside in rows:
-            over = 100 * (told.predicted_step_s / told.in_core_step_s - 1)
-            found = mapped(trace, lower(trace, told, h200()), memory_bytes, aside)
-            print(f"    {title:18s} predicted +{over:.1f} %, {say(found)}", flush=True)
+        for title, told, crowded in (("as planned", made, False), ("arranged", made, True), ("tidied", tidied, True)):
+            over, schedule = 100 * (told.predicted_step_s / told.in_core_step_s - 1), lower(trace, told, h200())
+            crowd = arrange(trace, schedule, memory_bytes) if crowded else Crowd()
+            found = mapped(trace, list(allocations(trace, schedule)), memory_bytes, crowd)
+            places = f", {len(crowd.placeholders)} places kept" if crowd.placeholders else ""
+            print(f"    {title:18s} predicted +{over:.1f} %, {say(found)}{places}", flush=True)
 
 
 def say(found: Mapped | None) -> str:

@@ -28,7 +28,8 @@ from torch.utils._pytree import tree_leaves
 from outcore.errors import BudgetTooSmall, OutcoreError, PlanMismatch
 from outcore.planning import PLANNERS, lower, simulate, verify
 from outcore.planning import plan as make_plan
-from outcore.planning.crowd import bystanders
+from outcore.planning.crowd import Crowd
+from outcore.planning.placeholders import arrange
 from outcore.planning.sums import sums_in_place
 from outcore.planning.tidy import tidy
 from outcore.recording.intercept import Interception
@@ -208,6 +209,8 @@ class Limited:
             self.kinds[key] = Kind(trace=self._expected, timed_again=self._expected is not None)
             self._expected = None
         kind = self._kind = self.kinds[key]
+        if kind.trace is None and self.device.type == "cuda":
+            gc.collect()  # what nobody holds any more would count as there all along
         before_bytes = self._before_bytes(inputs)
         self._meter = self._log = None
         if not self._interception.can_see_ops():
@@ -241,7 +244,7 @@ class Limited:
             meter=self._meter,
             log=self._log,
             clock=clock,
-            aside=self._aside,
+            on_refused=self._refusals.excuse,
             outside=lambda: self._outside(inputs),
         )
         self._interception.listen(self._run, ops=bool(program.last_watched >= 0 or self._meter or clock))
@@ -339,10 +342,11 @@ class Limited:
         if peak.peak_bytes > self.budget.device_bytes:  # a plan that was given, for another budget
             kind.stale = True
             raise BudgetTooSmall(peak.peak_bytes, self.budget.device_bytes, peak.peak_at, where=str(self.device))
-        crowded = kind.room is not None and kind.room.crowded
-        found = bystanders(trace, kind.schedule, self.budget.device_bytes) if crowded else {}
+        crowd = Crowd()
+        if kind.room is not None and kind.room.crowded:
+            crowd = arrange(trace, kind.schedule, self.budget.device_bytes, allocator.places(self.device))
         kind.in_place, kind.stale = trace is not kind.trace, False  # in place: nobody looks at its backward
-        kind.program = Program(trace, kind.schedule, found, gradients_aside=crowded and not found)
+        kind.program = Program(trace, kind.schedule, crowd.placeholders, gradients_aside=bool(crowd.aside))
         kind.num_steps = 0
         if kind.in_place and not kind.program.ends_in_forward:
             if kind.room is not None and kind.room.attempts:

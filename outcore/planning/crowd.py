@@ -1,53 +1,44 @@
-"""Trace + Schedule -> what lies around when a step asks for its largest pieces of memory.
+"""Trace + Schedule -> what a crowded step does so that its blocks find places between the holes.
 
-A language model's loss wants a fifth of the budget in one piece, three times. The bytes are there, but not in one
-piece: between the holes lies what was allocated on the way and stays, weights cast for the whole forward, values kept
-for the backward, copies not yet out. A device's allocator that finds no hole gives everything back and starts over. The
-runtime can put such bystanders somewhere else as soon as they are made (`outcore.running.aside`).
+A device's allocator puts a block into the best hole at that moment. What outlives the blocks around it stays behind and
+cuts their room in two; when no hole is long enough any more the allocator gives everything back and starts over, which
+drains the device. Two things help (`Crowd`): the places of blocks that will be in somebody's way are kept for them
+(`outcore.planning.placeholders`), and small gradients, which outlive everything else that a backward allocates, go to
+pages of their own (`outcore.running.aside`).
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from outcore.planning.simulate import held_until
 from outcore.planning.terrain import terrain_of
 from outcore.units import MIB
 from outcore.values import Schedule, Trace
 
-GIANT_SHARE = 0.15  # of the budget: what wants a piece as large as this makes a crowd
-LARGEST_SHARE = 0.05  # a bystander is no larger
-MOST_SHARE = 0.3  # all of them together: memory for them is memory that nothing else gets
 SMALLEST_BYTES = MIB  # PyTorch itself keeps smaller blocks apart
 GRADIENTS_SHARE = (
     0.02  # of the budget, for gradients aside: pages of one stream lie idle while nothing on it needs them
 )
 GRADIENTS_BYTES = 512 * MIB  # and no more than this
-OURS_TO_MOVE = ("aten.", "prims.")  # another op may still be writing when it returns, as functional collectives do
 
 
-def bystanders(trace: Trace, schedule: Schedule, budget_bytes: int) -> dict[int, frozenset[int]]:
-    """Op of the forward -> storages it makes that should lie aside: there when a giant is asked for, and no giant
-    themselves. In a backward nobody looks at ops."""
-    giants = [
-        storage.born
-        for storage in trace.storages
-        if not storage.external and storage.bytes >= GIANT_SHARE * budget_bytes
-    ]
-    if not giants:
-        return {}
-    ends = storage_ends(trace, schedule)
-    left_bytes = MOST_SHARE * budget_bytes
-    forward = [(index, op) for index, op in enumerate(trace.ops) if op.phase == "forward"]
-    makers = {op.slot: index for index, op in forward if op.name.startswith(OURS_TO_MOVE)}
-    found: dict[int, set[int]] = {}
-    for number, end in ends.items():
-        storage = trace.storages[number]
-        in_the_way = any(storage.born < born <= end for born in giants)
-        if not in_the_way or not SMALLEST_BYTES <= storage.bytes <= LARGEST_SHARE * budget_bytes:
-            continue
-        if storage.born in makers and storage.bytes <= left_bytes:
-            left_bytes -= storage.bytes
-            found.setdefault(makers[storage.born], set()).add(number)
-    return {op: frozenset(storages) for op, storages in found.items()}
+@dataclass(frozen=True)
+class Placeholder:
+    """Memory that nobody uses, as much as a block will need: taken in the slot `since` (-1: before the step) and given
+    back in `until`, right before the block is asked for. The hole is as long as the block, so that is where it goes."""
+
+    num_bytes: int
+    since: int
+    until: int
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """What is done for the allocator in a step: places kept, or gradients (by storage) put aside."""
+
+    placeholders: tuple[Placeholder, ...] = ()
+    aside: frozenset[int] = frozenset()
 
 
 def small_gradients(trace: Trace, budget_bytes: int) -> frozenset[int]:

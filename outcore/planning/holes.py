@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from outcore.planning.crowd import bystanders, small_gradients, storage_ends
+from outcore.planning.crowd import Crowd, storage_ends
 from outcore.planning.terrain import remembered, terrain_of
 from outcore.units import MIB
 from outcore.values import Action, Schedule, Trace
@@ -29,8 +29,9 @@ STEP_BYTES = 2 * MIB  # what is asked of a cap is rounded up to
 NUM_STEPS = 4  # after which the blocks of a step lie where they will lie
 USED_SHARE = 0.995  # of a cap: the rest is for small blocks
 NEIGHBOURS = 6  # ops before and after: one of them has no workspace
-Event = tuple[Literal["take", "give", "end"], object, int]  # who, bytes; "end" is a slot's
+Event = tuple[Literal["take", "give", "end", "aside"], object, int]  # who, bytes; "end" is a slot's
 Places = Sequence[tuple[int, int]]  # address and bytes of blocks that lie there before the step
+NOBODY = Crowd()
 
 
 @dataclass(frozen=True)
@@ -42,40 +43,40 @@ class Mapped:
 
 
 def mapped(
-    trace: Trace, schedule: Schedule, budget_bytes: int, aside: Collection[int] | None = None, there: Places = ()
+    trace: Trace, events: Sequence[Event], budget_bytes: int, crowd: Crowd = NOBODY, there: Places = ()
 ) -> Mapped | None:
-    """A few steps under a cap of `budget_bytes`, what a crowded step puts aside lying aside; None where memory runs
-    out."""
+    """A few steps of `allocations` under a cap of `budget_bytes`; None where memory runs out."""
     device = Device(int(USED_SHARE * budget_bytes), there)
     try:
-        aside = _aside(trace, schedule, budget_bytes) if aside is None else aside
-        restarts = _play(device, trace, schedule, aside)
+        restarts = _play(device, trace, events, crowd)
     except MemoryError:
         return None
     return Mapped(restarts[-1] - restarts[-2], device.most_bytes)
 
 
-def wanted_bytes(trace: Trace, schedule: Schedule, budget_bytes: int, there: Places = ()) -> int:
+def wanted_bytes(trace: Trace, events: Sequence[Event], crowd: Crowd, there: Places = ()) -> int:
     """The cap that the same steps would need never to start over. Up to there the cap plays no part; a step that has to
     start over lands somewhere else with any small change, in the model as on the device."""
     device = Device(1 << 60, there)
-    _play(device, trace, schedule, _aside(trace, schedule, budget_bytes))
+    _play(device, trace, events, crowd)
     return device.asked_bytes
 
 
-def _aside(trace: Trace, schedule: Schedule, budget_bytes: int) -> Collection[int]:
-    crowd = frozenset[int]().union(*bystanders(trace, schedule, budget_bytes).values())
-    return crowd or small_gradients(trace, budget_bytes)
+def lagging_bytes(trace: Trace, crowd: Crowd) -> int:
+    """A loop that never waits gives gradients back long before the device is done with them. Blocks of another stream
+    are not used again until then: the next step's lie beside them, and how far the host is ahead no model knows."""
+    num_bytes = sum(trace.storages[number].bytes for number in crowd.aside)
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def _play(device: Device, trace: Trace, schedule: Schedule, aside: Collection[int]) -> list[int]:
+def _play(device: Device, trace: Trace, events: Sequence[Event], crowd: Crowd) -> list[int]:
     """Some steps; how often it had started over before each and after the last."""
-    events, restarts = _large(allocations(trace, schedule), aside), [0]
+    played, restarts = _large(with_placeholders(events, crowd), crowd.aside), [0]
     if trace.before_bytes > SMALL_BYTES and not device.mapped_bytes:
         device.take("before", trace.before_bytes)
     before: object = None
     for _ in range(NUM_STEPS):
-        for kind, who, num_bytes in events:
+        for kind, who, num_bytes in played:
             if kind == "take":
                 device.take(who, num_bytes)
             elif kind == "give":
@@ -91,9 +92,30 @@ def _play(device: Device, trace: Trace, schedule: Schedule, aside: Collection[in
     return restarts
 
 
-def _large(events: Iterator[Event], aside: Collection[int]) -> list[tuple[str, object, int]]:
+def with_placeholders(events: Iterable[Event], crowd: Crowd) -> Iterator[Event]:
+    """The same step with its placeholders: taken and given back as a slot begins, what is taken first."""
+    if not crowd.placeholders:
+        yield from events
+        return
+    taken: dict[int, list[Event]] = {}
+    given: dict[int, list[Event]] = {}
+    for number, one in enumerate(crowd.placeholders):
+        taken.setdefault(one.since, []).append(("take", ("place", number), one.num_bytes))
+        given.setdefault(one.until, []).append(("give", ("place", number), 0))
+    yield from taken.get(-1, ())
+    slot, begins = 0, True
+    for event in events:
+        if begins:
+            yield from taken.get(slot, ())
+            yield from given.get(slot, ())
+        yield event
+        begins = event[0] == "end"
+        slot += begins
+
+
+def _large(events: Iterable[Event], aside: Collection[int]) -> list[Event]:
     """What happens to blocks of the large pool; those that go aside do so at the end of the slot that made them."""
-    found, there, new = list[tuple[str, object, int]](), set[object](), list[object]()
+    found, there, new = list[Event](), set[object](), list[object]()
     for kind, who, num_bytes in events:
         if kind == "take" and num_bytes > SMALL_BYTES:
             found.append((kind, who, num_bytes))

@@ -14,15 +14,18 @@ import itertools
 import time
 from dataclasses import dataclass, replace
 
-from outcore.planning.holes import Places, mapped, wanted_bytes
+from outcore.planning.crowd import Crowd
+from outcore.planning.holes import Event, Places, allocations, lagging_bytes, mapped, wanted_bytes
 from outcore.planning.hybrid import Flips
 from outcore.planning.lower import as_schedule
+from outcore.planning.placeholders import arranged, best_share
 from outcore.planning.scoring import Scored, score, score_if_it_can_fit
 from outcore.planning.terrain import terrain_of
-from outcore.values import Machine, Plan, Schedule, Trace
+from outcore.values import Machine, Plan, Trace
 
 RESTART_S = 0.02  # what one start over costs, about, on an H200
 SAFE_SHARE = 0.99  # of a cap: the rest is for small blocks, and for requests that no trace knows
+FULL_SHARE = 0.998  # with what may lie there twice
 HOPELESS_SHARE = 0.2  # of a cap, beyond what is safe: a giant block is in the way, and no neighbour changes that
 DOUBT = 0.5  # starts over beyond those of the model, for a step that wants more than is safe
 PRICES = (0.3, 0.8, 1.6)  # of the step's time, for as many pages as the whole cap has, beyond what is safe
@@ -67,10 +70,14 @@ class _Search:
 
     def __init__(self, trace: Trace, machine: Machine, plan: Plan, memory_bytes: int, there: Places) -> None:
         self.trace, self.machine, self.budget = trace, machine, plan.budget
-        self.memory_bytes, self.there, self.safe_bytes = memory_bytes, there, int(SAFE_SHARE * memory_bytes)
+        self.memory_bytes, self.there = memory_bytes, there
         self.terrain = terrain_of(trace)
         self.flips = Flips(self.terrain, plan.budget)
         self.first = self.best = score(self.terrain, machine, plan.budget, plan.decisions)
+        events = self._events(self.first)
+        self.giant_share = best_share(trace, events, memory_bytes, there)
+        lagging = lagging_bytes(trace, self._crowd(events))
+        self.safe_bytes = min(int(SAFE_SHARE * memory_bytes), int(FULL_SHARE * memory_bytes) - lagging)
         self.first_bytes = self.least_bytes = self._wanted_bytes(self.first)
         self.best_s = self.first.step_s + self._lost_s(self.first, self.first_bytes)
         self.num_draws, self.most_draws = 0, min(MOST_DRAWS, DRAW_WORK // max(1, trace.num_slots))
@@ -125,14 +132,19 @@ class _Search:
             self.best, self.best_s = tried, tried_s
 
     def _wanted_bytes(self, scored: Scored) -> int:
-        return wanted_bytes(self.trace, self._schedule(scored), self.memory_bytes, self.there)
+        events = self._events(scored)
+        return wanted_bytes(self.trace, events, self._crowd(events), self.there)
 
     def _lost_s(self, scored: Scored, page_bytes: int) -> float:
         """What starting over should cost a step; infinite where memory runs out."""
         if page_bytes <= self.safe_bytes:
             return 0.0
-        found = mapped(self.trace, self._schedule(scored), self.memory_bytes, None, self.there)
+        events = self._events(scored)
+        found = mapped(self.trace, events, self.memory_bytes, self._crowd(events), self.there)
         return RESTART_S * (DOUBT + found.num_restarts) if found is not None else float("inf")
 
-    def _schedule(self, scored: Scored) -> Schedule:
-        return as_schedule(self.trace, scored.decisions, scored.steps)
+    def _events(self, scored: Scored) -> list[Event]:
+        return list(allocations(self.trace, as_schedule(self.trace, scored.decisions, scored.steps)))
+
+    def _crowd(self, events: list[Event]) -> Crowd:
+        return arranged(self.trace, events, self.memory_bytes, self.giant_share)

@@ -1,16 +1,11 @@
-"""Small values that live long -> a part of device memory of their own.
+"""Small gradients -> a part of device memory of their own.
 
 The allocator puts a value into the best hole at that moment. Where it outlives the large blocks around it, it stays
 behind and cuts their room in two; when no hole is long enough any more the allocator gives everything back and starts
-over, which drains the device. Two kinds of values do that, seen on an H200 (docs/log.md):
-
-- Gradients: they live until the optimizer has used them, longer than anything else that a backward allocates. On
-  ResNet-50 in 16 GiB, 29 of 1 to 9 MiB made the allocator start over once or twice a step, with 3 GiB free in all. A
-  small gradient is moved as soon as autograd has stored it.
-- What lies around when the step asks for its largest pieces (`outcore.planning.crowd`): moved as soon as an op has made
-  it.
-
-Either is done only in plans that follow one for which the allocator had to start over.
+over, which drains the device. Gradients live until the optimizer has used them, longer than anything else that a
+backward allocates: on ResNet-50 in 16 GiB, 29 of 1 to 9 MiB made the allocator start over once or twice a step, with
+3 GiB free in all. A small one is moved as soon as autograd has stored it, in plans that follow one for which the
+allocator had to start over.
 
 That part is blocks of a stream on which nothing ever runs: the allocator serves each stream from pages of its own. Two
 things have to be right. The blocks are used on the stream that computes, so the allocator is told (`record_stream`):
@@ -31,8 +26,7 @@ from outcore.planning.crowd import GRADIENTS_BYTES, GRADIENTS_SHARE, SMALLEST_BY
 
 
 class Aside:
-    """Moves the gradients of the smallest of these parameters, together a fiftieth of the budget, during steps, and
-    what else it is asked to.
+    """Moves the gradients of the smallest of these parameters, together a fiftieth of the budget, during steps.
 
     Only what a step's own backward made is moved: a parameter that had a gradient when the step began keeps that block,
     whoever holds it, and so does one with hooks of others, who may be about to sum theirs over ranks. Ours

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
-from outcore.running.aside import Aside
+from outcore.planning.crowd import Placeholder
 from outcore.running.cells import (
     Cell,
     Handle,
@@ -48,12 +47,13 @@ from outcore.values import Action, Schedule, Tick, Trace
 
 _NOBODY: weakref.ref[Cell] = weakref.ref(Cell.__new__(Cell))  # the cell of a value that nobody will ask for
 SMALL_BYTES = 4096  # not worth a copy of its own: kept
+Moves = tuple[list[int], list[int]]  # placeholders to take, then those to give back, by number
 
 
 class PlannedTick:
     """What the hot path needs to know of one tick."""
 
-    __slots__ = ("actions", "decision", "dtype", "is_pack", "needs_cell", "number", "pack", "shape", "value")
+    __slots__ = ("actions", "decision", "dtype", "is_pack", "moves", "needs_cell", "number", "pack", "shape", "value")
 
     def __init__(self, number: int, tick: Tick, decision: str) -> None:
         self.number = number
@@ -65,6 +65,7 @@ class PlannedTick:
         self.decision = decision
         self.needs_cell = False
         self.actions: list[Action] = []
+        self.moves: Moves | None = None
 
 
 class Program:
@@ -74,7 +75,7 @@ class Program:
         self,
         trace: Trace,
         schedule: Schedule,
-        aside: Mapping[int, frozenset[int]] | None = None,
+        placeholders: Sequence[Placeholder] = (),
         *,
         gradients_aside: bool = False,
     ) -> None:
@@ -88,11 +89,12 @@ class Program:
         self.captured = {action.op: trace.ops[action.op] for action in schedule.actions if action.kind == "rerun"}
         self.outside = {v for op in self.captured.values() for v in op.writes if _is_outside(trace, v)}
         self.gradients_aside = gradients_aside
-        self.aside = {  # op -> which of the values it makes go there
-            op: frozenset(i for i, value in enumerate(trace.ops[op].writes) if trace.values[value].storage in storages)
-            for op, storages in (aside or {}).items()
-        }
-        self.last_watched = max((*self.captured, *self.aside), default=-1)
+        self.placeholders = placeholders
+        moves = _moves(placeholders)
+        for recorded, planned in zip(trace.ticks, self.ticks):
+            planned.moves = moves.get(recorded.slot)
+        self.moves = {index: moves[op.slot] for index, op in enumerate(trace.ops) if op.slot in moves}
+        self.last_watched = max((*self.captured, *self.moves), default=-1)
         self.names = [op.name for op in trace.ops[: self.last_watched + 1]]
         self.ends_in_forward = _ends_in_forward(trace, self.last_watched)
         written = {trace.values[value].storage for op in self.captured.values() for value in op.writes}
@@ -112,6 +114,16 @@ class Program:
     def empty(cls) -> Program:
         """No plan: the first tick leaves it."""
         return cls(Trace((), (), (), (), 0), Schedule("", (), {}))
+
+
+def _moves(placeholders: Sequence[Placeholder]) -> dict[int, Moves]:
+    """By slot; what is there before the step is nobody's."""
+    found: dict[int, Moves] = {}
+    for number, one in enumerate(placeholders):
+        if one.since >= 0:
+            found.setdefault(one.since, ([], []))[0].append(number)
+        found.setdefault(one.until, ([], []))[1].append(number)
+    return found
 
 
 def _is_outside(trace: Trace, value: int) -> bool:
@@ -142,7 +154,7 @@ class Execution:
         meter: LiveBytes | None = None,
         log: list[str] | None = None,
         clock: Clock | None = None,
-        aside: Aside | None = None,
+        on_refused: Callable[[], None] = lambda: None,
         outside: Callable[[], frozenset[int]] = frozenset,
     ) -> None:
         self._find_outside = outside  # storages that were there before the step: parameters, buffers, inputs
@@ -152,7 +164,7 @@ class Execution:
         self.meter = meter
         self.log = log
         self.clock = clock
-        self.aside = aside
+        self._on_refused = on_refused  # memory, for a placeholder
         self.timed: list[str] = []  # names of the ops the clock timed
         self.wants_ops = True
         self._stops_watching = meter is None and clock is None and not is_distributed()
@@ -167,10 +179,13 @@ class Execution:
         self._marked: Marked = []
         kinds = ("wait_out", "wait_in", "rerun") if log is not None else ()
         self._stopwatches = {kind: Clock(store.device, spin=False) for kind in kinds}
+        self._places: dict[int, torch.UntypedStorage] = {}
+        self._move(([number for number, one in enumerate(program.placeholders) if one.since < 0], []))
 
     def close(self) -> None:
         """The step is over. Handles that outlive it still work."""
         clear_marks(self._marked)
+        self._places.clear()
 
     # -- the forward's ops --------------------------------------------------------------------------------------------
 
@@ -196,11 +211,12 @@ class Execution:
             self._num_ops = index + 1
             if signature.name != program.names[index]:
                 self.leave_plan(f"op {index} is {func}, not {program.names[index]}")
-                result = signature.call(*args, **kwargs)
-            elif index in program.captured:
+            elif index in program.moves:
+                self._move(program.moves[index])
+            if self.on_plan and index in program.captured:
                 result = self._capture(index, func, args, kwargs)
             else:
-                result = self._call(index, func, args, kwargs)
+                result = signature.call(*args, **kwargs)
                 if signature.writes_lists:
                     for tensor in tensors_in(args[position] for position in signature.written if position < len(args)):
                         forget_cell(tensor)  # their version counters move when what they made has been saved already
@@ -213,20 +229,12 @@ class Execution:
                 self.meter.see(tensor)
         return result
 
-    def _call(self, index: int, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        result = signature_of(func).call(*args, **kwargs)
-        if self.aside is None or index not in self.program.aside:
-            return result
-        fresh, _ = outputs_of(func, args, kwargs, result)
-        moved = {id(fresh[i]): self.aside.move(fresh[i]) for i in self.program.aside[index] if i < len(fresh)}
-        return tree_map_only(torch.Tensor, lambda tensor: moved.get(id(tensor), tensor), result)
-
     def _capture(self, index: int, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         op = self.program.captured[index]
         reads = iter(op.reads)
         recipe = capture(index, func, args, kwargs, lambda tensor: self._source(next(reads, -1), tensor))
         recipe.twin = op.twin
-        result = self._call(index, func, args, kwargs)
+        result = signature_of(func).call(*args, **kwargs)
         fresh, overwritten = outputs_of(func, args, kwargs, result)
         if len(fresh) + len(overwritten) != len(op.writes):
             self.leave_plan(f"op {index} ({func}) made {len(fresh) + len(overwritten)} values, not {len(op.writes)}")
@@ -279,6 +287,8 @@ class Execution:
             handle: Handle | Kept = Kept(tensor, tick.pack, self)
         else:
             handle = self._pack_planned(tick, tensor)
+        if tick.moves is not None and self.on_plan:
+            self._move(tick.moves)
         if tick.actions and self.on_plan:
             with below_everything():
                 for action in tick.actions:
@@ -327,6 +337,8 @@ class Execution:
         tick = next(self._ticks, None)
         if self.on_plan and (tick is None or tick.is_pack or tick.pack != handle.pack):
             self.leave_plan(f"autograd asked for saved tensor {handle.pack} out of the planned order")
+        if tick is not None and tick.moves is not None and self.on_plan:
+            self._move(tick.moves)
         if isinstance(handle, Kept):
             if tick is not None and tick.actions and self.on_plan:
                 with below_everything():
@@ -356,6 +368,19 @@ class Execution:
             if absent:
                 cell.let_go()
         return tensor
+
+    def _move(self, moves: Moves) -> None:
+        """Placeholders are taken, and given back."""
+        taken, given = moves
+        try:
+            for number in taken:
+                num_bytes = self.program.placeholders[number].num_bytes
+                self._places[number] = torch.UntypedStorage(num_bytes, device=self.store.device)
+        except torch.OutOfMemoryError:  # more lies around than was planned for: the step itself needs what there is
+            self._on_refused()
+            self._places.clear()
+        for number in given:
+            self._places.pop(number, None)
 
     # -- the schedule's actions ---------------------------------------------------------------------------------------
 
@@ -438,6 +463,7 @@ class Execution:
         if not self.on_plan:
             return
         self.on_plan = False
+        self._places.clear()
         clear_marks(self._marked)  # what was made is not looked at any more: no mark may outlive its version
         self._ticks = iter(())
         self.left_plan_because = because

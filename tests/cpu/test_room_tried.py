@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from types import SimpleNamespace
@@ -13,9 +14,9 @@ from torch import nn
 
 from outcore.errors import BudgetTooSmall
 from outcore.limit import limit
-from outcore.planning import crowd, tidy
+from outcore.planning import placeholders, tidy
 from outcore.running import allocator
-from outcore.running.aside import Aside
+from outcore.running.execute import Execution, Moves
 from outcore.running.room import Room
 from outcore.units import MIB
 from tests.cpu.training import build, train
@@ -137,35 +138,88 @@ def test_the_numbers_stay_while_rooms_are_tried(monkeypatch: pytest.MonkeyPatch)
     ooc.close()
 
 
-def test_bystanders_go_aside_once_the_allocator_had_to_start_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_are_kept_once_the_allocator_had_to_start_over(monkeypatch: pytest.MonkeyPatch) -> None:
     always_restarts(monkeypatch)
-    for name, share in (("SMALLEST_BYTES", 1024), ("GIANT_SHARE", 0.05), ("LARGEST_SHARE", 0.05), ("MOST_SHARE", 1.0)):
-        monkeypatch.setattr(crowd, name, share)
+    monkeypatch.setattr(placeholders, "SMALLEST_BYTES", 1024)
+    monkeypatch.setattr(placeholders, "best_share", lambda *asked: 0.05)
     expected = train(*build("autocast"), num_steps=12)
     model, loss_of = build("autocast")
     with pytest.raises(BudgetTooSmall) as caught:
         train(model, loss_of, limit(model, 1), 2)
     model, loss_of = build("autocast")
     ooc = limit(model, int(1.145 * caught.value.needed_bytes))
-    ooc._tries_rooms, ooc._aside = True, Aside(model.parameters(), ooc.budget.device_bytes, ooc.device)
-    moved: list[bool] = []
-    really = Aside.move
+    ooc._tries_rooms = True
+    held: list[tuple[int, int]] = []  # placeholders there, and still to come, after each change
+    really = Execution._move
 
-    def move(self: Aside, tensor: torch.Tensor) -> torch.Tensor:
-        found = really(self, tensor)
-        moved.append(found is not tensor)
-        return found
+    def move(self: Execution, moves: Moves) -> None:
+        really(self, moves)
+        taken, given = moves
+        if self.program.placeholders:
+            assert set(taken) - set(given) <= set(self._places)
+            assert not set(given) & set(self._places)
+            assert all(self._places[at].nbytes() == self.program.placeholders[at].num_bytes for at in self._places)
+            held.append((len(self._places), len(self.program.placeholders)))
 
-    monkeypatch.setattr(Aside, "move", move)
+    monkeypatch.setattr(Execution, "_move", move)
     monkeypatch.setattr(Room, "is_hopeless", lambda self, predicted_s: False)  # however the machine's moment is
     expected.assert_same(train(model, loss_of, ooc, num_steps=12))
     room = next(iter(ooc.kinds.values())).room
     assert room is not None
     assert room.crowded
-    assert not room.attempts[0].made[3].aside
+    assert not room.attempts[0].made[3].placeholders
     assert len(room.attempts) > 1
-    assert room.attempts[1].made[3].aside
-    assert any(moved)
+    assert room.attempts[1].made[3].placeholders
+    assert (0, len(room.attempts[1].made[3].placeholders)) in held  # all given back, one by one
+    assert len(held) > len(room.attempts[1].made[3].placeholders)
+    ooc.close()
+
+
+def test_a_step_that_leaves_its_plan_keeps_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["outcore.limit"], "Room", functools.partial(Room, crowded=True))
+    monkeypatch.setattr(placeholders, "SMALLEST_BYTES", 1024)
+    monkeypatch.setattr(placeholders, "best_share", lambda *asked: 0.05)
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8))
+    layers.append(nn.Linear(256, 4096))
+    leaving, there = [False], list[int]()
+
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for number, layer in enumerate(self.layers):
+                x = layer(x) if number != 2 or not leaving[0] else layer(x).sin()
+            if leaving[0]:
+                assert isinstance(ooc._run, Execution)
+                there.append(len(ooc._run._places))
+            return x
+
+    model, x = Branching(), torch.randn(512, 256)
+
+    def train_once() -> None:
+        with ooc.step():
+            model(x).log_softmax(1).sum().backward()
+        model.zero_grad()
+
+    ooc = limit(model, 1)
+    train_once()
+    with pytest.raises(BudgetTooSmall) as caught:
+        train_once()
+    ooc.close()
+    ooc = limit(model, int(1.15 * caught.value.needed_bytes))
+    ooc._tries_rooms = True
+    for step in range(6):
+        leaving[0] = step == 5
+        train_once()
+        if step == 4:
+            (kind,) = ooc.kinds.values()
+            assert kind.program is not None
+            assert kind.program.placeholders
+    assert there == [0]
+    assert kind.num_left == 1
     ooc.close()
 
 

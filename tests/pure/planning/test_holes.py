@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 
 from outcore.planning import lower, plan, simulate, verify
 from outcore.planning import tidy as tidying
-from outcore.planning.holes import PAGE_BYTES, Device, Mapped, Places, _workspaces, allocations, mapped, wanted_bytes
+from outcore.planning.crowd import Crowd
+from outcore.planning.holes import PAGE_BYTES, Device, Mapped, _workspaces, allocations, mapped, wanted_bytes
+from outcore.planning.scoring import Scored
 from outcore.planning.terrain import terrain_of
 from outcore.planning.tidy import RESTART_S, tidy
 from outcore.units import GIB, MIB
-from outcore.values import Budget, Machine, Plan, Schedule, Trace
+from outcore.values import Budget, Machine, Plan, Trace
 from tests.pure.planning.random_steps import chain
 
 MACHINE = Machine("pretend", 10**9, 10**9, 0, 1e9, 1e9, 1.0, 1.0, 1.0, 0.0)
@@ -247,22 +249,23 @@ def test_a_schedule_gives_back_what_it_takes_and_maps_at_least_its_peak() -> Non
             else:
                 taken.pop(who, None)
         assert not [who for who in taken if isinstance(who, tuple)]  # every copy goes
-        found = mapped(trace, schedule, 10**9, aside=())
+        events = list(allocations(trace, schedule))
+        found = mapped(trace, events, 10**9)
         assert found is not None
         assert found.num_restarts == 0
         assert found.num_bytes >= simulate(trace, schedule, MACHINE).peak_bytes
-        assert mapped(trace, schedule, 100 * MIB) is None
+        assert mapped(trace, events, 100 * MIB) is None
 
 
 def test_a_tidied_plan_wants_less_and_still_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = large_chain()
     made = planned(trace, 200 * MIB)
 
-    def only_others(trace: Trace, schedule: Schedule, memory_bytes: int, there: Places) -> int:
+    def only_others(search: tidying._Search, scored: Scored) -> int:
         """The plan as it was made wants more than there is; no other does."""
-        return int(1.03 * memory_bytes) if schedule.decisions == made.decisions else 0
+        return int(1.03 * search.memory_bytes) if scored.decisions == made.decisions else 0
 
-    monkeypatch.setattr(tidying, "wanted_bytes", only_others)
+    monkeypatch.setattr(tidying._Search, "_wanted_bytes", only_others)
     monkeypatch.setattr(tidying, "FAR", 100.0)
     found = tidy(trace, MACHINE, made, 210 * MIB)
     assert found.plan.decisions != made.decisions
@@ -273,10 +276,15 @@ def test_a_tidied_plan_wants_less_and_still_fits(monkeypatch: pytest.MonkeyPatch
     assert simulate(trace, schedule, MACHINE).step_s == pytest.approx(found.plan.predicted_step_s)
 
 
+def wants(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every plan wants this much of the memory there is."""
+    monkeypatch.setattr(tidying._Search, "_wanted_bytes", lambda search, scored: int(share * search.memory_bytes))
+
+
 def test_a_neighbour_that_is_far_slower_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = large_chain()
     made = planned(trace, 200 * MIB)
-    monkeypatch.setattr(tidying, "wanted_bytes", lambda trace, plan, memory_bytes, there: int(1.03 * memory_bytes))
+    wants(1.03, monkeypatch)
     monkeypatch.setattr(tidying, "mapped", lambda *asked: Mapped(1, GIB))
     assert tidy(trace, MACHINE, made, 210 * MIB).plan.predicted_step_s <= made.predicted_step_s * (1 + tidying.FAR)
 
@@ -289,11 +297,11 @@ def test_nothing_is_drawn_on_a_slow_host_nor_where_a_giant_is_in_the_way(
     made = planned(trace, 200 * MIB)
     asked = []
 
-    def too_much(trace: Trace, schedule: Schedule, memory_bytes: int, there: Places) -> int:
-        asked.append(schedule)
-        return int(wanted_share * memory_bytes)
+    def too_much(search: tidying._Search, scored: Scored) -> int:
+        asked.append(scored)
+        return int(wanted_share * search.memory_bytes)
 
-    monkeypatch.setattr(tidying, "wanted_bytes", too_much)
+    monkeypatch.setattr(tidying._Search, "_wanted_bytes", too_much)
     monkeypatch.setattr(tidying, "mapped", lambda *asked: Mapped(1, GIB))
     monkeypatch.setattr(tidying, "MOST_S", most_s)
     found = tidy(trace, MACHINE, made, 210 * MIB)
@@ -305,7 +313,7 @@ def test_nothing_is_drawn_on_a_slow_host_nor_where_a_giant_is_in_the_way(
 def test_where_every_plan_wants_too_much_the_fastest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = large_chain()
     made = planned(trace, 200 * MIB)
-    monkeypatch.setattr(tidying, "wanted_bytes", lambda trace, plan, memory_bytes, there: int(0.995 * memory_bytes))
+    wants(0.995, monkeypatch)
     monkeypatch.setattr(tidying, "mapped", lambda *asked: Mapped(1, GIB))
     found = tidy(trace, MACHINE, made, 210 * MIB)
     assert found.restarts
@@ -316,7 +324,7 @@ def test_where_every_plan_wants_too_much_the_fastest_stays(monkeypatch: pytest.M
 def test_a_plan_that_runs_out_whatever_is_drawn_takes_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = large_chain()
     made = planned(trace, 200 * MIB)
-    monkeypatch.setattr(tidying, "wanted_bytes", lambda trace, plan, memory_bytes, there: int(1.03 * memory_bytes))
+    wants(1.03, monkeypatch)
     monkeypatch.setattr(tidying, "mapped", lambda *asked: None)
     assert tidy(trace, MACHINE, made, 210 * MIB).step_s == float("inf")
 
@@ -324,9 +332,10 @@ def test_a_plan_that_runs_out_whatever_is_drawn_takes_forever(monkeypatch: pytes
 def test_what_is_wanted_is_what_is_mapped_where_nothing_forbids_it() -> None:
     trace = large_chain()
     schedule = lower(trace, planned(trace, 200 * MIB), MACHINE)
-    found = mapped(trace, schedule, 10**9)
+    events = list(allocations(trace, schedule))
+    found = mapped(trace, events, 10**9)
     assert found is not None
-    assert wanted_bytes(trace, schedule, 10**9) == found.num_bytes
+    assert wanted_bytes(trace, events, Crowd()) == found.num_bytes
 
 
 def test_a_plan_that_leaves_nothing_to_decide_is_left_as_it_is() -> None:

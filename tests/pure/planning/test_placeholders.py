@@ -1,0 +1,230 @@
+"""Places kept for what would be in the way of the step's largest pieces of memory."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+
+from outcore.planning import lower
+from outcore.planning import placeholders as keeping
+from outcore.planning.crowd import Crowd, Placeholder
+from outcore.planning.holes import Device, Event, allocations, wanted_bytes, with_placeholders
+from outcore.planning.placeholders import GIANT_SHARES, arrange, best_share, placeholders
+from outcore.planning.terrain import terrain_of
+from outcore.units import MIB
+from outcore.values import Budget, Decision, Machine, Op, Plan, Schedule, Storage, Tick, Trace, Value
+from tests.pure.planning.random_steps import MACHINES, steps
+
+MACHINE = Machine("pretend", 10**9, 10**9, 0, 1e9, 1e9, 1.0, 1.0, 1.0, 0.0)
+
+
+def loss_step(kept_bytes: int = 2 * MIB) -> Trace:
+    """A weight is cast (and the cast held until the loss is there), an activation saved, and the loss is large."""
+    return Trace(
+        ops=(
+            Op(0, "aten._to_copy.default", "forward", 1.0, (0,), (1,), replay="pure"),
+            Op(1, "aten.mm.default", "forward", 1.0, (1,), (2,), replay="pure"),
+            Op(3, "aten.mm.default", "forward", 1.0, (2,), (3,), replay="pure"),
+            Op(4, "aten.log_softmax.default", "forward", 1.0, (3,), (4,)),
+            Op(7, "aten.mm_backward.default", "backward", 1.0, (4,), (5,)),
+            Op(8, "aten.mm_backward.default", "backward", 1.0, (5,), (6,)),
+        ),
+        values=(Value(0, 0, -1), *(Value(at + 1, 0, at) for at in range(6))),
+        storages=(
+            Storage(4 * MIB, 0, 8, external=True),
+            Storage(3 * MIB, 0, 4),  # the cast
+            Storage(kept_bytes, 1, 3),
+            Storage(2 * MIB, 3, 4),
+            Storage(40 * MIB, 4, 7),  # the giant
+            Storage(2 * MIB, 7, 8),  # made in the backward,
+            Storage(60 * MIB, 8, 8),  # there when another giant comes
+        ),
+        ticks=(Tick(2, "pack", 2, 0, -1), Tick(5, "pack", 3, 1, -1), Tick(6, "unpack", 2, 0, 7)),
+        before_bytes=4 * MIB,
+    )
+
+
+def scheduled(trace: Trace, decisions: dict[int, Decision]) -> Schedule:
+    budget = Budget(100 * MIB, 100 * MIB, 0)
+    return lower(trace, Plan(trace.fingerprint, "mine", budget, decisions, trace.before_bytes), MACHINE)
+
+
+def kept_in(trace: Trace, decision: Decision = "keep") -> set[Placeholder]:
+    schedule = scheduled(trace, {2: decision, 3: "keep"})
+    return set(placeholders(trace, list(allocations(trace, schedule)), 15 * MIB))
+
+
+def test_what_stays_has_its_place_kept_until_it_is_made() -> None:
+    cast, kept, logits = Placeholder(3 * MIB, -1, 0), Placeholder(2 * MIB, -1, 1), Placeholder(2 * MIB, -1, 3)
+    in_backward = Placeholder(2 * MIB, -1, 6)  # nobody looks at its op: given back where autograd asks for something
+    assert kept_in(loss_step()) == {cast, kept, logits, in_backward}
+    assert kept_in(loss_step(), "recompute") == {cast, logits, in_backward}  # made again after the giant, or not at all
+
+
+def test_tiny_ones_have_none() -> None:
+    assert Placeholder(MIB, -1, 1) not in kept_in(loss_step(kept_bytes=MIB))
+
+
+def test_an_op_after_which_nothing_is_saved_is_not_waited_for() -> None:
+    """Python stops looking at ops when the forward's last tensor is saved."""
+    trace = loss_step()
+    ticks = (trace.ticks[0], replace(trace.ticks[1], slot=2), trace.ticks[2])
+    found = placeholders(replace(trace, ticks=ticks), list(allocations(trace, scheduled(trace, {}))), 15 * MIB)
+    assert Placeholder(2 * MIB, -1, 2) in found  # op 3 is too late
+    assert not [one for one in found if one.until == 3]
+
+
+def test_without_a_giant_none_is_kept() -> None:
+    trace = loss_step()
+    events = list(allocations(trace, scheduled(trace, {2: "keep", 3: "keep"})))
+    assert placeholders(trace, events, 70 * MIB) == ()
+    assert arrange(trace, scheduled(trace, {}), 10**12).placeholders == ()
+
+
+def test_convolutions_that_want_a_workspace_have_none() -> None:
+    """What a placeholder holds cuDNN would be refused, and go on with other sums."""
+    trace = loss_step()
+    convolution = replace(trace.ops[1], name="aten.convolution.default", workspace_bytes=0)
+    assert kept_in(replace(trace, ops=(trace.ops[0], convolution, *trace.ops[2:])))
+    convolution = replace(convolution, workspace_bytes=512)
+    assert not kept_in(replace(trace, ops=(trace.ops[0], convolution, *trace.ops[2:])))
+
+
+def language_model(num_layers: int = 12) -> Trace:
+    """Layers that keep something of changing size, beside values that come and go, and a loss that wants three giants
+    at once, after a smaller one. Each layer has one op with two outputs that stay."""
+    ops, storages, ticks, slot = list[Op](), [Storage(40 * MIB, 0, 10**6, external=True)], list[Tick](), 0
+
+    def op(name: str, phase: str, *made: tuple[int, int]) -> None:
+        """Made: bytes and how many slots it lives."""
+        nonlocal slot
+        values = tuple(len(storages) + at for at in range(len(made)))
+        ops.append(Op(slot, name, "forward" if phase == "forward" else "backward", 1.0, (), values))
+        storages.extend(Storage(num_bytes, slot, slot + lives) for num_bytes, lives in made)
+        slot += 1
+
+    end = 7 * num_layers + 12
+    for layer in range(num_layers):
+        size = (21 + 10 * (layer % 3)) * MIB
+        op("aten.norm.default", "forward", (2 * size, 3))
+        op("aten.mm.default", "forward", (3 * size, 2))
+        op("aten.attention.default", "forward", (size, end - slot), (3 * MIB, end - slot))  # both stay
+        op("aten.add.default", "forward", (size + 2 * MIB, 5))
+        op("aten.gelu.default", "forward", (2 * size + MIB, 2))
+        op("aten.mm.default", "forward", (size, end - slot if layer % 2 else 4))
+        ticks.append(Tick(slot, "pack", ops[-1].writes[0], layer, -1))
+        slot += 1
+    op("aten.mm.default", "forward", (300 * MIB, 1))
+    op("aten._to_copy.default", "forward", (600 * MIB, 1))
+    op("aten._log_softmax.default", "forward", (600 * MIB, 5))
+    op("aten.nll_loss.default", "forward", (MIB // 2, 8))
+    ticks.append(Tick(slot, "pack", ops[-1].writes[0], num_layers, -1))
+    slot += 1
+    ticks.append(Tick(slot, "unpack", ops[-1].writes[0], num_layers, slot + 1))
+    slot += 1
+    op("aten.nll_loss_backward.default", "backward", (600 * MIB, 1))
+    op("aten._log_softmax_backward.default", "backward", (600 * MIB, 1))
+    op("aten._to_copy.default", "backward", (300 * MIB, 1))
+    op("aten.mm.default", "backward", (40 * MIB, 1))
+    values = tuple(
+        Value(number, 0, next((at for at, op in enumerate(ops) if number in op.writes), -1))
+        for number in range(len(storages))
+    )
+    last = slot + 1
+    storages = [replace(storage, dies=min(storage.dies, last)) for storage in storages]
+    return Trace(tuple(ops), values, tuple(storages), tuple(ticks), 40 * MIB)
+
+
+def most_bytes(events: list[Event]) -> int:
+    there: dict[object, int] = {}
+    most = 0
+    for kind, who, num_bytes in events:
+        if kind == "take":
+            there[who] = num_bytes
+        elif kind == "give":
+            there.pop(who, None)
+        most = max(most, sum(there.values()))
+    return most
+
+
+def test_giants_find_their_places_where_the_others_keep_theirs() -> None:
+    trace = language_model()
+    schedule = scheduled(trace, {})
+    events = list(allocations(trace, schedule))
+    peak_bytes = trace.before_bytes + most_bytes(events)
+    plainly = wanted_bytes(trace, events, Crowd())
+    crowd = arrange(trace, schedule, int(1.1 * peak_bytes))
+    assert len(crowd.placeholders) > 18
+    assert not crowd.aside
+    assert plainly > 1.15 * peak_bytes
+    assert wanted_bytes(trace, events, crowd) < 1.05 * peak_bytes
+    assert most_bytes(list(with_placeholders(events, crowd))) == most_bytes(events)  # and no byte more
+
+
+def test_the_larger_giants_place_is_kept_while_a_smaller_one_finds_another() -> None:
+    trace = language_model()
+    events = list(allocations(trace, scheduled(trace, {})))
+    found = placeholders(trace, events, 200 * MIB)
+    (later,) = [one for one in found if one.since >= 0]
+    assert later.num_bytes == 600 * MIB
+    smaller = next(storage for storage in trace.storages if storage.born == later.since)
+    assert smaller.bytes == 300 * MIB
+    without = Crowd(tuple(one for one in found if one.since < 0))
+    assert wanted_bytes(trace, events, Crowd(found)) < wanted_bytes(trace, events, without)
+
+
+def test_what_is_given_back_together_does_not_lie_together() -> None:
+    """One hole for two would be the best for neither."""
+    trace = language_model()
+    found = placeholders(trace, list(allocations(trace, scheduled(trace, {}))), 200 * MIB)
+    first = [one for one in found if one.since < 0]
+    assert len({one.until for one in first}) < len(first)
+    assert not [one for one, other in itertools.pairwise(first) if one.until == other.until]
+
+
+def test_every_block_whose_place_is_kept_goes_there() -> None:
+    trace = language_model()
+    events = list(allocations(trace, scheduled(trace, {})))
+    crowd = Crowd(placeholders(trace, events, 200 * MIB))
+    device, kept, landed = Device(1 << 40), dict[int, int](), 0
+    for kind, who, num_bytes in with_placeholders(events, crowd):
+        if kind == "take" and num_bytes > MIB:
+            device.take(who, num_bytes)
+            if isinstance(who, int):
+                landed += kept.pop(device._owned[who][1], 0) == num_bytes
+        elif kind == "give":
+            if isinstance(who, tuple) and who[0] == "place":
+                kept[device._owned[who][1]] = device._owned[who][2]
+            device.give(who)
+    assert landed == len(crowd.placeholders)
+
+
+@given(steps(), MACHINES)
+def test_a_step_never_takes_more_for_them_and_gives_all_back(trace: Trace, machine: Machine) -> None:
+    trace = replace(trace, storages=tuple(replace(one, bytes=one.bytes * MIB) for one in trace.storages))
+    trace = replace(trace, ops=tuple(replace(op, workspace_bytes=op.workspace_bytes * MIB) for op in trace.ops))
+    decisions: dict[int, Decision] = dict.fromkeys(terrain_of(trace).evictable, "swap")
+    for chosen in (decisions, {}):
+        plan = Plan(trace.fingerprint, "mine", Budget(10**12, 10**12, 10**12), chosen, trace.before_bytes)
+        events = list(allocations(trace, lower(trace, plan, replace(machine, host_bytes=10**12))))
+        for giant_bytes in (4 * MIB, 10 * MIB):
+            crowd = Crowd(placeholders(trace, events, giant_bytes))
+            played = list(with_placeholders(events, crowd))
+            assert most_bytes(played) == most_bytes(events)
+            places = [event for event in played if isinstance(event[1], tuple) and event[1][0] == "place"]
+            assert len(places) == 2 * len(crowd.placeholders)
+            slots = {op.slot for op in trace.ops if op.phase == "forward"} | {tick.slot for tick in trace.ticks}
+            assert {one.until for one in crowd.placeholders} <= slots
+            assert all(one.since < one.until for one in crowd.placeholders)
+
+
+def test_the_share_that_wants_least_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = language_model()
+    events = list(allocations(trace, scheduled(trace, {})))
+    wanted = dict(zip((None, *GIANT_SHARES), (5, 4, 2, 3, 9)))
+    monkeypatch.setattr(keeping, "arranged", lambda trace, events, memory_bytes, share: share)
+    monkeypatch.setattr(keeping, "wanted_bytes", lambda trace, events, share, there: wanted[share])
+    assert best_share(trace, events, 2000 * MIB) == GIANT_SHARES[1]
