@@ -1,10 +1,11 @@
 """What does the CUDA allocator make of a plan? Its model (`outcore.planning.holes`), asked without a GPU.
 
     python -m benchmarks.holes step.trace.json --memory-gib 16 --room-gib 15.2 --room-gib 14.1
+    python -m benchmarks.holes gpt_24 --memory-gib 28 --memory-gib 64 --out holes.json
 
-For plans of several sizes under one cap: how often a step makes the allocator start over and how much it maps, with
-every value wherever the allocator puts it, with places kept or small gradients aside as in a crowded step, and after
-tidying.
+For plans of several sizes under a cap: how often a step makes the allocator start over, how much it maps, and under
+which cap it would never start over, with every value wherever the allocator puts it, with places kept or small
+gradients aside as in a crowded step, and after tidying. A name stands for a recorded step (`benchmarks.recorded`).
 
     python -m benchmarks.holes --replay step.memory.json.gz --memory-gib 16
 
@@ -15,43 +16,79 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 import click
 
-from benchmarks.recorded import h200
+from benchmarks.recorded import h200, load
 from outcore.planning import lower, plan
 from outcore.planning.crowd import Crowd
-from outcore.planning.holes import NUM_STEPS, PAGE_BYTES, SMALL_BYTES, Device, Mapped, allocations, mapped
+from outcore.planning.holes import (
+    NUM_STEPS,
+    PAGE_BYTES,
+    SMALL_BYTES,
+    Device,
+    Mapped,
+    allocations,
+    mapped,
+    wanted_bytes,
+)
 from outcore.planning.placeholders import arrange
 from outcore.planning.sums import sums_in_place
 from outcore.planning.tidy import tidy
 from outcore.units import GIB
 from outcore.values import Budget, Trace
 
+SHARES = (0.98, 0.95, 0.92, 0.88)  # of the cap, for plans
+
 
 @click.command()
-@click.argument("file", type=click.Path(path_type=Path, exists=True))
-@click.option("--memory-gib", type=float, required=True, help="The cap.")
+@click.argument("step")
+@click.option("--memory-gib", type=float, required=True, multiple=True, help="The cap; several.")
 @click.option("--room-gib", type=float, multiple=True, help="What plans may allocate; several.")
-@click.option("--replay", is_flag=True, help="The file is an allocator's history, not a trace.")
-def main(file: Path, memory_gib: float, room_gib: tuple[float, ...], replay: bool) -> None:
-    """Count the allocator's restarts for plans of several sizes under one cap."""
-    memory_bytes = int(memory_gib * GIB)
+@click.option("--replay", is_flag=True, help="The step is an allocator's history, not a trace.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write the rows here, as JSON.")
+def main(step: str, memory_gib: tuple[float, ...], room_gib: tuple[float, ...], replay: bool, out: Path | None) -> None:
+    """Count the allocator's restarts for plans of several sizes under a cap."""
     if replay:
-        print(f"restarts in {NUM_STEPS} steps like this one: {replayed(file, memory_bytes)}")
+        told = replayed(Path(step), int(memory_gib[0] * GIB))
+        print(f"restarts in {NUM_STEPS} steps like this one: {told}")
         return
-    trace = sums_in_place(Trace.load(file))
-    for room in room_gib or tuple(memory_gib * share for share in (0.98, 0.95, 0.92, 0.88)):
-        made = plan(trace, h200(), Budget(int(room * GIB), 75 * GIB))
-        tidied = tidy(trace, h200(), made, memory_bytes).plan
-        print(f"room {room:6.2f} GiB")
-        for title, told, crowded in (("as planned", made, False), ("arranged", made, True), ("tidied", tidied, True)):
-            over, schedule = 100 * (told.predicted_step_s / told.in_core_step_s - 1), lower(trace, told, h200())
-            crowd = arrange(trace, schedule, memory_bytes) if crowded else Crowd()
-            found = mapped(trace, list(allocations(trace, schedule)), memory_bytes, crowd)
-            places = f", {len(crowd.placeholders)} places kept" if crowd.placeholders else ""
-            print(f"    {title:18s} predicted +{over:.1f} %, {say(found)}{places}", flush=True)
+    trace = sums_in_place(Trace.load(Path(step)) if Path(step).exists() else load(step))
+    rows = []
+    for memory in memory_gib:
+        for room in room_gib or tuple(memory * share for share in SHARES):
+            print(f"{memory:g} GiB, room {room:6.2f} GiB")
+            where = {"network": Path(step).name, "memory_gib": memory, "room_gib": room}
+            rows += [{**where, **row} for row in asked(trace, int(memory * GIB), int(room * GIB))]
+    if out is not None:
+        about = {"question": "holes", "date": f"{date.today()}", "hardware": "simulated"}
+        out.write_text(json.dumps({**about, "rows": rows}, indent=1))
+
+
+def asked(trace: Trace, memory_bytes: int, room_bytes: int) -> Iterator[dict[str, Any]]:
+    made = plan(trace, h200(), Budget(room_bytes, 75 * GIB))
+    tidied = tidy(trace, h200(), made, memory_bytes).plan
+    for title, told, crowded in (("as planned", made, False), ("arranged", made, True), ("tidied", tidied, True)):
+        over, schedule = told.predicted_step_s / told.in_core_step_s - 1, lower(trace, told, h200())
+        crowd = arrange(trace, schedule, memory_bytes) if crowded else Crowd()
+        events = list(allocations(trace, schedule))
+        found, wanted = mapped(trace, events, memory_bytes, crowd), wanted_bytes(trace, events, crowd)
+        places = f", {len(crowd.placeholders)} places kept" if crowd.placeholders else ""
+        print(
+            f"    {title:10s} predicted {100 * over:+.1f} %, {say(found)}, wants {wanted / GIB:.2f}{places}", flush=True
+        )
+        yield {
+            "what": title,
+            "predicted_over": over,
+            "predicted_peak_gib": told.predicted_peak_bytes / GIB,
+            "num_restarts": found.num_restarts if found is not None else None,
+            "wanted_gib": wanted / GIB,
+            "num_placeholders": len(crowd.placeholders),
+        }
 
 
 def say(found: Mapped | None) -> str:
