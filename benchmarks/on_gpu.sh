@@ -2,7 +2,7 @@
 # Everything that needs a GPU machine, in parts with a time limit each, in the order in which a doubt should stop it:
 #
 #   bash benchmarks/on_gpu.sh check speed curve1 curve2 curve3 peers fit cores matmul tuning accuracy
-#   seconds, about:           160   330   450    460    260    420   130 290   100    290    160
+#   seconds, about:           160   330   490    400    310    420   130 290   100    290    340
 #
 # Results and logs go to $OUT (default: benchmarks/results), one file a part. `cores` uses all CPU cores, the others but
 # `check` the whole GPU: run nothing beside them. MNIST and CIFAR-10 are looked for in $DATA (default: .carry).
@@ -76,8 +76,8 @@ for part in "${@:-check}"; do
             --out "$out/tuning.json"
         ;;
     accuracy)
-        run tuning_accuracy 198 python -m benchmarks.tuning_accuracy --only accuracy --data "$data/cifar10.npz" \
-            --optimizers sgd --num-epochs 2.25 --target 0.65 --first-seed 100 --num-trials 8 --limit-s 172 \
+        run tuning_accuracy 350 python -m benchmarks.tuning_accuracy --only accuracy --data "$data/cifar10.npz" \
+            --optimizers sgd --num-epochs 2.25 --target 0.65 --first-seed 100 --num-trials 8 --num-pairs 24 --limit-s 325 \
             --out "$out/tuning_accuracy.json"
         ;;
     *) echo "there is no part $part; see the head of this file" >&2 && exit 2 ;;
