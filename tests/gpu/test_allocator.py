@@ -18,6 +18,7 @@ from outcore.errors import BudgetTooSmall
 from outcore.limit import Limited, limit
 from outcore.pinning import pin
 from outcore.planning import placeholders, tidy
+from outcore.running import allocator
 from outcore.running.room import Room
 from outcore.units import MIB
 
@@ -111,8 +112,10 @@ def test_places_kept_change_no_number_and_take_nothing_more(monkeypatch: pytest.
 
 def test_a_block_goes_where_its_place_was_kept() -> None:
     """What placeholders count on: of PyTorch's allocator, with segments that grow."""
+    gc.collect()
     torch.cuda.empty_cache()
     device, sizes = torch.device("cuda", 0), [(30 + 7 * (at % 5)) * MIB for at in range(12)]
+    allocator.make_ready(device)
     places = [torch.UntypedStorage(size, device=device) for size in sizes]
     addresses, made = [place.data_ptr() for place in places], []
     for at, size in enumerate(sizes):
