@@ -74,7 +74,7 @@ def asked(trace: Trace, memory_bytes: int, room_bytes: int) -> Iterator[dict[str
     tidied = tidy(trace, h200(), made, memory_bytes).plan
     for title, told, crowded in (("as planned", made, False), ("arranged", made, True), ("tidied", tidied, True)):
         over, schedule = told.predicted_step_s / told.in_core_step_s - 1, lower(trace, told, h200())
-        crowd = arrange(trace, schedule, memory_bytes) if crowded else Crowd()
+        crowd = arrange(trace, schedule, memory_bytes, told.predicted_peak_bytes) if crowded else Crowd()
         events = list(allocations(trace, schedule))
         found, wanted = mapped(trace, events, memory_bytes, crowd), wanted_bytes(trace, events, crowd)
         places = f", {len(crowd.placeholders)} places kept" if crowd.placeholders else ""

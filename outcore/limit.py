@@ -29,7 +29,6 @@ from outcore.errors import BudgetTooSmall, OutcoreError, PlanMismatch
 from outcore.planning import PLANNERS, lower, simulate, verify
 from outcore.planning import plan as make_plan
 from outcore.planning.crowd import Crowd
-from outcore.planning.placeholders import arrange
 from outcore.planning.sums import sums_in_place
 from outcore.planning.tidy import tidy
 from outcore.recording.intercept import Interception
@@ -209,7 +208,7 @@ class Limited:
             self.kinds[key] = Kind(trace=self._expected, timed_again=self._expected is not None)
             self._expected = None
         kind = self._kind = self.kinds[key]
-        if kind.trace is None and self.device.type == "cuda":
+        if kind.trace is None and not kind.unplanned and self.device.type == "cuda":
             gc.collect()  # what nobody holds any more would count as there all along
         before_bytes = self._before_bytes(inputs)
         self._meter = self._log = None
@@ -238,6 +237,8 @@ class Limited:
             self._watch_memory(before_bytes, kind.trace)
         time_again = self.device.type == "cuda" and kind.trace is not None and not kind.timed_again
         clock = Clock(self.device) if time_again else None
+        self._num_restarts = allocator.count_restarts(self.device) if closely else 0
+        self._started = self._now()
         self._run = Execution(
             program,
             self.store,
@@ -248,8 +249,6 @@ class Limited:
             outside=lambda: self._outside(inputs),
         )
         self._interception.listen(self._run, ops=bool(program.last_watched >= 0 or self._meter or clock))
-        self._num_restarts = allocator.count_restarts(self.device) if closely else 0
-        self._started = self._now()
 
     def _outside(self, inputs: tuple[torch.Tensor, ...]) -> frozenset[int]:
         """Storages that were there before the step."""
@@ -344,7 +343,7 @@ class Limited:
             raise BudgetTooSmall(peak.peak_bytes, self.budget.device_bytes, peak.peak_at, where=str(self.device))
         crowd = Crowd()
         if kind.room is not None and kind.room.crowded:
-            crowd = arrange(trace, kind.schedule, self.budget.device_bytes, allocator.places(self.device))
+            crowd = kind.room.arrange(trace, kind.schedule, peak.peak_bytes, allocator.places(self.device))
         kind.in_place, kind.stale = trace is not kind.trace, False  # in place: nobody looks at its backward
         kind.program = Program(trace, kind.schedule, crowd.placeholders, gradients_aside=bool(crowd.aside))
         kind.num_steps = 0
@@ -389,7 +388,8 @@ class Limited:
 
         if room is not None and room.crowded and not room.again:
             there = allocator.places(self.device)
-            found = room.another(lambda size: tidy(trace, self.machine, plan_in(size), memory_bytes, there))
+            where, keeps = (memory_bytes, there), room.keeps_places
+            found = room.another(lambda size: tidy(trace, self.machine, plan_in(size), *where, keeps_places=keeps))
             if found is not None or room.attempts:
                 return found
         rooms = [room.room_bytes] if room is not None else []
@@ -455,8 +455,7 @@ class Limited:
         pace = (room.best.step_s - waited_s) / max(kind.predicted.step_s - waited_s, 1e-9)
         if not 1 < pace < MOST_PACE:  # otherwise something else is wrong, and should be seen
             return
-        paced = [dataclasses.replace(op, seconds=pace * op.seconds, twin_s=pace * op.twin_s) for op in kind.trace.ops]
-        kind.trace = dataclasses.replace(kind.trace, ops=tuple(paced))
+        kind.go_at(pace)
         assert kind.schedule is not None
         assert kind.plan is not None
         kind.predicted = simulate(self._as_run(kind), kind.schedule, self.machine)

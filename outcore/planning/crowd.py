@@ -1,4 +1,4 @@
-"""Trace + Schedule -> what a crowded step does so that its blocks find places between the holes.
+"""What a crowded step does so that its blocks find places between the holes, and how long each of them stays.
 
 A device's allocator puts a block into the best hole at that moment. What outlives the blocks around it stays behind and
 cuts their room in two; when no hole is long enough any more the allocator gives everything back and starts over, which
@@ -26,7 +26,7 @@ GRADIENTS_BYTES = 512 * MIB  # and no more than this
 @dataclass(frozen=True)
 class Placeholder:
     """Memory that nobody uses, as much as a block will need: taken in the slot `since` (-1: before the step) and given
-    back in `until`, right before the block is asked for. The hole is as long as the block, so that is where it goes."""
+    back in `until`, the last slot before the block is asked for in which the program can do so. The hole is as long as the block, so that is where it goes."""
 
     num_bytes: int
     since: int

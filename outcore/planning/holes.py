@@ -28,6 +28,8 @@ ROUND_BYTES = 512
 STEP_BYTES = 2 * MIB  # what is asked of a cap is rounded up to
 NUM_STEPS = 4  # after which the blocks of a step lie where they will lie
 USED_SHARE = 0.995  # of a cap: the rest is for small blocks
+SAFE_SHARE = 0.99  # and for requests that no trace knows
+FULL_SHARE = 0.998  # with what may lie there twice
 NEIGHBOURS = 6  # ops before and after: one of them has no workspace
 Event = tuple[Literal["take", "give", "end", "aside"], object, int]  # who, bytes; "end" is a slot's
 Places = Sequence[tuple[int, int]]  # address and bytes of blocks that lie there before the step
@@ -62,11 +64,13 @@ def wanted_bytes(trace: Trace, events: Sequence[Event], crowd: Crowd, there: Pla
     return device.asked_bytes
 
 
-def lagging_bytes(trace: Trace, crowd: Crowd) -> int:
-    """A loop that never waits gives gradients back long before the device is done with them. Blocks of another stream
-    are not used again until then: the next step's lie beside them, and how far the host is ahead no model knows."""
-    num_bytes = sum(trace.storages[number].bytes for number in crowd.aside)
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+def safe_bytes(trace: Trace, crowd: Crowd, budget_bytes: int) -> int:
+    """A step that wants no more pages than this does not start over. Where gradients go aside that is less: a loop that
+    never waits gives them back long before the device is done with them. Blocks of another stream are not used again
+    until then: the next step's lie beside them, and how far the host is ahead no model knows."""
+    lagging_bytes = sum(trace.storages[number].bytes for number in crowd.aside)
+    lagging_bytes = -(-lagging_bytes // PAGE_BYTES) * PAGE_BYTES
+    return min(int(SAFE_SHARE * budget_bytes), int(FULL_SHARE * budget_bytes) - lagging_bytes)
 
 
 def _play(device: Device, trace: Trace, events: Sequence[Event], crowd: Crowd) -> list[int]:
@@ -93,7 +97,7 @@ def _play(device: Device, trace: Trace, events: Sequence[Event], crowd: Crowd) -
 
 
 def with_placeholders(events: Iterable[Event], crowd: Crowd) -> Iterator[Event]:
-    """The same step with its placeholders: taken and given back as a slot begins, what is taken first."""
+    """The same step with its placeholders: given back and taken as a slot begins, in this order."""
     if not crowd.placeholders:
         yield from events
         return
@@ -106,8 +110,8 @@ def with_placeholders(events: Iterable[Event], crowd: Crowd) -> Iterator[Event]:
     slot, begins = 0, True
     for event in events:
         if begins:
-            yield from taken.get(slot, ())
             yield from given.get(slot, ())
+            yield from taken.get(slot, ())
         yield event
         begins = event[0] == "end"
         slot += begins

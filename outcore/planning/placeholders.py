@@ -5,8 +5,8 @@ piece: between the holes lies what was allocated on the way and stays, weights c
 for the backward, copies not yet out. The allocator puts each into the best hole of its moment, wherever that is. So
 their places are taken at once, side by side, when the step begins, by placeholders as long as they will be; each is
 given back right before its block is asked for, and what the allocator takes for a block is the hole that fits exactly.
-By the time a giant is asked for everything else lies together. The step needs no byte more for it: a placeholder is
-there only where the memory that it takes would be taken later on.
+By the time a giant is asked for everything else lies together. The step's peak stays what it is: a placeholder is
+there only where the memory that it takes is free until its block comes.
 
 Giants get in each other's way too: a smaller one takes the place where the next, larger one would have fitted. So the
 larger one's place is kept while the smaller one finds another.
@@ -20,39 +20,61 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from outcore.planning.crowd import SMALLEST_BYTES, Crowd, Placeholder, small_gradients
-from outcore.planning.holes import Event, Places, allocations, wanted_bytes
+from outcore.planning.holes import Event, Places, allocations, safe_bytes, wanted_bytes
 from outcore.planning.terrain import remembered
 from outcore.values import Schedule, Trace
 
 GIANT_SHARES = (0.16, 0.08, 0.04, 0.02)  # of the budget: what wants a piece as large as this; the best of these counts
 
 
-def arrange(trace: Trace, schedule: Schedule, memory_bytes: int, there: Places = ()) -> Crowd:
-    """What wants the fewest pages: places kept for what is in the way of giants, or small gradients aside."""
+def arrange(
+    trace: Trace,
+    schedule: Schedule,
+    memory_bytes: int,
+    peak_bytes: int,
+    there: Places = (),
+    *,
+    keeps_places: bool = True,
+) -> Crowd:
+    """What wants the fewest pages: places kept for what is in the way of giants, or small gradients aside. With places
+    kept a step's peak is still `peak_bytes`."""
     events = list(allocations(trace, schedule))
-    return arranged(trace, events, memory_bytes, best_share(trace, events, memory_bytes, there))
+    share = best_share(trace, events, memory_bytes, peak_bytes, there) if keeps_places else None
+    return arranged(trace, events, memory_bytes, peak_bytes, share)
 
 
-def best_share(trace: Trace, events: Sequence[Event], memory_bytes: int, there: Places = ()) -> float | None:
-    """From which share of `memory_bytes` on a block counts as a giant; None: gradients aside are better."""
+def best_share(
+    trace: Trace, events: Sequence[Event], memory_bytes: int, peak_bytes: int, there: Places = ()
+) -> float | None:
+    """From which share of `memory_bytes` on a block counts as a giant; None: gradients aside are as good."""
 
     def wanted(share: float | None) -> int:
-        return wanted_bytes(trace, events, arranged(trace, events, memory_bytes, share), there)
+        crowd = arranged(trace, events, memory_bytes, peak_bytes, share)
+        return max(wanted_bytes(trace, events, crowd, there) - safe_bytes(trace, crowd, memory_bytes), 0)
 
     return min((None, *GIANT_SHARES), key=wanted)
 
 
-def arranged(trace: Trace, events: Sequence[Event], memory_bytes: int, share: float | None) -> Crowd:
-    kept = placeholders(trace, events, int(share * memory_bytes)) if share is not None else ()
+def arranged(trace: Trace, events: Sequence[Event], memory_bytes: int, peak_bytes: int, share: float | None) -> Crowd:
+    kept = placeholders(trace, events, int(share * memory_bytes), peak_bytes) if share is not None else ()
     return Crowd(kept) if kept else Crowd(aside=small_gradients(trace, memory_bytes))
 
 
-def placeholders(trace: Trace, events: Sequence[Event], giant_bytes: int) -> tuple[Placeholder, ...]:
-    """For a step's `allocations`. Convolutions that want a workspace are left alone: refused one, cuDNN would go on
-    with another algorithm, whose sums round otherwise."""
-    if any(op.workspace_bytes and "convolution" in op.name for op in trace.ops):
+def placeholders(trace: Trace, events: Sequence[Event], giant_bytes: int, peak_bytes: int) -> tuple[Placeholder, ...]:
+    """For a step's `allocations`, which takes no more than `peak_bytes` with them."""
+    if remembered(trace, _is_left_alone):
         return ()
-    return _Keeping(trace, events, giant_bytes).found()
+    return _Keeping(trace, events, giant_bytes, peak_bytes).found()
+
+
+def _is_left_alone(trace: Trace) -> bool:
+    """Convolutions that want a workspace: cuDNN, refused it, would go on with another algorithm, whose sums round
+    otherwise. And what nobody sees made (by compiled code, say): it is there before its place is given back."""
+    unseen = {value.storage for value in trace.values if value.producer < 0}
+    made = (storage for number, storage in enumerate(trace.storages) if number in unseen and not storage.external)
+    if any(storage.bytes > SMALLEST_BYTES for storage in made):
+        return True
+    return any(op.workspace_bytes and "convolution" in op.name for op in trace.ops)
 
 
 @dataclass(frozen=True)
@@ -66,13 +88,13 @@ class _Block:
 
 
 class _Keeping:
-    def __init__(self, trace: Trace, events: Sequence[Event], giant_bytes: int) -> None:
+    def __init__(self, trace: Trace, events: Sequence[Event], giant_bytes: int, peak_bytes: int) -> None:
         self.live: list[int] = []  # bytes after each event
         self.begins: list[int] = []  # slot -> its first event
         blocks = self._walk(events, remembered(trace, _gates))
         self.giants = [block for block in blocks if block.num_bytes >= giant_bytes]
         self.others = [block for block in blocks if SMALLEST_BYTES < block.num_bytes < giant_bytes]
-        self.most_bytes = max(self.live, default=0)
+        self.most_bytes = min(max(self.live, default=0), peak_bytes - trace.before_bytes)
 
     def _walk(self, events: Sequence[Event], gates: Sequence[int]) -> list[_Block]:
         found, there, live_bytes, slot = list[_Block](), dict[object, tuple[int, int, int]](), 0, 0
@@ -124,14 +146,16 @@ class _Keeping:
         return kept
 
     def _for_larger(self, kept: Sequence[_Block]) -> Iterator[Placeholder]:
+        """`kept` by gate."""
+        until = [self.begins[block.gate] for block in kept]
+        held = [0, *itertools.accumulate(block.num_bytes for block in reversed(kept))][::-1]  # from each on
         for one, other in itertools.pairwise(self.giants):
             if one.end < other.at or one.num_bytes >= other.num_bytes or not 0 <= one.gate < other.gate:
                 continue
-            held_bytes = max(
-                self.live[at] + sum(block.num_bytes for block in kept if self.begins[block.gate] > at)
-                for at in range(self.begins[one.gate], self.begins[other.gate])
-            )
-            if held_bytes + other.num_bytes <= self.most_bytes:
+            first, last = self.begins[one.gate], self.begins[other.gate]
+            most_bytes = max(self.live[at] + held[bisect.bisect_right(until, at)] for at in range(first, last))
+            before_bytes = (self.live[first - 1] if first else 0) + held[bisect.bisect_right(until, first)]
+            if max(most_bytes, before_bytes) + other.num_bytes <= self.most_bytes:
                 yield Placeholder(other.num_bytes, one.gate, other.gate)
 
 

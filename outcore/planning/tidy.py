@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, replace
 
 from outcore.planning.crowd import Crowd
-from outcore.planning.holes import Event, Places, allocations, lagging_bytes, mapped, wanted_bytes
+from outcore.planning.holes import Event, Places, allocations, mapped, safe_bytes, wanted_bytes
 from outcore.planning.hybrid import Flips
 from outcore.planning.lower import as_schedule
 from outcore.planning.placeholders import arranged, best_share
@@ -24,9 +24,7 @@ from outcore.planning.terrain import terrain_of
 from outcore.values import Machine, Plan, Trace
 
 RESTART_S = 0.02  # what one start over costs, about, on an H200
-SAFE_SHARE = 0.99  # of a cap: the rest is for small blocks, and for requests that no trace knows
-FULL_SHARE = 0.998  # with what may lie there twice
-HOPELESS_SHARE = 0.2  # of a cap, beyond what is safe: a giant block is in the way, and no neighbour changes that
+HOPELESS_SHARE = 0.2  # of a cap, beyond what is safe: no neighbour changes that
 DOUBT = 0.5  # starts over beyond those of the model, for a step that wants more than is safe
 PRICES = (0.3, 0.8, 1.6)  # of the step's time, for as many pages as the whole cap has, beyond what is safe
 PATIENCE = 80  # neighbours drawn that lead nowhere: a new walk from the plan
@@ -51,11 +49,19 @@ class Tidied:
         return self.step_s > self.plan.predicted_step_s
 
 
-def tidy(trace: Trace, machine: Machine, plan: Plan, memory_bytes: int, there: Places = ()) -> Tidied:
+def tidy(
+    trace: Trace,
+    machine: Machine,
+    plan: Plan,
+    memory_bytes: int,
+    there: Places = (),
+    *,
+    keeps_places: bool = True,
+) -> Tidied:
     """The plan or a neighbour. `memory_bytes`: what may be mapped, of which the plan allocates its own budget. `there`:
     where the weights lie; without it they are taken for one block. Planners that are there to be compared with decide
     for themselves: their plans have no neighbours."""
-    search = _Search(trace, machine, plan, memory_bytes, there)
+    search = _Search(trace, machine, plan, memory_bytes, there, keeps_places)
     if plan.planner == "hybrid" and search.has_hope:
         search.run()
     best = search.best
@@ -68,16 +74,17 @@ def tidy(trace: Trace, machine: Machine, plan: Plan, memory_bytes: int, there: P
 class _Search:
     """Walks from one plan. `best_s`: what a step of the best so far should take, starts over included."""
 
-    def __init__(self, trace: Trace, machine: Machine, plan: Plan, memory_bytes: int, there: Places) -> None:
+    def __init__(
+        self, trace: Trace, machine: Machine, plan: Plan, memory_bytes: int, there: Places, keeps_places: bool
+    ) -> None:
         self.trace, self.machine, self.budget = trace, machine, plan.budget
         self.memory_bytes, self.there = memory_bytes, there
         self.terrain = terrain_of(trace)
         self.flips = Flips(self.terrain, plan.budget)
         self.first = self.best = score(self.terrain, machine, plan.budget, plan.decisions)
-        events = self._events(self.first)
-        self.giant_share = best_share(trace, events, memory_bytes, there)
-        lagging = lagging_bytes(trace, self._crowd(events))
-        self.safe_bytes = min(int(SAFE_SHARE * memory_bytes), int(FULL_SHARE * memory_bytes) - lagging)
+        events, peak_bytes = self._events(self.first), self.first.peak_bytes
+        self.giant_share = best_share(trace, events, memory_bytes, peak_bytes, there) if keeps_places else None
+        self.safe_bytes = safe_bytes(trace, self._crowd(events, peak_bytes), memory_bytes)
         self.first_bytes = self.least_bytes = self._wanted_bytes(self.first)
         self.best_s = self.first.step_s + self._lost_s(self.first, self.first_bytes)
         self.num_draws, self.most_draws = 0, min(MOST_DRAWS, DRAW_WORK // max(1, trace.num_slots))
@@ -133,18 +140,19 @@ class _Search:
 
     def _wanted_bytes(self, scored: Scored) -> int:
         events = self._events(scored)
-        return wanted_bytes(self.trace, events, self._crowd(events), self.there)
+        return wanted_bytes(self.trace, events, self._crowd(events, scored.peak_bytes), self.there)
 
     def _lost_s(self, scored: Scored, page_bytes: int) -> float:
         """What starting over should cost a step; infinite where memory runs out."""
         if page_bytes <= self.safe_bytes:
             return 0.0
         events = self._events(scored)
-        found = mapped(self.trace, events, self.memory_bytes, self._crowd(events), self.there)
+        crowd = self._crowd(events, scored.peak_bytes)
+        found = mapped(self.trace, events, self.memory_bytes, crowd, self.there)
         return RESTART_S * (DOUBT + found.num_restarts) if found is not None else float("inf")
 
     def _events(self, scored: Scored) -> list[Event]:
         return list(allocations(self.trace, as_schedule(self.trace, scored.decisions, scored.steps)))
 
-    def _crowd(self, events: list[Event]) -> Crowd:
-        return arranged(self.trace, events, self.memory_bytes, self.giant_share)
+    def _crowd(self, events: list[Event], peak_bytes: int) -> Crowd:
+        return arranged(self.trace, events, self.memory_bytes, peak_bytes, self.giant_share)

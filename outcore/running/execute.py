@@ -1,7 +1,8 @@
 """Schedule + the user's step -> the same step in less memory.
 
 The hot path follows a schedule made ready (Program): packs count up the forward's clock, unpacks the backward's, and at
-each tick the schedule's actions run. Only ops that the schedule reruns are looked at in the forward.
+each tick the schedule's actions run. Only ops that the schedule reruns are looked at in the forward, and those before
+which a placeholder is given back.
 
 Leaving the plan is always safe. Every handle can bring its tensor back by itself, so when a step turns out to be
 another one (a new branch, a new shape), the rest of it runs unplanned: what is saved is swapped at once, what is asked
@@ -47,7 +48,7 @@ from outcore.values import Action, Schedule, Tick, Trace
 
 _NOBODY: weakref.ref[Cell] = weakref.ref(Cell.__new__(Cell))  # the cell of a value that nobody will ask for
 SMALL_BYTES = 4096  # not worth a copy of its own: kept
-Moves = tuple[list[int], list[int]]  # placeholders to take, then those to give back, by number
+Moves = tuple[list[int], list[int]]  # placeholders to give back, then those to take, by number
 
 
 class PlannedTick:
@@ -120,9 +121,9 @@ def _moves(placeholders: Sequence[Placeholder]) -> dict[int, Moves]:
     """By slot; what is there before the step is nobody's."""
     found: dict[int, Moves] = {}
     for number, one in enumerate(placeholders):
+        found.setdefault(one.until, ([], []))[0].append(number)
         if one.since >= 0:
-            found.setdefault(one.since, ([], []))[0].append(number)
-        found.setdefault(one.until, ([], []))[1].append(number)
+            found.setdefault(one.since, ([], []))[1].append(number)
     return found
 
 
@@ -180,7 +181,8 @@ class Execution:
         kinds = ("wait_out", "wait_in", "rerun") if log is not None else ()
         self._stopwatches = {kind: Clock(store.device, spin=False) for kind in kinds}
         self._places: dict[int, torch.UntypedStorage] = {}
-        self._move(([number for number, one in enumerate(program.placeholders) if one.since < 0], []))
+        self._keeps_places = True
+        self._move(([], [number for number, one in enumerate(program.placeholders) if one.since < 0]))
 
     def close(self) -> None:
         """The step is over. Handles that outlive it still work."""
@@ -370,17 +372,18 @@ class Execution:
         return tensor
 
     def _move(self, moves: Moves) -> None:
-        """Placeholders are taken, and given back."""
-        taken, given = moves
+        """Placeholders are given back, and taken."""
+        given, taken = moves
+        for number in given:
+            self._places.pop(number, None)
         try:
-            for number in taken:
+            for number in taken if self._keeps_places else ():
                 num_bytes = self.program.placeholders[number].num_bytes
                 self._places[number] = torch.UntypedStorage(num_bytes, device=self.store.device)
         except torch.OutOfMemoryError:  # more lies around than was planned for: the step itself needs what there is
             self._on_refused()
             self._places.clear()
-        for number in given:
-            self._places.pop(number, None)
+            self._keeps_places = False
 
     # -- the schedule's actions ---------------------------------------------------------------------------------------
 

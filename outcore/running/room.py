@@ -19,8 +19,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outcore.errors import BudgetTooSmall
+from outcore.planning.crowd import Crowd
+from outcore.planning.holes import Places
+from outcore.planning.placeholders import arrange
 from outcore.planning.tidy import Tidied
-from outcore.values import Plan
+from outcore.values import Plan, Schedule, Trace
 
 FIRST_SHARE = 0.92  # of the budget, for the first plan
 LARGEST_SHARE = 0.94  # for one that the model of the allocator has seen
@@ -48,7 +51,7 @@ class Attempt:
 class Room:
     """The part of `memory_bytes` that plans may use. `settled`: no other will be tried. `again`: the next plan is for
     the same room. `is_paced`: predictions were corrected by what was measured. `crowded`: the allocator had to start
-    over in a plan's steps, or ran out."""
+    over in a plan's steps, or ran out. `keeps_places`: plans may, for blocks to come; not after running out."""
 
     memory_bytes: int
     room_bytes: int = 0
@@ -56,6 +59,7 @@ class Room:
     again: bool = False
     is_paced: bool = False
     crowded: bool = False
+    keeps_places: bool = True
     attempts: list[Attempt] = field(default_factory=list)
     _looked: dict[int, Tidied] = field(default_factory=dict)
     _largest_bytes: int = 0
@@ -118,6 +122,10 @@ class Room:
             room -= int(LOOK_SHARE * self.memory_bytes)
         return found
 
+    def arrange(self, trace: Trace, schedule: Schedule, peak_bytes: int, there: Places) -> Crowd:
+        """What a step of a crowded room does for the allocator. `there`: where the weights lie."""
+        return arrange(trace, schedule, self.memory_bytes, peak_bytes, there, keeps_places=self.keeps_places)
+
     def forget(self) -> None:
         """What was looked at so far was planned with other times."""
         self._looked.clear()
@@ -159,7 +167,8 @@ class Room:
     def ran_out(self) -> bool:
         """A step of the plan at hand ran out of memory. Whether a smaller one should be planned; if not, either an
         earlier one that did not run out is `best`, or there is nothing smaller."""
-        self.crowded, self.again = True, False
+        self.crowded, self.again, self.keeps_places = True, False, False
+        self.forget()
         self.attempts = [attempt for attempt in self.attempts if attempt.room_bytes < self.room_bytes]
         if not (self.attempts and self.best.num_restarts == 0) and self._shrink():
             self.settled = False

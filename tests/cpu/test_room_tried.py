@@ -13,12 +13,15 @@ import torch
 from torch import nn
 
 from outcore.errors import BudgetTooSmall
-from outcore.limit import limit
+from outcore.limit import Limited, limit
 from outcore.planning import placeholders, tidy
-from outcore.running import allocator
+from outcore.planning.crowd import Crowd, Placeholder
+from outcore.planning.holes import Places
+from outcore.running import allocator, execute
 from outcore.running.execute import Execution, Moves
 from outcore.running.room import Room
 from outcore.units import MIB
+from outcore.values import Schedule, Trace
 from tests.cpu.training import build, train
 
 
@@ -138,31 +141,30 @@ def test_the_numbers_stay_while_rooms_are_tried(monkeypatch: pytest.MonkeyPatch)
     ooc.close()
 
 
+def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first plan on as if the allocator had had to start over, with small blocks that count, too."""
+    monkeypatch.setattr(sys.modules["outcore.limit"], "Room", functools.partial(Room, crowded=True))
+    monkeypatch.setattr(placeholders, "SMALLEST_BYTES", 1024)
+    monkeypatch.setattr(placeholders, "best_share", lambda *asked: 0.05)
+
+
+def tight(name: str) -> tuple[nn.Module, Any, Limited]:
+    model, loss_of = build(name)
+    with pytest.raises(BudgetTooSmall) as caught:
+        train(model, loss_of, limit(model, 1), 2)
+    model, loss_of = build(name)
+    ooc = limit(model, int(1.145 * caught.value.needed_bytes))
+    ooc._tries_rooms = True
+    return model, loss_of, ooc
+
+
 def test_places_are_kept_once_the_allocator_had_to_start_over(monkeypatch: pytest.MonkeyPatch) -> None:
     always_restarts(monkeypatch)
     monkeypatch.setattr(placeholders, "SMALLEST_BYTES", 1024)
     monkeypatch.setattr(placeholders, "best_share", lambda *asked: 0.05)
-    expected = train(*build("autocast"), num_steps=12)
-    model, loss_of = build("autocast")
-    with pytest.raises(BudgetTooSmall) as caught:
-        train(model, loss_of, limit(model, 1), 2)
-    model, loss_of = build("autocast")
-    ooc = limit(model, int(1.145 * caught.value.needed_bytes))
-    ooc._tries_rooms = True
-    held: list[tuple[int, int]] = []  # placeholders there, and still to come, after each change
-    really = Execution._move
-
-    def move(self: Execution, moves: Moves) -> None:
-        really(self, moves)
-        taken, given = moves
-        if self.program.placeholders:
-            assert set(taken) - set(given) <= set(self._places)
-            assert not set(given) & set(self._places)
-            assert all(self._places[at].nbytes() == self.program.placeholders[at].num_bytes for at in self._places)
-            held.append((len(self._places), len(self.program.placeholders)))
-
-    monkeypatch.setattr(Execution, "_move", move)
     monkeypatch.setattr(Room, "is_hopeless", lambda self, predicted_s: False)  # however the machine's moment is
+    expected = train(*build("autocast"), num_steps=12)
+    model, loss_of, ooc = tight("autocast")
     expected.assert_same(train(model, loss_of, ooc, num_steps=12))
     room = next(iter(ooc.kinds.values())).room
     assert room is not None
@@ -170,15 +172,130 @@ def test_places_are_kept_once_the_allocator_had_to_start_over(monkeypatch: pytes
     assert not room.attempts[0].made[3].placeholders
     assert len(room.attempts) > 1
     assert room.attempts[1].made[3].placeholders
-    assert (0, len(room.attempts[1].made[3].placeholders)) in held  # all given back, one by one
-    assert len(held) > len(room.attempts[1].made[3].placeholders)
+    ooc.close()
+
+
+def test_every_place_is_taken_and_given_back_at_its_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each place in the program where something can be done: forward ops, packs and unpacks, each since the
+    gate before the last."""
+    crowded(monkeypatch)
+    chosen: list[Placeholder] = []
+
+    def arrange(self: Room, trace: Trace, schedule: Schedule, peak_bytes: int, there: Places) -> Crowd:
+        first = next(op.slot for op in trace.ops if op.phase == "backward")
+        gates = sorted({op.slot for op in trace.ops if op.slot < first} | {tick.slot for tick in trace.ticks})
+        chosen[:] = [Placeholder(1000 + gate, since, gate) for since, gate in zip((-1, -1, *gates), gates)]
+        return Crowd(tuple(chosen))
+
+    monkeypatch.setattr(Room, "arrange", arrange)
+    told: list[list[tuple[str, int]]] = []
+    really, close = Execution._move, Execution.close
+
+    def move(self: Execution, moves: Moves) -> None:
+        given, taken = moves
+        if not hasattr(self, "_told"):
+            self._told = list[tuple[str, int]]()  # type: ignore[attr-defined]
+        assert all(self._places[at].nbytes() == self.program.placeholders[at].num_bytes for at in given)
+        really(self, moves)
+        assert set(taken) <= set(self._places)
+        assert not set(given) & set(self._places)
+        self._told += [("give", at) for at in given] + [("take", at) for at in taken]  # type: ignore[attr-defined]
+
+    def closed(self: Execution) -> None:
+        if self.program.placeholders:
+            told.append(self._told)  # type: ignore[attr-defined]
+        close(self)
+
+    monkeypatch.setattr(Execution, "_move", move)
+    monkeypatch.setattr(Execution, "close", closed)
+    expected = train(*build("autocast"), num_steps=6)
+    model, loss_of, ooc = tight("autocast")
+    expected.assert_same(train(model, loss_of, ooc, num_steps=6))
+    ooc.close()
+    assert len(told) >= 4
+    for number in range(len(chosen)):
+        gives = [told[-1].index(("give", number)) for number in range(number + 1)]
+        assert gives == sorted(gives)
+        assert told[-1].index(("take", number)) < gives[-1]
+    assert len(told[-1]) == 2 * len(chosen)
+
+
+@pytest.mark.parametrize("at", [0, 5], ids=["first", "later"])
+def test_a_place_that_is_refused_is_excused_and_none_is_asked_for_again(
+    at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crowded(monkeypatch)
+    expected = train(*build("autocast"), num_steps=5)
+    model, loss_of, ooc = tight("autocast")
+    excused, asked, refused = list[int](), list[int](), list[dict[int, Any]]()
+    monkeypatch.setattr(ooc._refusals, "excuse", lambda: excused.append(1))
+    really = Execution._move
+
+    def move(self: Execution, moves: Moves) -> None:
+        had_places = self._keeps_places
+        really(self, moves)
+        if had_places and not self._keeps_places:
+            refused.append(dict(self._places))
+
+    class Storage(torch.UntypedStorage):
+        def __new__(cls, num_bytes: int, **given: Any) -> Any:
+            asked.append(num_bytes)
+            if len(asked) % 6 == at:
+                raise torch.OutOfMemoryError("refused")
+            return torch.UntypedStorage(num_bytes, **given)
+
+    monkeypatch.setattr(Execution, "_move", move)
+    pretended = SimpleNamespace(**{**vars(torch), "UntypedStorage": Storage})
+    monkeypatch.setattr(execute, "torch", pretended)
+    expected.assert_same(train(model, loss_of, ooc, num_steps=5))
+    ooc.close()
+    assert refused
+    assert len(excused) == len(refused)
+    assert all(places == {} for places in refused)
+    assert len(asked) <= 6 * (len(refused) + 1)
+
+
+def test_places_go_with_a_step_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowded(monkeypatch)
+    model, loss_of, ooc = tight("autocast")
+    train(model, loss_of, ooc, num_steps=4)
+    kept: list[Execution] = []
+
+    def fail(*_: Any) -> None:
+        assert isinstance(ooc._run, Execution)
+        assert ooc._run._places
+        kept.append(ooc._run)
+        raise KeyError("the user's own")
+
+    model.zero_grad()
+    hook = next(iter(model.children())).register_forward_hook(fail)
+    with pytest.raises(KeyError), ooc.step():
+        loss_of(model, 0)
+    hook.remove()
+    assert not kept[0]._places
+    ooc.close()
+
+
+def test_starting_over_while_places_are_taken_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowded(monkeypatch)
+    num_restarts, really = [0], Execution._move
+
+    def move(self: Execution, moves: Moves) -> None:
+        num_restarts[0] += len(moves[1]) > 2  # a step's beginning
+        really(self, moves)
+
+    monkeypatch.setattr(Execution, "_move", move)
+    monkeypatch.setattr(allocator, "count_restarts", lambda device: num_restarts[0])
+    model, loss_of, ooc = tight("autocast")
+    train(model, loss_of, ooc, num_steps=10)
+    room = next(iter(ooc.kinds.values())).room
+    assert room is not None
+    assert room.attempts[0].num_restarts == 1
     ooc.close()
 
 
 def test_a_step_that_leaves_its_plan_keeps_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["outcore.limit"], "Room", functools.partial(Room, crowded=True))
-    monkeypatch.setattr(placeholders, "SMALLEST_BYTES", 1024)
-    monkeypatch.setattr(placeholders, "best_share", lambda *asked: 0.05)
+    crowded(monkeypatch)
     torch.manual_seed(0)
     layers = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8))
     layers.append(nn.Linear(256, 4096))
