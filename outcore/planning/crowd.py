@@ -26,7 +26,8 @@ GRADIENTS_BYTES = 512 * MIB  # and no more than this
 @dataclass(frozen=True)
 class Placeholder:
     """Memory that nobody uses, as much as a block will need: taken in the slot `since` (-1: before the step) and given
-    back in `until`, the last slot before the block is asked for in which the program can do so. The hole is as long as the block, so that is where it goes."""
+    back in `until`, the last slot before the block is asked for in which the program can do so. The hole is exactly as
+    long as the block, so that is where the block goes."""
 
     num_bytes: int
     since: int
