@@ -48,11 +48,12 @@ def best_share(
 ) -> float | None:
     """From which share of `memory_bytes` on a block counts as a giant; None: gradients aside are as good."""
 
-    def wanted(share: float | None) -> int:
+    def too_much(share: float | None) -> tuple[int, bool, int]:
         crowd = arranged(trace, events, memory_bytes, peak_bytes, share)
-        return max(wanted_bytes(trace, events, crowd, there) - safe_bytes(trace, crowd, memory_bytes), 0)
+        wanted = wanted_bytes(trace, events, crowd, there)
+        return max(wanted - safe_bytes(trace, crowd, memory_bytes), 0), share is not None, wanted
 
-    return min((None, *GIANT_SHARES), key=wanted)
+    return min((None, *GIANT_SHARES), key=too_much)
 
 
 def arranged(trace: Trace, events: Sequence[Event], memory_bytes: int, peak_bytes: int, share: float | None) -> Crowd:

@@ -285,11 +285,17 @@ def test_who_ran_out_of_memory_keeps_no_places() -> None:
     assert not room.arrange(trace, schedule, peak_bytes, ()).placeholders
 
 
-def test_the_share_that_wants_least_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("safe", "wanted", "best"),
+    [(1, (5, 4, 2, 3, 9), 1), (3, (5, 4, 3, 2, 9), 2), (5, (5, 4, 3, 2, 9), None)],
+    ids=["least", "least of the safe", "none is safe"],
+)
+def test_the_share_that_wants_least_is_taken_unless_all_is_well_without(
+    safe: int, wanted: tuple[int, ...], best: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trace = language_model()
-    events = list(allocations(trace, scheduled(trace, {})))
-    wanted = dict(zip((None, *GIANT_SHARES), (5, 4, 2, 3, 9)))
+    by_share = dict(zip((None, *GIANT_SHARES), wanted))
     monkeypatch.setattr(keeping, "arranged", lambda trace, events, memory_bytes, peak_bytes, share: share)
-    monkeypatch.setattr(keeping, "wanted_bytes", lambda trace, events, share, there: wanted[share])
-    monkeypatch.setattr(keeping, "safe_bytes", lambda trace, share, memory_bytes: 1)
-    assert best_share(trace, events, 2000 * MIB, ENOUGH) == GIANT_SHARES[1]
+    monkeypatch.setattr(keeping, "wanted_bytes", lambda trace, events, share, there: by_share[share])
+    monkeypatch.setattr(keeping, "safe_bytes", lambda trace, share, memory_bytes: safe)
+    assert best_share(trace, [], 2000 * MIB, ENOUGH) == (GIANT_SHARES[best] if best is not None else None)
