@@ -17,13 +17,13 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import click
 
-from benchmarks.recorded import h200, load
+from benchmarks.recorded import BOLD_GIB, h200, load
+from benchmarks.slowdown import about
 from outcore.planning import lower, plan
 from outcore.planning.crowd import Crowd
 from outcore.planning.holes import (
@@ -57,6 +57,8 @@ def main(step: str, memory_gib: tuple[float, ...], room_gib: tuple[float, ...], 
         told = replayed(Path(step), int(memory_gib[0] * GIB))
         print(f"restarts in {NUM_STEPS} steps like this one: {told}")
         return
+    if not Path(step).exists() and step not in BOLD_GIB:
+        raise click.BadParameter(f"there is no file {step}, and recorded steps are {', '.join(BOLD_GIB)}")
     trace = sums_in_place(Trace.load(Path(step)) if Path(step).exists() else load(step))
     rows = []
     for memory in memory_gib:
@@ -65,8 +67,7 @@ def main(step: str, memory_gib: tuple[float, ...], room_gib: tuple[float, ...], 
             where = {"network": Path(step).name, "memory_gib": memory, "room_gib": room}
             rows += [{**where, **row} for row in asked(trace, int(memory * GIB), int(room * GIB))]
     if out is not None:
-        about = {"question": "holes", "date": f"{date.today()}", "hardware": "simulated"}
-        out.write_text(json.dumps({**about, "rows": rows}, indent=1))
+        out.write_text(json.dumps({"question": "holes", **about(), "hardware": "simulated", "rows": rows}, indent=1))
 
 
 def asked(trace: Trace, memory_bytes: int, room_bytes: int) -> Iterator[dict[str, Any]]:
