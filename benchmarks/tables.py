@@ -117,9 +117,9 @@ NOT_WAITING = (
     "gives other numbers; its own in-core is the row `compile`, and `compile-budget` was asked for the budget's share "
     "of activations (`:0`: for none). `accumulate:4` cuts the batch in four and sums the gradients: other numbers too "
     "(BatchNorm sees a quarter of the batch); where that is all right, it is the cheapest way out. The plot's solid "
-    "lines join one run's budgets ([with their figures](docs/figures.md#time-against-budget-measured)), which may be a "
-    "later run than the table's; broken lines are simulated: the default planner on recorded steps, without cuDNN's "
-    "workspaces."
+    "lines join one run's budgets ([with their figures](docs/figures.md#time-against-budget-measured)), which for "
+    "ResNet-50 is a later run than the table's; broken lines are simulated: the default planner on recorded steps, "
+    "without cuDNN's workspaces."
 )
 
 
