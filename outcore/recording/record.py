@@ -11,7 +11,9 @@ Because nothing is held for autograd, the lifetimes seen are the program's own.
 from __future__ import annotations
 
 import gc
+import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import date
 from functools import partial
@@ -20,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from outcore.recording.intercept import called_by_engine, in_backward
+from outcore.running import fused
 from outcore.running.cells import Cell, Handle, Kept, Marked, check_unchanged, clear_marks, is_plain
 from outcore.running.clock import Clock
 from outcore.running.execute import SMALL_BYTES, bring, swap_out_now
@@ -41,6 +44,7 @@ from outcore.values import Op, Storage, Tick, Trace, Value
 
 _MARK = "_outcore_recorded"
 _HANDFUL = 16  # ops
+_RECTIFIERS = ("aten.relu.default", "aten.relu_.default")
 _ROUND_BYTES = 512  # the CUDA allocator's grain
 H = TypeVar("H", Handle, Kept)
 
@@ -98,6 +102,7 @@ class Recorder:
         self._marked: Marked = []
         self._clock = Clock(device)
         self._twins: dict[int, Twin] = {}
+        self._sums: dict[int, torch.dtype] = {}  # of two tensors that lie alike
         self._node = -1  # of autograd's graph, whose ops are running, by its number
         self._node_values: set[int] = set()  # what they read and made
         self._modules = ModuleNames(model)
@@ -192,8 +197,10 @@ class Recorder:
         made = sum(self._count(tensor) for tensor in fresh)
         workspace_bytes = max(unseen_bytes, self._workspace(max(live_before, self._live_bytes) + made))
         if forward and has_twin(func, args):
-            self._twins[index] = Twin(args, fresh, self.budget_bytes // 32, self._on_refused)
+            self._twins[index] = Twin(args, fresh, self.budget_bytes // 64, self._on_refused)
             self._reset_peak()  # what the comparison took is not the step's
+        elif recipe is not None and recipe.is_plain_sum and fused.lie_alike(args[0], args[1]):
+            self._sums[index] = args[0].dtype
         writes = [self._storages[self._add_storage(t, external=False, producer=index)].current for t in fresh]
         writes += [self._add_value(self._storage_of(tensor), index) for tensor in overwritten]
         self._live_at_reset = self._live_bytes  # what was made is there since the peak was reset
@@ -360,6 +367,40 @@ class Recorder:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
+    def _find_along(self, seconds: Sequence[float]) -> None:
+        """What rectifies, as its only reader, what an op made that can do that along."""
+        num_readers = Counter(value for op in self._ops for value in op["reads"])
+        saved = {tick["value"] for tick in self._ticks}
+        for op, took in zip(self._ops, seconds, strict=True):
+            if op["name"] not in _RECTIFIERS or op["replay"] != "pure":
+                continue
+            (value,) = op["reads"]
+            maker = self._values[value].producer
+            if num_readers[value] > 1 or value in saved or not self._is_made_within(maker, value):
+                continue
+            if maker in self._sums:
+                op["along"] = self._adds_alike(self._sums[maker])
+            elif (joined_s := self._joined_s(maker)) < self._ops[maker].get("twin_s", 0.0) + took:
+                op["along"], self._ops[maker]["twin_s"] = True, joined_s
+
+    def _is_made_within(self, op: int, value: int) -> bool:
+        """Is it the op's first result, from something that was not there before the step?"""
+        if op < 0 or not self._ops[op]["reads"] or self._ops[op]["writes"][0] != value:
+            return False
+        return not self._storages[self._values[self._ops[op]["reads"][0]].storage].external
+
+    def _adds_alike(self, dtype: torch.dtype) -> bool:
+        try:
+            return fused.is_ready(self.device, dtype)
+        except torch.OutOfMemoryError:
+            self._on_refused()
+            return False
+
+    def _joined_s(self, op: int) -> float:
+        twin = self._twins.get(op)
+        joined_s = twin.joined_s() if twin is not None else None
+        return joined_s if joined_s is not None else math.inf
+
     def close(self) -> None:
         """Stops watching. Called also when the step failed."""
         self._refs.clear()
@@ -373,6 +414,7 @@ class Recorder:
         seconds = self._clock.seconds()
         for index, twin in self._twins.items():
             self._ops[index] |= twin.verdict()
+        self._find_along(seconds)
         for tick in self._ticks:
             if tick["kind"] == "pack" and tick["dies"] < 0:
                 tick["dies"] = last  # its graph outlives the step
@@ -422,13 +464,16 @@ def _rerunnable(cell: Cell) -> bool:
 
 
 class Twin:
-    """Does a cheaper op give the same bits as the op that just ran? Compared on all of its result, read at the end."""
+    """Does a cheaper op give the same bits as the op that just ran, and does one that rectifies its result along?
+    Compared on all of it, read at the end."""
 
     def __init__(
         self, args: Sequence[Any], fresh: list[torch.Tensor], piece_bytes: int, on_refused: Callable[[], None]
     ) -> None:
         self._differs: torch.Tensor | None = None
-        self._clock = Clock(fresh[0].device, spin=False)
+        self._joined_differs: torch.Tensor | None = None
+        self._can_join, self._on_refused = True, on_refused
+        self._clock, self._joined_clock = (Clock(fresh[0].device, spin=False) for _ in range(2))
         self._num_pieces = 1.0
         try:
             with below_everything():
@@ -450,14 +495,45 @@ class Twin:
             started = self._clock.start()
             again = normalise_again(args, mean, deviation, rows)
             self._clock.stop(started)
-            differs = (again != out[rows]).any()
-            self._differs = differs if self._differs is None else self._differs | differs
+            self._differs = _or(self._differs, (again != out[rows]).any())
+            if start == 0:
+                self._join(args, mean, deviation, rows)  # compiles it
+            started = self._joined_clock.start()
+            joined = self._join(args, mean, deviation, rows)
+            self._joined_clock.stop(started)
+            if joined is not None:
+                self._joined_differs = _or(self._joined_differs, fused.differ(joined, again.relu_()))
+
+    def _join(
+        self, args: Sequence[Any], mean: torch.Tensor, deviation: torch.Tensor, rows: slice
+    ) -> torch.Tensor | None:
+        joined = None
+        try:
+            joined = fused.norm_relu(args, mean, deviation, rows) if self._can_join else None
+        except torch.OutOfMemoryError:  # one row may be as large as the op: then there is a twin all the same
+            self._on_refused()
+        self._can_join = joined is not None
+        return joined
 
     def verdict(self) -> dict[str, Any]:
         if self._differs is None or bool(self._differs):
             return {}
-        whole = self._clock.seconds()[: int(self._num_pieces)]  # the last piece may be a small one
-        return {"twin": True, "twin_s": min(whole) * self._num_pieces}
+        return {"twin": True, "twin_s": self._seconds(self._clock)}
+
+    def joined_s(self) -> float | None:
+        """How long both together take; None: not to be done together."""
+        differs = self._differs, self._joined_differs
+        if not self._can_join or any(found is None or bool(found) for found in differs):
+            return None
+        return self._seconds(self._joined_clock)
+
+    def _seconds(self, clock: Clock) -> float:
+        whole = clock.seconds()[: int(self._num_pieces)]  # the last piece may be a small one
+        return min(whole) * self._num_pieces
+
+
+def _or(so_far: torch.Tensor | None, found: torch.Tensor) -> torch.Tensor:
+    return found if so_far is None else so_far | found
 
 
 class ModuleNames:

@@ -112,6 +112,15 @@ class View:
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
 
+    def is_like(self, other: View) -> bool:
+        """The same numbers in the same order, wherever they begin."""
+        return (
+            self.dtype is other.dtype
+            and self.size == other.size
+            and self.stride == other.stride
+            and (self.conj, self.neg) == (other.conj, other.neg)
+        )
+
     def of(self, data: torch.Tensor) -> torch.Tensor:
         """The same view on the storage of `data`. Call it below autograd."""
         if data.dtype is self.dtype and not data.is_conj() and not data.is_neg():

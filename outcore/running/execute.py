@@ -236,11 +236,13 @@ class Execution:
         reads = iter(op.reads)
         recipe = capture(index, func, args, kwargs, lambda tensor: self._source(next(reads, -1), tensor))
         recipe.twin = op.twin
-        result = signature_of(func).call(*args, **kwargs)
-        fresh, overwritten = outputs_of(func, args, kwargs, result)
+        result = recipe.signature.call(*args, **kwargs)
+        fresh, overwritten = outputs_of(func, args, kwargs, result, len(op.writes))
         if len(fresh) + len(overwritten) != len(op.writes):
             self.leave_plan(f"op {index} ({func}) made {len(fresh) + len(overwritten)} values, not {len(op.writes)}")
             return result
+        if op.along:
+            recipe.go_along(fresh)
         for value, tensor in zip(op.writes, fresh):
             recipe.made.append(self._output(value, tensor, recipe, overwritten=False))
         for value, tensor in zip(op.writes[len(fresh) :], overwritten):

@@ -9,6 +9,7 @@ Exactness:
   once per step, not twice;
 - batch normalisation can be applied again from the statistics it saved, in one pass instead of three, where a check on
   the recorded step showed that this gives the same bits (`twin`);
+- what rectifies a sum or such a result in place can be done in the same pass (`along`, fused.py);
 - an in-place op overwrites the value it read only if nobody needs that value again, else a copy of it;
 - a parameter or input that was changed since (its version says so) is an error, never a wrong gradient.
 """
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outcore.errors import ReplayError
+from outcore.running import fused
 from outcore.running.cells import Cell, View, alias, as_bytes, state_of
 
 if TYPE_CHECKING:
@@ -85,6 +87,8 @@ UNFILLED = frozenset(
     }
 )
 
+_NESTED = (list, tuple)
+
 
 class Ref:
     """A tensor argument: a view of a cell."""
@@ -125,28 +129,36 @@ class Recipe:
 
     __slots__ = (
         "__weakref__",
+        "along",
         "args",
         "func",
         "generator_state",
         "grad_mode",
+        "has_rectified",
         "held",
         "kwargs",
         "made",
         "op",
         "overwrote",
         "reads",
+        "rectifies",
+        "signature",
         "twin",
     )
 
-    def __init__(self, op: int, func: OpOverload) -> None:
+    def __init__(self, op: int, func: OpOverload, args: Sequence[Any]) -> None:
         self.op = op
         self.func = func
-        self.args: list[Any] = []
+        self.signature = signature_of(func)
+        self.args = list(args)  # tensors in it become Ref, Held or Scratch
         self.kwargs: dict[str, Any] = {}
         self.reads: list[Cell] = []
         self.held: list[Held] = []
         self.grad_mode = torch.is_grad_enabled()
         self.twin = False
+        self.along: Recipe | None = None  # the one that does this one along
+        self.rectifies = False  # it does another one along, where it can
+        self.has_rectified = False  # and did when it was last run
         self.generator_state: tuple[torch.device, torch.Tensor] | None = None
         self.made: list[weakref.ref[Cell]] = []  # the cells of its fresh outputs, in order
         self.overwrote: list[weakref.ref[Cell]] = []  # the cells of the next versions of what it wrote into
@@ -160,6 +172,10 @@ class Recipe:
                 raise _changed(held.tensor, self.func)
         for cell in self.reads:
             refuse_changed(cell, self.func)
+        if self.along is not None and self.along.has_rectified and in_place == bool(into):
+            handed_over = [self._handed_over()]
+            return ([], handed_over) if into else (handed_over, [])
+        self.has_rectified = False
         if self.twin and (fresh := self._run_twin()):
             return fresh, []
         for ref in into:
@@ -167,9 +183,14 @@ class Recipe:
                 copies[id(ref.cell)] = _copy_of(ref.cell)
         args = self._rebuilt_args(copies)
         kwargs = {name: _rebuild(arg, copies) for name, arg in self.kwargs.items()}
-        with _generator(self.generator_state), torch.set_grad_enabled(self.grad_mode):
-            result = self.func(*args, **kwargs)
-        fresh, overwritten = outputs_of(self.func, args, kwargs, result)
+        result = None
+        if self.rectifies and not self.twin:
+            result = fused.add_relu(args[0], args[1], in_place=bool(into))
+            self.has_rectified = result is not None
+        if result is None:
+            with _generator(self.generator_state), torch.set_grad_enabled(self.grad_mode):
+                result = self.func(*args, **kwargs)
+        fresh, overwritten = outputs_of(self.func, args, kwargs, result, len(self.made))
         if len(fresh) != len(self.made):
             raise ReplayError(
                 f"{self.func} made {len(fresh)} tensors when it was run again and {len(self.made)} the first time; "
@@ -190,19 +211,52 @@ class Recipe:
         if mean is None or deviation is None:
             return []
         args = self._rebuilt_args({})
-        out = normalise_again(args, mean, deviation)
+        out = fused.norm_relu(args, mean, deviation) if self.rectifies else None
+        self.has_rectified = out is not None
+        if out is None:
+            out = normalise_again(args, mean, deviation)
         return [out, mean, deviation, *(out.new_empty(0) for _ in self.made[3:])]
+
+    def _handed_over(self) -> torch.Tensor:
+        """What was done along already: only the name of the value changes."""
+        ref: Ref = self.args[0]
+        assert ref.cell.data is not None
+        tensor = ref.view.of(ref.cell.data)
+        ref.cell.data = None
+        return tensor
+
+    def go_along(self, fresh: Sequence[torch.Tensor]) -> None:
+        """From now on whoever makes what this one rectifies does it along: this is the one reader of it, recorded as
+        such. Not where the two see other parts of a storage, or `fresh`, what this one made, lies otherwise."""
+        ref = self.args[0]
+        maker = ref.cell.recipe if isinstance(ref, Ref) else None
+        first = maker.args[0] if maker is not None else None
+        if maker is None or not isinstance(first, Ref) or not (maker.twin or maker.is_plain_sum):
+            return
+        starts_at = first.view.offset if maker.signature.written else 0
+        if not first.view.is_like(ref.view) or ref.view.offset != starts_at:
+            return
+        for made in fresh:
+            same = View(made).is_like(ref.view) and made.storage_offset() == starts_at
+            if not same or made.untyped_storage().nbytes() != ref.cell.num_bytes:
+                return
+        maker.rectifies, self.along = True, maker
+
+    @property
+    def is_plain_sum(self) -> bool:
+        return self.signature.name in ("aten.add.Tensor", "aten.add_.Tensor") and not self.kwargs
 
     def _rebuilt_args(self, copies: dict[int, torch.Tensor]) -> list[Any]:
         args = self.args.copy()
-        for index in signature_of(self.func).tensors:
+        for index in self.signature.tensors:
             if index < len(args):
                 args[index] = _rebuild(args[index], copies)
         return args
 
     def _written_refs(self) -> list[Ref]:
-        positions = signature_of(self.func).written
-        written = [self.args[index] for index in positions if index < len(self.args)]
+        if not self.signature.written:
+            return []
+        written = [self.args[index] for index in self.signature.written if index < len(self.args)]
         return [part for arg in written for part in (arg if isinstance(arg, list) else [arg]) if isinstance(part, Ref)]
 
 
@@ -234,14 +288,14 @@ def capture(
     find: Callable[[torch.Tensor], Cell | Held],
 ) -> Recipe:
     """The recipe of a call that is about to happen. `find(tensor)` says what stands for a tensor argument."""
-    recipe, signature = Recipe(op, func), signature_of(func)
+    recipe = Recipe(op, func, args)
+    signature, referred, num_args = recipe.signature, recipe.args, len(args)
     scratch = signature.scratch(args)
-    recipe.args = list(args)
     for index in signature.tensors:
-        if index < len(args):
+        if index < num_args:
             arg = args[index]
             outside = index in scratch and isinstance(arg, torch.Tensor)
-            recipe.args[index] = Scratch(arg) if outside else _refer(arg, recipe, find)
+            referred[index] = Scratch(arg) if outside else _refer(arg, recipe, find)
     if kwargs:
         recipe.kwargs = {name: _refer(arg, recipe, find) for name, arg in kwargs.items()}
     if signature.is_random:
@@ -258,7 +312,7 @@ def _refer(arg: Any, recipe: Recipe, find: Callable[[torch.Tensor], Cell | Held]
             return found
         recipe.reads.append(found)
         return Ref(found, arg)
-    if isinstance(arg, list | tuple):
+    if isinstance(arg, _NESTED):
         return [_refer(part, recipe, find) for part in arg]
     return arg
 
@@ -281,7 +335,7 @@ def tensors_in(items: Any) -> list[torch.Tensor]:
     for item in items:
         if isinstance(item, torch.Tensor):
             found.append(item)
-        elif isinstance(item, list | tuple):
+        elif isinstance(item, _NESTED):
             found += tensors_in(item)
     return found
 
@@ -295,28 +349,28 @@ def reads_of(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> l
 
 
 def outputs_of(
-    func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any, num_recorded: int = -1
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The tensors an op made: those on storages of their own, and the arguments it wrote into."""
-    signature, num_args = signature_of(func), len(args)
-    asked = [args[index] for index in signature.tensors if index < num_args]
-    asked = tensors_in((*asked, *kwargs.values()) if kwargs else asked)
-    everything = [tensor for tensor in asked if tensor.layout is torch.strided]
+    """The tensors an op made: those on storages of their own, and the arguments it wrote into. Where the same op made
+    `num_recorded` when it was recorded, and that is all it returns, its results were on storages of their own then."""
+    signature = signature_of(func)
+    made = tensors_in(result if type(result) is tuple else (result,))
+    if len(made) == num_recorded and not signature.written:
+        return made, []
+    everything = [tensor for tensor in signature.tensors_of(args, kwargs) if tensor.layout is torch.strided]
     given = {tensor.untyped_storage()._cdata for tensor in everything}
     fresh: list[torch.Tensor] = []
-    for tensor in (result,) if type(result) is torch.Tensor else tensors_in((result,)):
-        if tensor.layout is not torch.strided:
-            continue
-        key = tensor.untyped_storage()._cdata
-        if key not in given:
+    for tensor in made:
+        if tensor.layout is torch.strided and (key := tensor.untyped_storage()._cdata) not in given:
             given.add(key)
             fresh.append(tensor)
     if signature.writes_unsaid:
         return fresh, everything
     if not signature.written:
         return fresh, []
-    written = [args[index] for index in signature.written if index < num_args]
-    written += [kwargs[name] for name in signature.names_out if name in kwargs]
+    written = [args[index] for index in signature.written if index < len(args)]
+    if signature.names_out:
+        written += [kwargs[name] for name in signature.names_out if name in kwargs]
     return fresh, [tensor for tensor in tensors_in(written) if tensor.layout is torch.strided]
 
 
@@ -353,6 +407,11 @@ class Signature:
         # Names of the arguments that are written and never given by position: `out=...`.
         self.names_out = tuple(argument.name for argument in schema.arguments if argument.is_out)
         self.statistics = schema.name in _STATISTICS and (_STATISTICS[schema.name],)
+
+    def tensors_of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The tensors that a call was given."""
+        asked = [args[index] for index in self.tensors if index < len(args)]
+        return tensors_in((*asked, *kwargs.values()) if kwargs else asked)
 
     def scratch(self, args: Sequence[Any]) -> tuple[int, ...]:
         """Positions of arguments that are only written: batch normalisation's running statistics in training."""

@@ -146,6 +146,7 @@ def _op(line: _Line, grain: int, low: Op, high: Op) -> Op:
         workspace_bytes=line.workspace(low.workspace_bytes, high.workspace_bytes, grain),
         twin=twin,
         twin_s=line.seconds(low.twin_s, high.twin_s) if twin else 0.0,
+        along=low.along and high.along,
     )
 
 

@@ -34,11 +34,14 @@ class Op:
     module: str = ""  # "layer1.0.conv2"
     twin: bool = False  # a cheaper op gives the same bits from what this one saved, checked while recording
     twin_s: float = 0.0  # how long that takes
+    along: bool = False  # rerun, it is done along with the op that makes what it reads, in one pass
     joins: bool = False  # autograd's own sum where two gradients meet: in place when Python looks at no op
 
     @property
     def rerun_s(self) -> float:
         """Seconds to make its outputs again."""
+        if self.along:
+            return 0.0
         return self.twin_s if self.twin else self.seconds
 
 

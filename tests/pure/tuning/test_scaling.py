@@ -107,3 +107,14 @@ def test_of_several_recordings_the_least_seconds_count() -> None:
     pairs = zip(found.ops, quiet.ops, busy.ops)
     assert all(op.seconds == min(one.seconds, other.seconds) for op, one, other in pairs)
     assert found.fingerprint == quiet.fingerprint
+
+
+@pytest.mark.parametrize(("low", "high"), [(True, True), (True, False), (False, True)])
+def test_cheaper_reruns_are_those_of_both_recordings(low: bool, high: bool) -> None:
+    def recorded(batch: int, cheaper: bool) -> Recorded:
+        trace = trace_of(batch)
+        ops = tuple(replace(op, along=cheaper, twin=cheaper, twin_s=op.seconds / 2) for op in trace.ops)
+        return Recorded(batch, replace(trace, ops=ops))
+
+    found = Family((recorded(4, low), recorded(8, high))).at(16)
+    assert {op.along for op in found.ops} == {op.twin for op in found.ops} == {low and high}

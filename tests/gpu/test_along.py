@@ -1,0 +1,120 @@
+"""On CUDA: the kernels that rectify along give PyTorch's bits, and a training that uses them its numbers."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from outcore.limit import limit
+from outcore.running import fused
+from outcore.running.replay import normalise_again
+from tests.cpu.test_along import Block, NotInPlace
+from tests.cpu.training import train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run on a GPU machine by hand"),
+]
+
+CUDA = torch.device("cuda", 0)
+LAYOUTS = {
+    "plain": ((5, 64, 28, 28), torch.contiguous_format),
+    "odd planes": ((5, 33, 7, 7), torch.contiguous_format),
+    "large planes": ((2, 3, 112, 112), torch.contiguous_format),
+    "channels last": ((5, 64, 28, 28), torch.channels_last),
+    "odd channels last": ((3, 33, 9, 5), torch.channels_last),
+    "clips": ((2, 16, 4, 14, 14), torch.contiguous_format),
+    "clips, channels last": ((2, 16, 4, 14, 14), torch.channels_last_3d),
+    "rows": ((300, 130), torch.contiguous_format),
+    "sequences": ((7, 12, 50), torch.contiguous_format),
+}
+
+
+@pytest.fixture(autouse=True)
+def _same_every_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def drawn(layout: str, dtype: torch.dtype) -> Tensor:
+    shape, order = LAYOUTS[layout]
+    return torch.randn(shape, device=CUDA).mul_(3).to(dtype).contiguous(memory_format=order)
+
+
+@pytest.mark.parametrize("dtype", fused.TYPES, ids=str)
+def test_triton_is_there_and_adds_alike(dtype: torch.dtype) -> None:
+    assert fused.is_ready(CUDA, dtype)
+
+
+@pytest.mark.parametrize("dtype", fused.TYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kernels_give_the_bits_of_two_ops(layout: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    source, other = drawn(layout, dtype), drawn(layout, dtype)
+    num = source.shape[1]
+    weight, bias, mean = (torch.randn(num, device=CUDA) for _ in range(3))
+    deviation = torch.rand(num, device=CUDA) + 0.5
+    args = (source, weight, bias, None, None, True, 0.1, 1e-5)
+    for rows in (slice(None), slice(1, 2)):
+        wanted = normalise_again(args, mean, deviation, rows).relu_()
+        got = fused.norm_relu(args, mean, deviation, rows)
+        assert got is not None
+        assert got.stride() == wanted.stride()
+        assert not bool(fused.differ(got, wanted))
+    wanted = source.clone().add_(other).relu_()
+    for in_place in (False, True):
+        made = fused.add_relu(source, other, in_place=in_place)
+        assert made is not None
+        assert (made is source) == in_place
+        assert made.stride() == wanted.stride()
+        assert not bool(fused.differ(made, wanted))
+
+
+def test_tensors_that_do_not_lie_alike_are_left_alone() -> None:
+    source = torch.randn(4, 8, 6, 6, device=CUDA)
+    kept = source.clone()
+    last = source.contiguous(memory_format=torch.channels_last)
+    wide = torch.ones(1, device=CUDA).expand_as(source)
+    for one, other in ((source, last), (source[:, ::2], source[:, 1::2]), (source, wide), (source, 1.0)):
+        assert fused.add_relu(one, other, in_place=True) is None
+    assert torch.equal(source, kept)
+    one = torch.ones(4, device=CUDA)
+    assert fused.norm_relu((source[:, ::2], one, one), one, one) is None
+    assert fused.norm_relu((source[:, :4].contiguous(), None, None), one, one) is None
+
+
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("block", [Block, NotInPlace])
+def test_a_training_rectifies_along_with_the_same_numbers(
+    block: type[nn.Module], dtype: torch.dtype, order: torch.memory_format
+) -> None:
+    images = torch.randn(16, 3, 32, 32, device=CUDA)
+
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 6, 1), block(), block(), nn.Conv2d(6, 2, 1)).to(CUDA)
+        return model.to(memory_format=order)  # type: ignore[call-overload, no-any-return]
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=dtype is torch.bfloat16):
+            out: Tensor = model((images + step).contiguous(memory_format=order)).float().square().mean()
+        return out
+
+    gc.collect()
+    wanted, model = train(net(), loss_of), net()
+    ooc = limit(model, "1GiB", planner="recompute-all")
+    try:
+        train(model, loss_of, ooc).assert_same(wanted)
+        assert ooc.trace is not None
+        along = [op for op in ooc.trace.ops if op.along]
+        print([ooc.trace.ops[ooc.trace.values[op.reads[0]].producer].name for op in along])
+        assert len(along) >= 2  # the sums; norms where cuDNN rounds like the twin
+    finally:
+        ooc.close()
