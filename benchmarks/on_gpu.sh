@@ -2,7 +2,7 @@
 # Everything that needs a GPU machine, in parts with a time limit each, in the order in which a doubt should stop it:
 #
 #   bash benchmarks/on_gpu.sh check speed curve1 curve2 curve3 peers fit cores matmul tuning accuracy
-#   seconds, about:           160   330   490    400    310    420   130 290   100    290    340
+#   seconds, about:           190   350   490    400    310    420   130 290   100    290    340
 #
 # Results and logs go to $OUT (default: benchmarks/results), one file a part. `cores` uses all CPU cores, the others but
 # `check` the whole GPU: run nothing beside them. MNIST and CIFAR-10 are looked for in $DATA (default: .carry).
@@ -29,17 +29,19 @@ slowdown() { # network, seconds, methods, more...
 for part in "${@:-check}"; do
     case $part in
     check)
-        run allocator 60 python -m pytest -q --tb=short -p no:cacheprovider tests/gpu/test_allocator.py
+        run allocator 90 python -m pytest -q --tb=short -p no:cacheprovider tests/gpu/test_allocator.py tests/gpu/test_along.py
         run exactness_llama 150 python -m benchmarks.exactness --networks llama --steps 10 --no-repeat \
             --out "$out/exactness_llama.json" &
         run same_numbers 150 python -m pytest -q --tb=short -rs -p no:cacheprovider tests/gpu/test_same_numbers.py \
             -k "transformer or bert or llama or autocast" &
         wait
         ;;
-    speed)
-        slowdown llama 130 in-core,checkpoint,hybrid --traces "$out"
+    speed) # every network at its budget in the README
+        slowdown resnet152 70 in-core,hybrid --traces "$out"
         slowdown resnet50 84 in-core,hybrid --traces "$out"
-        slowdown resnet152 75 in-core,checkpoint,hybrid --traces "$out"
+        slowdown llama 130 in-core,hybrid --traces "$out"
+        slowdown vgg16_nhwc 50 in-core,hybrid
+        slowdown r3d18_nhwc 50 in-core,hybrid
         slowdown vit_l 80 in-core,hybrid
         ;;
     curve1)

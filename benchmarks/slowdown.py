@@ -321,6 +321,7 @@ def describe(ooc: Any, traces: Path | None, label: str) -> dict[str, Any]:
             for attempt in kind.room.attempts
         ],
         "num_twins": sum(op.twin for op in ooc.trace.ops),
+        "num_along": sum(op.along for op in ooc.trace.ops),
         "num_left": sum(kind.num_left for kind in ooc.kinds.values()),
         "machine": json.loads(ooc.machine.to_json()),
     }

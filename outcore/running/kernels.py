@@ -36,7 +36,7 @@ def normalise_and_rectify(
     tl.store(made + place, rectified(number, SIGNED), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num"])
+@triton.jit
 def add_and_rectify(one, other, made, num, TILE: tl.constexpr, SIGNED: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = place < num
