@@ -172,10 +172,10 @@ def test_tune_says_what_is_best_in_the_end_and_what_is_soonest(tmp_path: Any) ->
 
 
 def test_without_a_target_ends_are_compared_by_the_loss(tmp_path: Any) -> None:
-    advice = tuned(disk=tmp_path, train_s=0.05, batch=32, learning_rate="find", trial_s=4.0)
+    advice = tuned(disk=tmp_path, train_s=0.4, batch=32, learning_rate="find", trial_s=4.0)
     assert advice.soonest is None
     assert advice.effective_batch == 32
-    assert advice.num_steps == pytest.approx(0.05 / advice.step_s, abs=1)
+    assert advice.num_steps == pytest.approx(0.4 / advice.step_s, abs=1)
     assert any("the loss on held-out samples in the end" in why for why in advice.why)
     stays = [why for why in advice.why if "as you train today" in why]
     assert stays == ["the effective batch stays 32, as you train today"]  # and not that the rate need not change
