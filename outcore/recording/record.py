@@ -371,7 +371,7 @@ class Recorder:
         """What rectifies, as its only reader, what an op made that can do that along."""
         num_readers = Counter(value for op in self._ops for value in op["reads"])
         saved = {tick["value"] for tick in self._ticks}
-        for op, took in zip(self._ops, seconds, strict=True):
+        for op, took_s in zip(self._ops, seconds, strict=True):
             if op["name"] not in _RECTIFIERS or op["replay"] != "pure":
                 continue
             (value,) = op["reads"]
@@ -380,8 +380,10 @@ class Recorder:
                 continue
             if maker in self._sums:
                 op["along"] = self._adds_alike(self._sums[maker])
-            elif (joined_s := self._joined_s(maker)) < self._ops[maker].get("twin_s", 0.0) + took:
-                op["along"], self._ops[maker]["twin_s"] = True, joined_s
+            elif maker in self._twins:
+                fused_s = self._twins[maker].fused_s()
+                if fused_s < self._ops[maker].get("twin_s", 0.0) + took_s:
+                    op["along"], self._ops[maker]["twin_s"] = True, fused_s
 
     def _is_made_within(self, op: int, value: int) -> bool:
         """Is it the op's first result, from something that was not there before the step?"""
@@ -395,11 +397,6 @@ class Recorder:
         except torch.OutOfMemoryError:
             self._on_refused()
             return False
-
-    def _joined_s(self, op: int) -> float:
-        twin = self._twins.get(op)
-        joined_s = twin.joined_s() if twin is not None else None
-        return joined_s if joined_s is not None else math.inf
 
     def close(self) -> None:
         """Stops watching. Called also when the step failed."""
@@ -471,9 +468,9 @@ class Twin:
         self, args: Sequence[Any], fresh: list[torch.Tensor], piece_bytes: int, on_refused: Callable[[], None]
     ) -> None:
         self._differs: torch.Tensor | None = None
-        self._joined_differs: torch.Tensor | None = None
-        self._can_join, self._on_refused = True, on_refused
-        self._clock, self._joined_clock = (Clock(fresh[0].device, spin=False) for _ in range(2))
+        self._fused_differs: torch.Tensor | None = None
+        self._can_fuse, self._on_refused = True, on_refused
+        self._clock, self._fused_clock = (Clock(fresh[0].device, spin=False) for _ in range(2))
         self._num_pieces = 1.0
         try:
             with below_everything():
@@ -497,35 +494,35 @@ class Twin:
             self._clock.stop(started)
             self._differs = _or(self._differs, (again != out[rows]).any())
             if start == 0:
-                self._join(args, mean, deviation, rows)  # compiles it
-            started = self._joined_clock.start()
-            joined = self._join(args, mean, deviation, rows)
-            self._joined_clock.stop(started)
-            if joined is not None:
-                self._joined_differs = _or(self._joined_differs, fused.differ(joined, again.relu_()))
+                self._fuse(args, mean, deviation, rows)  # compiles it
+            started = self._fused_clock.start()
+            together = self._fuse(args, mean, deviation, rows)
+            self._fused_clock.stop(started)
+            if together is not None:
+                self._fused_differs = _or(self._fused_differs, fused.differ(together, again.relu_()))
 
-    def _join(
+    def _fuse(
         self, args: Sequence[Any], mean: torch.Tensor, deviation: torch.Tensor, rows: slice
     ) -> torch.Tensor | None:
-        joined = None
+        together = None
         try:
-            joined = fused.norm_relu(args, mean, deviation, rows) if self._can_join else None
+            together = fused.norm_relu(args, mean, deviation, rows) if self._can_fuse else None
         except torch.OutOfMemoryError:  # one row may be as large as the op: then there is a twin all the same
             self._on_refused()
-        self._can_join = joined is not None
-        return joined
+        self._can_fuse = together is not None
+        return together
 
     def verdict(self) -> dict[str, Any]:
         if self._differs is None or bool(self._differs):
             return {}
         return {"twin": True, "twin_s": self._seconds(self._clock)}
 
-    def joined_s(self) -> float | None:
-        """How long both together take; None: not to be done together."""
-        differs = self._differs, self._joined_differs
-        if not self._can_join or any(found is None or bool(found) for found in differs):
-            return None
-        return self._seconds(self._joined_clock)
+    def fused_s(self) -> float:
+        """How long both together take; infinite: not to be done together."""
+        differs = self._differs, self._fused_differs
+        if not self._can_fuse or any(found is None or bool(found) for found in differs):
+            return math.inf
+        return self._seconds(self._fused_clock)
 
     def _seconds(self, clock: Clock) -> float:
         whole = clock.seconds()[: int(self._num_pieces)]  # the last piece may be a small one

@@ -1,7 +1,7 @@
 """Two ops of a rerun as one pass over memory: normalise and rectify, add and rectify. On CUDA, where Triton is.
 
 Such ops only wait for memory, and the second reads what the first wrote. PyTorch's wheels for CUDA bring Triton along;
-where it is missing or finds no compiler, nothing is joined. The same bits: batch normalisation joined with what
+where it is missing or finds no compiler, nothing is fused. The same bits: batch normalisation fused with what
 rectifies it is compared on every element of the recorded step, like its twin; a sum is rounded once whoever makes it,
 and a sample with every odd number in it is compared once for each type of number.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -234,12 +235,12 @@ def test_where_kernels_fail_later_the_ops_themselves_run(kernels: Kernels) -> No
 
 
 @pytest.mark.parametrize("wrong", ["error", "twin_error", "longer_s"])
-def test_other_bits_or_slower_kernels_are_never_joined(kernels: Kernels, wrong: str) -> None:
+def test_other_bits_or_slower_kernels_are_never_fused(kernels: Kernels, wrong: str) -> None:
     setattr(kernels, wrong, 1000.0)
     assert compare(Block) == {"aten.add_.Tensor"}
 
 
-def test_a_piece_that_cannot_be_compared_is_not_joined(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piece_that_cannot_be_compared_is_not_fused(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four images in pieces of one, of which the last does not fit any more; there is a twin all the same."""
     refused: list[bool] = []
 
@@ -254,9 +255,9 @@ def test_a_piece_that_cannot_be_compared_is_not_joined(kernels: Kernels, monkeyp
     fresh = torch.native_batch_norm(*args)
     twin = Twin(args, list(fresh), source[0].nbytes, lambda: refused.append(True))
     assert twin.verdict() == {"twin": True, "twin_s": 1.0}
-    assert twin.joined_s() is None
+    assert twin.fused_s() == math.inf
     assert refused == [True]
-    assert Twin(args, list(fresh), source.nbytes, lambda: None).joined_s() == 1.0
+    assert Twin(args, list(fresh), source.nbytes, lambda: None).fused_s() == 1.0
 
 
 def test_what_is_done_along_costs_nothing_and_is_not_expected_of_other_steps(kernels: Kernels) -> None:
@@ -352,7 +353,7 @@ def test_only_tensors_that_lie_alike_are_added() -> None:
     assert not fused.lie_alike(one[:0], one[:0])
 
 
-def test_nothing_is_joined_on_a_cpu() -> None:
+def test_nothing_is_fused_on_a_cpu() -> None:
     assert compare(Block) == set()
     assert not fused.is_ready(torch.device("cpu"), torch.float32)
     assert not fused.can_add(torch.ones(3), torch.ones(3))
