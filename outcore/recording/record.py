@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from outcore.recording.intercept import called_by_engine, in_backward
+from outcore.recording.twin import Proofs, Twin
 from outcore.running import fused
 from outcore.running.cells import Cell, Handle, Kept, Marked, check_unchanged, clear_marks, is_plain
 from outcore.running.clock import Clock
@@ -32,7 +33,6 @@ from outcore.running.replay import (
     below_everything,
     capture,
     has_twin,
-    normalise_again,
     outputs_of,
     reads_of,
     replay_kind,
@@ -102,6 +102,7 @@ class Recorder:
         self._marked: Marked = []
         self._clock = Clock(device)
         self._twins: dict[int, Twin] = {}
+        self._proofs: Proofs = {}
         self._sums: dict[int, torch.dtype] = {}  # of two tensors that lie alike
         self._node = -1  # of autograd's graph, whose ops are running, by its number
         self._node_values: set[int] = set()  # what they read and made
@@ -197,7 +198,7 @@ class Recorder:
         made = sum(self._count(tensor) for tensor in fresh)
         workspace_bytes = max(unseen_bytes, self._workspace(max(live_before, self._live_bytes) + made))
         if forward and has_twin(func, args):
-            self._twins[index] = Twin(args, fresh, self.budget_bytes // 64, self._on_refused)
+            self._twins[index] = self._twin(func, args, fresh)
             self._reset_peak()  # what the comparison took is not the step's
         elif recipe is not None and recipe.is_plain_sum and fused.lie_alike(args[0], args[1]):
             self._sums[index] = args[0].dtype
@@ -220,6 +221,18 @@ class Recorder:
             }
         )
         return result
+
+    def _twin(self, func: OpOverload, args: Sequence[Any], fresh: list[torch.Tensor]) -> Twin:
+        cuda = self.device.type == "cuda"
+        return Twin(
+            func,
+            args,
+            fresh,
+            piece_bytes=self.budget_bytes // 64,
+            room_bytes=self.budget_bytes - torch.cuda.memory_allocated(self.device) if cuda else math.inf,
+            proofs=self._proofs,
+            on_refused=self._on_refused,
+        )
 
     def _joins(self, func: OpOverload, args: Sequence[Any], reads: Sequence[int], writes: Sequence[int]) -> bool:
         """Is this autograd's own sum, and one that it makes in place where nobody looks? The engine adds after its node
@@ -458,79 +471,6 @@ def _rerunnable(cell: Cell) -> bool:
             seen.add(id(recipe))
             todo.extend(source for source in recipe.reads if source.parcel is None and source.data is None)
     return True
-
-
-class Twin:
-    """Does a cheaper op give the same bits as the op that just ran, and does one that rectifies its result along?
-    Compared on all of it, read at the end."""
-
-    def __init__(
-        self, args: Sequence[Any], fresh: list[torch.Tensor], piece_bytes: int, on_refused: Callable[[], None]
-    ) -> None:
-        self._differs: torch.Tensor | None = None
-        self._fused_differs: torch.Tensor | None = None
-        self._can_fuse, self._on_refused = True, on_refused
-        self._clock, self._fused_clock = (Clock(fresh[0].device, spin=False) for _ in range(2))
-        self._num_pieces = 1.0
-        try:
-            with below_everything():
-                self._compare(args, fresh[0], fresh[1], fresh[2], piece_bytes)
-        except torch.OutOfMemoryError:
-            self._differs = None
-            on_refused()
-        except (RuntimeError, IndexError):  # a combination of types it does not take
-            self._differs = None
-
-    def _compare(
-        self, args: Sequence[Any], out: torch.Tensor, mean: torch.Tensor, deviation: torch.Tensor, piece_bytes: int
-    ) -> None:
-        """In pieces: recording must not need much more memory than the op."""
-        num_rows = min(out.shape[0], max(1, piece_bytes * out.shape[0] // max(out.nbytes, 1)))
-        self._num_pieces = out.shape[0] / num_rows
-        for start in range(0, out.shape[0], num_rows):
-            rows = slice(start, start + num_rows)
-            started = self._clock.start()
-            again = normalise_again(args, mean, deviation, rows)
-            self._clock.stop(started)
-            self._differs = _or(self._differs, (again != out[rows]).any())
-            if start == 0:
-                self._fuse(args, mean, deviation, rows)  # compiles it
-            started = self._fused_clock.start()
-            together = self._fuse(args, mean, deviation, rows)
-            self._fused_clock.stop(started)
-            if together is not None:
-                self._fused_differs = _or(self._fused_differs, fused.differ(together, again.relu_()))
-
-    def _fuse(
-        self, args: Sequence[Any], mean: torch.Tensor, deviation: torch.Tensor, rows: slice
-    ) -> torch.Tensor | None:
-        together = None
-        try:
-            together = fused.norm_relu(args, mean, deviation, rows) if self._can_fuse else None
-        except torch.OutOfMemoryError:  # one row may be as large as the op: then there is a twin all the same
-            self._on_refused()
-        self._can_fuse = together is not None
-        return together
-
-    def verdict(self) -> dict[str, Any]:
-        if self._differs is None or bool(self._differs):
-            return {}
-        return {"twin": True, "twin_s": self._seconds(self._clock)}
-
-    def fused_s(self) -> float:
-        """How long both together take; infinite: not to be done together."""
-        differs = self._differs, self._fused_differs
-        if not self._can_fuse or any(found is None or bool(found) for found in differs):
-            return math.inf
-        return self._seconds(self._fused_clock)
-
-    def _seconds(self, clock: Clock) -> float:
-        whole = clock.seconds()[: int(self._num_pieces)]  # the last piece may be a small one
-        return min(whole) * self._num_pieces
-
-
-def _or(so_far: torch.Tensor | None, found: torch.Tensor) -> torch.Tensor:
-    return found if so_far is None else so_far | found
 
 
 class ModuleNames:

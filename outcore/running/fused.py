@@ -2,8 +2,8 @@
 
 Such ops only wait for memory, and the second reads what the first wrote. PyTorch's wheels for CUDA bring Triton along;
 where it is missing or finds no compiler, nothing is fused. The same bits: batch normalisation fused with what
-rectifies it is compared on every element of the recorded step, like its twin; a sum is rounded once whoever makes it,
-and a sample with every odd number in it is compared once for each type of number.
+rectifies it is compared on every element of the recorded step and on weights drawn for it, like its twin; a sum is
+rounded once whoever makes it, and a sample with every odd number in it is compared once for each type of number.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ _TILE = 1024  # elements of one program
 _MOST_TILES, _MOST_ROWS = 65535, 2**31 - _TILE  # a grid's second side; what a whole number of 32 bits counts
 
 
-def norm_relu(
-    args: Sequence[Any], mean: torch.Tensor, deviation: torch.Tensor, rows: slice = slice(None)
-) -> torch.Tensor | None:
-    """Batch normalisation of some rows of its input from saved statistics, rectified. None: not for these tensors."""
-    source, numbers = args[0][rows], (args[1], args[2], mean, deviation)
+def normalise(source: torch.Tensor, numbers: Sequence[Any], *, folded: bool, rectified: bool) -> torch.Tensor | None:
+    """Batch normalisation from weight, bias, mean and deviation. Folded: weight and deviation are multiplied first.
+    None: not for these tensors."""
     if not source.numel() or not is_ready(source.device, source.dtype):
         return None
     if not all(isinstance(one, torch.Tensor) and one.dtype is torch.float32 and one.is_contiguous() for one in numbers):
@@ -38,8 +36,8 @@ def norm_relu(
         return None
     made = torch.empty_like(source)
     given = (source, made, *numbers, num_rows, num_columns, source.shape[1])
-    did = _launch("normalise_and_rectify", grid, given, LAST=last, ROWS=_TILE // columns, COLUMNS=columns)
-    return made if did else None
+    how = {"LAST": last, "ROWS": _TILE // columns, "COLUMNS": columns, "FOLDED": folded, "RECTIFIED": rectified}
+    return made if _launch("normalise", grid, given, **how) else None
 
 
 def add_relu(one: torch.Tensor, other: Any, *, in_place: bool) -> torch.Tensor | None:

@@ -16,11 +16,13 @@ def rectified(number, SIGNED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_channels"])
-def normalise_and_rectify(
+def normalise(
     source, made, weight, bias, mean, deviation, num_rows, num_columns, num_channels,
-    LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIGNED: tl.constexpr,
+    LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    FOLDED: tl.constexpr, RECTIFIED: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a matrix whose columns are channels (LAST), or whose rows are, over and over."""
+    """A tile of a matrix whose columns are channels (LAST), or whose rows are, over and over. FOLDED: weight and
+    deviation are multiplied first."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < num_rows) & (column < num_columns)
@@ -30,10 +32,14 @@ def normalise_and_rectify(
         channel, known = row % num_channels, row < num_rows
     place = row.to(tl.int64) * num_columns + column
     shifted = tl.load(source + place, mask=inside).to(tl.float32) - tl.load(mean + channel, mask=known)
-    scaled = tl.load(weight + channel, mask=known) * shifted
-    number = tl.fma(scaled, tl.load(deviation + channel, mask=known), tl.load(bias + channel, mask=known))
-    number = number.to(made.dtype.element_ty).to(tl.float32)
-    tl.store(made + place, rectified(number, SIGNED), mask=inside)
+    scale, shift = tl.load(weight + channel, mask=known), tl.load(bias + channel, mask=known)
+    if FOLDED:
+        number = tl.fma(shifted, scale * tl.load(deviation + channel, mask=known), shift)
+    else:
+        number = tl.fma(scale * shifted, tl.load(deviation + channel, mask=known), shift)
+    if RECTIFIED:
+        number = rectified(number.to(made.dtype.element_ty).to(tl.float32), SIGNED)
+    tl.store(made + place, number, mask=inside)
 
 
 @triton.jit

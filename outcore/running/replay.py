@@ -8,7 +8,7 @@ Exactness:
 - batch normalisation in training writes running statistics on the side: it gets scratch in their place, so they change
   once per step, not twice;
 - batch normalisation can be applied again from the statistics it saved, in one pass instead of three, where a check on
-  the recorded step showed that this gives the same bits (`twin`);
+  the recorded step, and on weights that are no ones and zeros, showed that this gives the same bits (`twin`);
 - what rectifies a sum or such a result in place can be done in the same pass (`along`, fused.py);
 - an in-place op overwrites the value it read only if nobody needs that value again, else a copy of it;
 - a parameter or input that was changed since (its version says so) is an error, never a wrong gradient.
@@ -211,11 +211,11 @@ class Recipe:
         if mean is None or deviation is None:
             return []
         args = self._rebuilt_args({})
-        out = fused.norm_relu(args, mean, deviation) if self.rectifies else None
+        out = normalise_again(self.func, args, mean, deviation, rectified=True) if self.rectifies else None
         self.has_rectified = out is not None
         if out is None:
-            out = normalise_again(args, mean, deviation)
-        return [out, mean, deviation, *(out.new_empty(0) for _ in self.made[3:])]
+            out = normalise_again(self.func, args, mean, deviation)
+        return [] if out is None else [out, mean, deviation, *(out.new_empty(0) for _ in self.made[3:])]
 
     def _handed_over(self) -> torch.Tensor:
         """What was done along already: only the name of the value changes."""
@@ -323,9 +323,20 @@ def has_twin(func: OpOverload, args: Sequence[Any]) -> bool:
 
 
 def normalise_again(
-    args: Sequence[Any], mean: torch.Tensor, deviation: torch.Tensor, rows: slice = slice(None)
-) -> torch.Tensor:
-    """Batch normalisation of some rows of its input from saved statistics; the last argument is its epsilon."""
+    func: OpOverload,
+    args: Sequence[Any],
+    mean: torch.Tensor,
+    deviation: torch.Tensor,
+    rows: slice = slice(None),
+    *,
+    rectified: bool = False,
+) -> torch.Tensor | None:
+    """Batch normalisation of some rows of its input from saved statistics; the last argument is its epsilon. None: it
+    cannot be done. cuDNN multiplies weight and deviation first where channels lie last: another number, often."""
+    folded = func is torch.ops.aten.cudnn_batch_norm.default and not args[0].is_contiguous()
+    if folded or rectified:
+        numbers = (args[1], args[2], mean, deviation)
+        return fused.normalise(args[0][rows], numbers, folded=folded, rectified=rectified)
     return torch.batch_norm_elemt(args[0][rows], args[1], args[2], mean, deviation, args[-1])
 
 

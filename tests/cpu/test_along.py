@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from outcore.limit import Limited, limit
-from outcore.recording import record
-from outcore.recording.record import Twin
+from outcore.recording import record, twin
+from outcore.recording.twin import Proofs, Twin
 from outcore.running import fused, replay
 from outcore.running.cells import Cell, View
 from outcore.running.replay import Recipe, capture, signature_of
@@ -133,20 +133,30 @@ class Kernels:
         self.done: Counter[str] = Counter()
         self.is_gone = False  # from now on none of them can be run
         self.twin_error = self.error = 0.0  # of a normalisation, and of one that rectifies
+        self.hidden_twin_error = self.hidden_error = 0.0  # which a new network does not show
 
     longer_s = 0.0  # than without rectifying
 
-    def normalise_again(self, args: Any, mean: Tensor, deviation: Tensor, rows: slice = slice(None)) -> Tensor:
-        scratch = torch.zeros_like(mean), torch.ones_like(mean)
-        return (
-            torch.native_batch_norm(args[0], args[1], args[2], *scratch, True, 0.1, args[-1])[0][rows] + self.twin_error
-        )
-
-    def norm_relu(self, *args: Any) -> Tensor | None:
-        if self.is_gone:
+    def normalise_again(
+        self,
+        func: Any,
+        args: Any,
+        mean: Tensor,
+        deviation: Tensor,
+        rows: slice = slice(None),
+        *,
+        rectified: bool = False,
+    ) -> Tensor | None:
+        if rectified and self.is_gone:
             return None
-        self.done[IN_A_NORM] += 1
-        return self.normalise_again(*args).add_(self.error).relu_()
+        scratch = torch.zeros_like(mean), torch.ones_like(mean)
+        out: Tensor = torch.native_batch_norm(args[0], args[1], args[2], *scratch, True, 0.1, args[-1])[0][rows]
+        hidden = (args[1] - 1)[None, :, None, None]  # by a weight of one
+        out = out + self.twin_error + hidden * self.hidden_twin_error
+        if rectified:
+            self.done[IN_A_NORM] += 1
+            out = (out + self.error + hidden * self.hidden_error).relu_()
+        return out
 
     def is_ready(self, device: torch.device, dtype: torch.dtype) -> bool:
         return True
@@ -161,11 +171,11 @@ class Kernels:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     kernels = Kernels()
-    for name in ("norm_relu", "is_ready", "add_relu"):
+    for name in ("is_ready", "add_relu"):
         monkeypatch.setattr(fused, name, getattr(kernels, name))
-    monkeypatch.setattr(Twin, "_seconds", lambda twin, clock: 1.0 if clock is twin._clock else 1.0 + kernels.longer_s)
+    monkeypatch.setattr(Twin, "_seconds", lambda one, clock: 1.0 if clock is one._clock else 1.0 + kernels.longer_s)
     monkeypatch.setattr(record, "has_twin", lambda func, args: bool(signature_of(func).scratch(args)))
-    for room in (record, replay):
+    for room in (twin, replay):
         monkeypatch.setattr(room, "normalise_again", kernels.normalise_again)
     return kernels
 
@@ -234,30 +244,71 @@ def test_where_kernels_fail_later_the_ops_themselves_run(kernels: Kernels) -> No
     assert compare(Block, step)
 
 
-@pytest.mark.parametrize("wrong", ["error", "twin_error", "longer_s"])
+@pytest.mark.parametrize("wrong", ["error", "twin_error", "hidden_error", "hidden_twin_error", "longer_s"])
 def test_other_bits_or_slower_kernels_are_never_fused(kernels: Kernels, wrong: str) -> None:
     setattr(kernels, wrong, 1000.0)
     assert compare(Block) == {"aten.add_.Tensor"}
 
 
+def twin_of(*, pieces: int = 1, room_bytes: float = math.inf, proofs: Proofs | None = None) -> tuple[Twin, list[bool]]:
+    source = torch.randn(4, 6, 8, 8)
+    refused: list[bool] = []
+    args = (source, torch.ones(6), torch.zeros(6), torch.zeros(6), torch.ones(6), True, 0.1, 1e-5)
+    made = Twin(
+        torch.ops.aten.native_batch_norm.default,
+        args,
+        torch.native_batch_norm(*args),
+        piece_bytes=source.nbytes // pieces,
+        room_bytes=room_bytes,
+        proofs={} if proofs is None else proofs,
+        on_refused=lambda: refused.append(True),
+    )
+    return made, refused
+
+
 def test_a_piece_that_cannot_be_compared_is_not_fused(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four images in pieces of one, of which the last does not fit any more; there is a twin all the same."""
-    refused: list[bool] = []
 
-    def norm_relu(args: Any, mean: Tensor, deviation: Tensor, rows: slice = slice(None)) -> Tensor | None:
-        if rows.start == 3:
+    def normalise_again(func: Any, args: Any, mean: Tensor, deviation: Tensor, rows: slice, **more: bool) -> Any:
+        if more and rows.start == 3:
             raise torch.OutOfMemoryError
-        return kernels.norm_relu(args, mean, deviation, rows)
+        return kernels.normalise_again(func, args, mean, deviation, rows, **more)
 
-    monkeypatch.setattr(fused, "norm_relu", norm_relu)
-    source = torch.randn(4, 6, 8, 8)
-    args = (source, torch.ones(6), torch.zeros(6), torch.zeros(6), torch.ones(6), True, 0.1, 1e-5)
-    fresh = torch.native_batch_norm(*args)
-    twin = Twin(args, list(fresh), source[0].nbytes, lambda: refused.append(True))
-    assert twin.verdict() == {"twin": True, "twin_s": 1.0}
-    assert twin.fused_s() == math.inf
+    monkeypatch.setattr(twin, "normalise_again", normalise_again)
+    found, refused = twin_of(pieces=4)
+    assert found.verdict() == {"twin": True, "twin_s": 1.0}
+    assert found.fused_s() == math.inf
     assert refused == [True]
-    assert Twin(args, list(fresh), source.nbytes, lambda: None).fused_s() == 1.0
+    assert twin_of()[0].fused_s() == 1.0
+
+
+def test_weights_are_drawn_once_and_only_where_there_is_room(kernels: Kernels) -> None:
+    num_bytes = 4 * 6 * 8 * 8 * 4
+    proofs: Proofs = {}
+    for room_bytes in (num_bytes, 5 * num_bytes - 1):
+        found, _ = twin_of(room_bytes=room_bytes, proofs=proofs)
+        assert found.verdict() == {}
+        assert found.fused_s() == math.inf
+    assert not proofs
+    assert twin_of(room_bytes=5 * num_bytes, proofs=proofs)[0].verdict()
+    assert len(proofs) == 1
+    assert twin_of(room_bytes=0, proofs=proofs)[0].verdict()  # known by now
+
+
+def test_drawn_weights_change_nothing_else(kernels: Kernels) -> None:
+    torch.manual_seed(3)
+    kept = torch.ones(6), torch.zeros(6)
+    args: Any = (torch.randn(4, 6, 8, 8), *kept, torch.zeros(6), torch.ones(6), True, 0.1, 1e-5)
+    before = torch.get_rng_state()
+    func = torch.ops.aten.native_batch_norm.default
+    drawn = twin._with_drawn_weights(func, args)
+    func(*drawn)
+    assert torch.equal(torch.get_rng_state(), before)
+    for index, value in ((1, 1.0), (2, 0.0), (3, 0.0), (4, 1.0)):
+        assert drawn[index] is not args[index]
+        assert set(args[index].tolist()) == {value}
+    assert len({*drawn[1].tolist(), *drawn[2].tolist()}) == 12
+    assert twin._with_drawn_weights(func, (args[0], None, None, *args[3:]))[1:3] == [None, None]
 
 
 def test_what_is_done_along_costs_nothing_and_is_not_expected_of_other_steps(kernels: Kernels) -> None:
