@@ -322,6 +322,7 @@ def describe(ooc: Any, traces: Path | None, label: str) -> dict[str, Any]:
         ],
         "num_twins": sum(op.twin for op in ooc.trace.ops),
         "num_along": sum(op.along for op in ooc.trace.ops),
+        "waits": ooc.ahead.waits,  # the host, for the device, before a step begins
         "num_left": sum(kind.num_left for kind in ooc.kinds.values()),
         "machine": json.loads(ooc.machine.to_json()),
     }

@@ -109,6 +109,7 @@ class Limited:
         self.measure = measure
         self._tries_rooms = on_cuda
         self._num_restarts, self._refusals = 0, allocator.Refusals(self.device)
+        self.ahead = allocator.Ahead(self.device)
         allocator.make_ready(self.device)
         self.kinds: dict[Key, Kind] = {}
         self._given_plan = plan
@@ -237,7 +238,7 @@ class Limited:
             self._watch_memory(before_bytes, kind.trace)
         time_again = self.device.type == "cuda" and kind.trace is not None and not kind.timed_again
         clock = Clock(self.device) if time_again else None
-        self._num_restarts = allocator.count_restarts(self.device) if closely else 0
+        self._num_restarts = self.ahead.begin(fits=kind.room is not None and kind.room.fits)
         self._started = self._now()
         self._run = Execution(
             program,

@@ -8,6 +8,8 @@ from contextlib import suppress
 
 import torch
 
+ENOUGH_IN_A_ROW = 2  # steps in which it starts over
+
 
 def make_ready(device: torch.device) -> None:
     """Before the first step under a budget."""
@@ -53,7 +55,31 @@ def places(device: torch.device) -> tuple[tuple[int, int], ...]:
 
 def count_restarts(device: torch.device) -> int:
     """How often the allocator gave everything back and started over, so far."""
-    return int(torch.cuda.memory_stats(device)["num_alloc_retries"]) if device.type == "cuda" else 0
+    return int(torch._C._cuda_memoryStats(device.index)["num_alloc_retries"]) if device.type == "cuda" else 0
+
+
+class Ahead:
+    """A host that does not wait begins a step while copies of the last one still hold memory, and one step after the
+    other needs less than both at once. Where the allocator starts over for that, step after step, the host waits: a
+    device that has nothing to do for a moment is cheaper than one that is drained and gives its memory back."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._num_restarts = self._num_in_a_row = 0
+
+    def begin(self, *, fits: bool) -> int:
+        """A step begins. `fits`: with a wait after each step its plan needs no starts over. Their number so far."""
+        num_restarts = count_restarts(self._device)
+        if self._num_in_a_row < ENOUGH_IN_A_ROW:
+            self._num_in_a_row = self._num_in_a_row + 1 if fits and num_restarts > self._num_restarts else 0
+        self._num_restarts = num_restarts
+        if self.waits:
+            torch.cuda.synchronize(self._device)
+        return num_restarts
+
+    @property
+    def waits(self) -> bool:
+        return self._num_in_a_row >= ENOUGH_IN_A_ROW
 
 
 class Refusals:

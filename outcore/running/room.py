@@ -73,6 +73,11 @@ class Room:
     def best(self) -> Attempt:
         return min(self.attempts, key=lambda attempt: attempt.step_s)
 
+    @property
+    def fits(self) -> bool:
+        """Is a plan settled on in whose steps the allocator did not start over?"""
+        return self.settled and bool(self.attempts) and self.best.num_restarts == 0
+
     def keep_best(self, made: Any) -> None:
         """The best plan in other words."""
         self.attempts[self.attempts.index(self.best)] = replace(self.best, made=made)

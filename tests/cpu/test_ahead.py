@@ -1,0 +1,58 @@
+"""A host too far ahead waits. There is no CUDA allocator here: its count of starts over is given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outcore.running import allocator
+from outcore.running.allocator import Ahead
+from outcore.running.room import Attempt, Room
+
+
+def steps(monkeypatch: pytest.MonkeyPatch, restarts: list[int], *, fits: bool = True) -> list[bool]:
+    """In how many starts over each step ends -> did the host wait before the step, and before one more?"""
+    counts, waited = [5], list[torch.device]()
+    monkeypatch.setattr(allocator, "count_restarts", lambda device: counts[-1])
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    ahead, found = Ahead(torch.device("cuda", 0)), []
+    ahead.begin(fits=False)  # where plans were tried
+    for num in [*restarts, 0]:
+        waited.clear()
+        assert ahead.begin(fits=fits) == counts[-1]
+        found.append(bool(waited))
+        assert found[-1] == ahead.waits
+        counts.append(counts[-1] + num)
+    return found
+
+
+def test_waits_for_good_after_two_steps_in_a_row_that_start_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert steps(monkeypatch, [0, 2, 1, 0, 0]) == [False, False, False, True, True, True]
+
+
+@pytest.mark.parametrize("restarts", [[0, 0, 0], [1, 0, 3, 0, 1, 0]])
+def test_what_happens_once_in_a_while_makes_nobody_wait(monkeypatch: pytest.MonkeyPatch, restarts: list[int]) -> None:
+    assert not any(steps(monkeypatch, restarts))
+
+
+def test_where_the_plan_starts_over_anyway_waiting_is_no_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not any(steps(monkeypatch, [2, 2, 2, 2], fits=False))
+
+
+def test_a_cpu_has_no_such_allocator() -> None:
+    ahead = Ahead(torch.device("cpu"))
+    assert [ahead.begin(fits=True) for _ in range(3)] == [0, 0, 0]
+    assert not ahead.waits
+
+
+def test_a_plan_fits_once_its_steps_were_measured_without_starts_over() -> None:
+    room = Room(1000)
+    assert not room.fits
+    room.settle()
+    assert not room.fits  # nothing was measured
+    room.attempts = [Attempt(920, 1.0, 2, 1000, None)]
+    assert not room.fits
+    room.attempts.append(Attempt(900, 0.9, 0, 990, None))
+    assert room.fits
+    room.settled = False
+    assert not room.fits
