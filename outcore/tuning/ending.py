@@ -4,11 +4,12 @@ What is soonest at a target need not be best in the end: a higher rate makes mor
 more of it is won back when the rate falls. On CIFAR-10 the soonest ended a point below twice its rate. So where the
 user says how long they mean to train, trainings of that length are run, and only their ends count.
 
-The best rate at the end has been above the soonest one's, so at its batch once, twice and four times the rate run, then
-the other batches that raced, at a rate moved as much, then the rates on both sides of the best. All train for the same
-seconds of compute. At most `NUM_LENGTHS` trainings' worth is run where trainings are long; where they are short,
-each runs from up to `NUM_ORDERS` starts, with other samples held out each time: of a few hundred held-out
-samples one alone is a tenth or more of a point, and those that were held out in the race chose the field already.
+The best rate at the end has been above the soonest one's, so at its batch once, twice and four times the rate run (as
+long as the higher one is better), then the other batches that raced, at no lower rate than the best one's says, then
+the rates on both sides of the best. All train for the same seconds of compute. At most `NUM_LENGTHS` trainings' worth
+is run where trainings are long; where they are short, each runs from up to `NUM_ORDERS` starts, with other samples held
+out each time: of a few hundred held-out samples one alone is a tenth or more of a point, and those that were held out
+in the race chose the field already.
 
 Where the target is an accuracy, ends are compared by the mean probability that held-out samples give to their right
 class. Accuracy counts whole samples and is too coarse for a few hundred of them; the loss is smooth but goes its own
@@ -82,18 +83,27 @@ class Ending:
             return None
         others = [other for other in others if other.step_s * LEAST_STEPS <= self.race.run_s]
         for factor in UP:
-            if not self._trains(_moved(soonest, factor)):
+            higher = _moved(soonest, factor)
+            if not self._trains(higher) or self._leader() != higher:
                 break
         if not self.ended:
             return None
-        moved = 1.0 if self._has_failed(self._leader()) else self._leader().factor / soonest.factor
         for other in others[:MOST_OTHERS]:
-            self._trains(_moved(other, moved))
+            self._trains(self._with_batch_of(other, soonest))
         while (beside := self._beside()) is not None and self._has_time(len(self.orders)):
             self._trains(beside)
         self._compare_again()
         leader = min(self.ended, key=lambda runner: (self._is_at_the_edge(runner), self._left(runner)))
         return None if self._has_failed(leader) else self._middle(leader)
+
+    def _with_batch_of(self, other: Runner, soonest: Runner) -> Runner:
+        """At the leader's rate, times the square root of how much larger its batch is: few rates of it were raced. Or
+        at its own best of these, moved as much as the soonest one's was, where that is higher."""
+        leader = self._leader()
+        if self._has_failed(leader):
+            return other
+        moved = leader.factor / soonest.factor
+        return _moved(other, max(moved, leader.lr * math.sqrt(other.batch / leader.batch) / other.lr))
 
     def _beside(self) -> Runner | None:
         """The next higher rate of the best one, or the next lower; where both ran, of the best with another batch."""

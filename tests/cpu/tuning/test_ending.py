@@ -45,7 +45,7 @@ def ending_of(end: Callable[[Runner, int], float], length_s: float = 1.0, limit_
 
 @pytest.mark.parametrize(
     ("best_lr", "rates"),
-    [(0.02, [1, 2, 4]), (0.08, [1, 2, 4, 8, 16]), (0.0025, [1, 2, 4, 1 / 2, 1 / 4, 1 / 8])],
+    [(0.02, [1, 2, 4]), (0.08, [1, 2, 4, 8, 16]), (0.0025, [1, 2, 1 / 2, 1 / 4, 1 / 8])],
     ids=["between", "beyond", "below"],
 )
 def test_rates_above_the_soonest_run_and_then_whatever_lies_beyond_the_best(best_lr: float, rates: list[float]) -> None:
@@ -87,6 +87,18 @@ def test_another_batch_may_be_the_best_in_the_end_and_then_rates_beside_it_run()
     assert best is not None
     assert (best.runner.batch, best.runner.lr) == (32, 0.02)  # moved as much as the soonest was
     assert [runner.lr for runner in ending.ended if runner.batch == 32] == pytest.approx([0.02, 0.04, 0.01])
+
+
+@pytest.mark.parametrize(("raced_at", "first"), [(0.0035, 0.01 * 0.5**0.5), (0.009, 0.009)], ids=["low", "high"])
+def test_another_batch_begins_no_lower_than_the_best_rate_says(raced_at: float, first: float) -> None:
+    """On CIFAR-10 half the batch raced at a third of the rate that was best for it, ended there, and was given up."""
+    ending = ending_of(lambda runner, order: (0.1 if runner.batch == 32 else 0.2) + 10 * abs(runner.lr - 0.01))
+    best = ending.best(SOONEST, [replace(OTHER, lr=raced_at)])
+    assert best is not None
+    assert [runner.lr for runner in ending.ended if runner.batch == 64][:2] == pytest.approx([0.01, 0.02])
+    assert next(runner.lr for runner in ending.ended if runner.batch == 32) == pytest.approx(first)
+    assert best.runner.batch == 32
+    assert len(ending.race.ran) <= NUM_LENGTHS
 
 
 def test_short_trainings_run_in_several_orders_and_long_ones_are_shortened() -> None:
