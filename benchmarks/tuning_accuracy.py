@@ -266,14 +266,17 @@ class Contest:
         searching_s = LATER_SHARES["search"] * self.limit_s if num_trials else 0.0
         finding_s = LATER_SHARES["lightning"] * self.limit_s
         self.advise()
+        without = _asked(self.settings, "without", "").split(",")
         for name, decide in (("default", by_default), ("accelerate", by_accelerate)):
-            self.decide(name, partial(decide, self.case))
+            if name not in without:
+                self.decide(name, partial(decide, self.case))
         self.train((OURS_TO_TARGET, "outcore", "default", "accelerate"), searching_s + finding_s)
         self.shorten("accelerate", searching_s + finding_s)
-        self.decide("lightning", partial(by_lightning, self.case))
-        self.train(("lightning",), searching_s, self.seeds[:1])
-        if not self.brief or any(one["to_target_s"] for one in self.rows["lightning"]["runs"]):
-            self.train(("lightning",), searching_s, self.seeds[1:])
+        if "lightning" not in without:
+            self.decide("lightning", partial(by_lightning, self.case))
+            self.train(("lightning",), searching_s, self.seeds[:1])
+            if not self.brief or any(one["to_target_s"] for one in self.rows["lightning"]["runs"]):
+                self.train(("lightning",), searching_s, self.seeds[1:])
         if num_trials:
             self.search(num_trials)
         self.shorten("default", 0.0)
@@ -497,6 +500,9 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, help="tune with this one, train with it and those after it [0]")
     parser.add_argument(
         "--changed-after-seeing", default="", help="what of the advice, and which data; kept in the rows"
+    )
+    parser.add_argument(
+        "--without", help="comma-separated of default, accelerate, lightning: only ends are asked about"
     )
     parser.add_argument("--brief", action="store_true", help="as on a GPU: peers' further runs stop at their target")
     parser.add_argument("--num-pairs", type=int, help=f"seeds whose ends are compared with the search's [{NUM_PAIRS}]")
