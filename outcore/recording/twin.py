@@ -16,6 +16,7 @@ from outcore.running import fused
 from outcore.running.clock import Clock
 from outcore.running.replay import OpOverload, below_everything, normalise_again, signature_of
 
+HIGH = 256.0  # times a weight that is drawn: what is left of such numbers is no tiny one in half precision
 Differences = tuple[torch.Tensor, torch.Tensor | None]  # of the twin, of the one that rectifies along; not waited for
 Proofs = dict[Any, Differences]  # for drawn weights, of one recording
 
@@ -43,7 +44,7 @@ class Twin:
         try:
             with below_everything():
                 self._note(self._compare(args, fresh))
-                self._note(self._proof(args, fresh[0].nbytes, room_bytes, proofs))
+                self._note(self._proof(args, fresh, room_bytes, proofs))
         except torch.OutOfMemoryError:
             self._is_twin = False
             on_refused()
@@ -60,14 +61,16 @@ class Twin:
         else:
             self._fused_differ.append(found[1])
 
-    def _proof(self, args: Sequence[Any], num_bytes: int, room_bytes: float, proofs: Proofs) -> Differences | None:
+    def _proof(
+        self, args: Sequence[Any], fresh: Sequence[torch.Tensor], room_bytes: float, proofs: Proofs
+    ) -> Differences | None:
         """The op itself once more, with drawn weights. Nothing where its result has no room beside the first one."""
         given = [None if weight is None else (weight.dtype, weight.shape) for weight in args[1:3]]
         key = (self._func, args[0].shape, args[0].stride(), args[0].dtype, *given)
         if key not in proofs and self._is_twin:
-            if num_bytes + 4 * self._piece_bytes > room_bytes:
+            if fresh[0].nbytes + 4 * self._piece_bytes > room_bytes:
                 return None
-            drawn = _with_drawn_weights(self._func, args)
+            drawn = _with_drawn_weights(self._func, args, fresh[1], fresh[2])
             found = self._compare(drawn, self._func(*drawn))
             if found is None:
                 return None
@@ -126,15 +129,20 @@ class Twin:
         return min(whole) * self._num_pieces
 
 
-def _with_drawn_weights(func: OpOverload, args: Sequence[Any]) -> list[Any]:
-    """Numbers with all their digits, from no generator; running statistics that nobody reads."""
-    drawn = list(args)
-    for index, wave in ((1, torch.sin), (2, torch.cos)):
-        if isinstance(args[index], torch.Tensor):
-            like = args[index]
-            drawn[index] = wave(torch.arange(1, like.numel() + 1, device=like.device, dtype=torch.float32)).to(
-                like.dtype
-            )
+def _with_drawn_weights(
+    func: OpOverload, args: Sequence[Any], mean: torch.Tensor, deviation: torch.Tensor
+) -> list[Any]:
+    """Numbers with all their digits, from no generator; running statistics that nobody reads.
+
+    Rounded to half precision a few thousand results look alike in whatever order they were multiplied. So a bias takes
+    away all of its channel's first number but what was rounded away on the way there: of that every digit shows."""
+    drawn, (_, weight, bias) = list(args), args[:3]
+    numbers = torch.arange(1, mean.numel() + 1, device=mean.device, dtype=torch.float32).sin() * HIGH
+    if isinstance(weight, torch.Tensor):
+        drawn[1] = numbers = numbers.to(weight.dtype)
+    if isinstance(bias, torch.Tensor):
+        first = args[0][(0, slice(None), *(0 for _ in args[0].shape[2:]))]
+        drawn[2] = (numbers * (first - mean) * deviation).neg().to(bias.dtype)
     for index in signature_of(func).scratch(args):
         if isinstance(args[index], torch.Tensor):
             drawn[index] = torch.empty_like(args[index])

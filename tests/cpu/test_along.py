@@ -301,14 +301,59 @@ def test_drawn_weights_change_nothing_else(kernels: Kernels) -> None:
     args: Any = (torch.randn(4, 6, 8, 8), *kept, torch.zeros(6), torch.ones(6), True, 0.1, 1e-5)
     before = torch.get_rng_state()
     func = torch.ops.aten.native_batch_norm.default
-    drawn = twin._with_drawn_weights(func, args)
+    _, mean, deviation = func(*args[:3], None, None, *args[5:])
+    drawn = twin._with_drawn_weights(func, args, mean, deviation)
     func(*drawn)
     assert torch.equal(torch.get_rng_state(), before)
     for index, value in ((1, 1.0), (2, 0.0), (3, 0.0), (4, 1.0)):
         assert drawn[index] is not args[index]
         assert set(args[index].tolist()) == {value}
     assert len({*drawn[1].tolist(), *drawn[2].tolist()}) == 12
-    assert twin._with_drawn_weights(func, (args[0], None, None, *args[3:]))[1:3] == [None, None]
+    bare = (args[0], None, None, *args[3:])
+    assert twin._with_drawn_weights(func, bare, mean, deviation)[1:3] == [None, None]
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_rounding_to_half_precision_hides_no_other_order(
+    monkeypatch: pytest.MonkeyPatch, layout: torch.memory_format, dtype: torch.dtype, order: int
+) -> None:
+    """A few thousand numbers: of these 16 bits show another order in one of ten thousand, and later steps in others."""
+
+    def normalised(args: Any, mean: Tensor, deviation: Tensor, rows: slice, order: int) -> Tensor:
+        weight, bias, mean, deviation = (one[:, None, None] for one in (*args[1:3], mean, deviation))
+        shifted = args[0][rows].float() - mean
+        orders = (weight * shifted, deviation), (shifted, weight * deviation), (shifted * deviation, weight)
+        one, other = (part.double() for part in orders[order])
+        out: Tensor = (one * other + bias).float().to(dtype)  # a fused multiply-add, as on a GPU
+        return out
+
+    def op(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        wide = args[0].float()
+        mean, deviation = wide.mean((0, 2, 3)), wide.var((0, 2, 3)).add(1e-5).rsqrt()
+        return normalised(args, mean, deviation, slice(None), 0), mean, deviation
+
+    def normalise_again(func: Any, args: Any, mean: Tensor, deviation: Tensor, rows: slice, **more: bool) -> Any:
+        return None if more else normalised(args, mean, deviation, rows, order)
+
+    monkeypatch.setattr(twin, "normalise_again", normalise_again)
+    monkeypatch.setattr(twin, "signature_of", lambda func: signature_of(torch.ops.aten.native_batch_norm.default))
+    called: Any = op
+    for seed in range(8):
+        torch.manual_seed(seed)
+        source = (2 * torch.randn(4, 16, 8, 8) + 0.3).to(dtype).contiguous(memory_format=layout)
+        args = (source, torch.ones(16), torch.zeros(16), None, None, True, 0.1, 1e-5)
+        found = Twin(
+            called,
+            args,
+            op(*args),
+            piece_bytes=source.nbytes // 2,
+            room_bytes=math.inf,
+            proofs={},
+            on_refused=lambda: None,
+        )
+        assert bool(found.verdict()) == (order == 0)
 
 
 def test_what_is_done_along_costs_nothing_and_is_not_expected_of_other_steps(kernels: Kernels) -> None:
