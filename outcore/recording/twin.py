@@ -48,7 +48,7 @@ class Twin:
         except torch.OutOfMemoryError:
             self._is_twin = False
             on_refused()
-        except (RuntimeError, IndexError):  # a combination of types it does not take
+        except (RuntimeError, IndexError, ValueError):  # types it does not take; no statistics of their own
             self._is_twin = False
 
     def _note(self, found: Differences | None) -> None:

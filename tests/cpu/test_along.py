@@ -250,14 +250,16 @@ def test_other_bits_or_slower_kernels_are_never_fused(kernels: Kernels, wrong: s
     assert compare(Block) == {"aten.add_.Tensor"}
 
 
-def twin_of(*, pieces: int = 1, room_bytes: float = math.inf, proofs: Proofs | None = None) -> tuple[Twin, list[bool]]:
+def twin_of(
+    *, pieces: int = 1, room_bytes: float = math.inf, proofs: Proofs | None = None, num_made: int = 3
+) -> tuple[Twin, list[bool]]:
     source = torch.randn(4, 6, 8, 8)
     refused: list[bool] = []
     args = (source, torch.ones(6), torch.zeros(6), torch.zeros(6), torch.ones(6), True, 0.1, 1e-5)
     made = Twin(
         torch.ops.aten.native_batch_norm.default,
         args,
-        torch.native_batch_norm(*args),
+        torch.native_batch_norm(*args)[:num_made],
         piece_bytes=source.nbytes // pieces,
         room_bytes=room_bytes,
         proofs={} if proofs is None else proofs,
@@ -280,6 +282,13 @@ def test_a_piece_that_cannot_be_compared_is_not_fused(kernels: Kernels, monkeypa
     assert found.fused_s() == math.inf
     assert refused == [True]
     assert twin_of()[0].fused_s() == 1.0
+
+
+def test_a_norm_that_saves_no_statistics_has_no_twin(kernels: Kernels) -> None:
+    found, refused = twin_of(num_made=2)
+    assert found.verdict() == {}
+    assert found.fused_s() == math.inf
+    assert not refused
 
 
 def test_weights_are_drawn_once_and_only_where_there_is_room(kernels: Kernels) -> None:
