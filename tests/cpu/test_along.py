@@ -302,6 +302,8 @@ def test_weights_are_drawn_once_and_only_where_there_is_room(kernels: Kernels) -
     assert twin_of(room_bytes=5 * num_bytes, proofs=proofs)[0].verdict()
     assert len(proofs) == 1
     assert twin_of(room_bytes=0, proofs=proofs)[0].verdict()  # known by now
+    for room_bytes, fits in ((2 * num_bytes - 1, False), (2 * num_bytes, True)):  # four rows: no piece is smaller
+        assert bool(twin_of(pieces=64, room_bytes=room_bytes)[0].verdict()) == fits
 
 
 def test_drawn_weights_change_nothing_else(kernels: Kernels) -> None:
