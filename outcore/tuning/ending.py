@@ -88,21 +88,21 @@ class Ending:
                 break
         if not self.ended:
             return None
+        moved = 1.0 if self._has_failed(self._leader()) else self._leader().factor / soonest.factor
         for other in others[:MOST_OTHERS]:
-            self._trains(self._with_batch_of(other, soonest))
+            self._trains(self._with_batch_of(other, moved))
         while (beside := self._beside()) is not None and self._has_time(len(self.orders)):
             self._trains(beside)
         self._compare_again()
         leader = min(self.ended, key=lambda runner: (self._is_at_the_edge(runner), self._left(runner)))
         return None if self._has_failed(leader) else self._middle(leader)
 
-    def _with_batch_of(self, other: Runner, soonest: Runner) -> Runner:
+    def _with_batch_of(self, other: Runner, moved: float) -> Runner:
         """At the leader's rate, times the square root of how much larger its batch is: few rates of it were raced. Or
-        at its own best of these, moved as much as the soonest one's was, where that is higher."""
+        at its own best of these, `moved` as much as the soonest one's was, where that is higher."""
         leader = self._leader()
         if self._has_failed(leader):
             return other
-        moved = leader.factor / soonest.factor
         return _moved(other, max(moved, leader.lr * math.sqrt(other.batch / leader.batch) / other.lr))
 
     def _beside(self) -> Runner | None:

@@ -101,6 +101,26 @@ def test_another_batch_begins_no_lower_than_the_best_rate_says(raced_at: float, 
     assert len(ending.race.ran) <= NUM_LENGTHS
 
 
+@pytest.mark.parametrize("factor", [1 / 9, 9.0])
+def test_a_batch_that_leads_says_nothing_of_how_far_the_soonest_rate_was_moved(factor: float) -> None:
+    """The first other batch leads by then, and its factor is of another rate than the soonest one's."""
+    ending = ending_of(lambda runner, order: (0.1 if runner.batch == 32 else 0.2) + abs(runner.lr - 0.02), limit_s=9.0)
+    last = Runner("last", 16, 0.01, 0.01)
+    best = ending.best(SOONEST, [replace(OTHER, factor=factor), last])
+    assert best is not None
+    assert [runner.lr for runner in ending.ended if runner.batch == 64][:3] == pytest.approx([0.01, 0.02, 0.04])
+    assert next(runner.lr for runner in ending.ended if runner.batch == 32) == pytest.approx(0.02)
+    assert next(runner.lr for runner in ending.ended if runner.batch == 16) == pytest.approx(0.02)
+
+
+def test_where_the_soonest_failed_other_batches_run_as_they_raced() -> None:
+    """But not below what one of them, which did not fail, says."""
+    ending = ending_of(lambda runner, order: 2.0 if runner.batch == 64 else 0.2 + abs(runner.lr - 0.01))
+    assert ending.best(SOONEST, [replace(OTHER, factor=9.0), Runner("last", 16, 0.001, 0.01)]) is not None
+    firsts = {runner.batch: runner.lr for runner in reversed(ending.ended)}
+    assert firsts == pytest.approx({64: 0.01, 32: 0.01, 16: 0.01 * 0.5**0.5})
+
+
 def test_short_trainings_run_in_several_orders_and_long_ones_are_shortened() -> None:
     quick = ending_of(lambda runner, order: 0.1 + 0.01 * order + runner.lr, length_s=0.2)
     best = quick.best(SOONEST, [OTHER])
