@@ -81,7 +81,7 @@ class Ending:
         """The best in the end; None: there is too little time for any, or none of them learns."""
         if soonest.step_s * LEAST_STEPS > self.race.run_s:
             return None
-        others = [other for other in others if other.step_s * LEAST_STEPS <= self.race.run_s]
+        others = [other for other in others if other.lr > 0 and other.step_s * LEAST_STEPS <= self.race.run_s]
         for factor in UP:
             higher = _moved(soonest, factor)
             if not self._trains(higher) or self._leader() != higher:

@@ -251,6 +251,13 @@ def test_a_batch_whose_steps_are_too_long_is_left_out_and_stops_nobody() -> None
     assert ending_of(lambda runner, order: 0.1).best(slow, [OTHER]) is None
 
 
+def test_a_batch_that_raced_at_a_rate_of_zero_is_left_out() -> None:
+    """A user's rate before a warm-up: no factor moves it."""
+    ending = ending_of(lambda runner, order: 0.1)
+    assert ending.best(SOONEST, [replace(OTHER, lr=0.0), replace(OTHER, batch=16)]) is not None
+    assert {runner.batch for runner in ending.ended} == {64, 16}
+
+
 def test_a_rate_whose_next_higher_one_failed_in_the_race_is_not_taken_though_it_ends_best() -> None:
     """0.02 ends best, and 0.025 gave up in the race: another start may not bear 0.02, and 0.01 ends nearly as well."""
     ending = ending_of(lambda runner, order: {1.0: 0.11, 2.0: 0.1}.get(round(runner.lr / 0.01, 3), 0.3))
