@@ -238,7 +238,7 @@ class Limited:
             self._watch_memory(before_bytes, kind.trace)
         time_again = self.device.type == "cuda" and kind.trace is not None and not kind.timed_again
         clock = Clock(self.device) if time_again else None
-        self._num_restarts = self.ahead.begin(fits=kind.room is not None and kind.room.fits)
+        self._num_restarts = self.ahead.begin(fits=not closely and kind.room is not None and kind.room.fits)
         self._started = self._now()
         self._run = Execution(
             program,

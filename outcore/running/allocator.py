@@ -66,13 +66,15 @@ class Ahead:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._num_restarts = self._num_in_a_row = 0
+        self._fits = False  # the step before
 
     def begin(self, *, fits: bool) -> int:
-        """A step begins. `fits`: with a wait after each step its plan needs no starts over. Their number so far."""
+        """A step begins. `fits`: nobody waits after it, and with a wait its plan would need no starts over. Their
+        number so far: those that are new are of the step before, which may have followed another plan."""
         num_restarts = count_restarts(self._device)
-        if self._num_in_a_row < ENOUGH_IN_A_ROW:
-            self._num_in_a_row = self._num_in_a_row + 1 if fits and num_restarts > self._num_restarts else 0
-        self._num_restarts = num_restarts
+        if not self.waits:
+            self._num_in_a_row = self._num_in_a_row + 1 if self._fits and num_restarts > self._num_restarts else 0
+        self._num_restarts, self._fits = num_restarts, fits
         if self.waits:
             torch.cuda.synchronize(self._device)
         return num_restarts

@@ -39,6 +39,17 @@ def test_where_the_plan_starts_over_anyway_waiting_is_no_help(monkeypatch: pytes
     assert not any(steps(monkeypatch, [2, 2, 2, 2], fits=False))
 
 
+def test_what_the_last_plan_tried_did_is_not_held_against_the_one_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the first step of the one that is kept maps memory anew."""
+    counts = iter([0, 3, 4, 4])
+    monkeypatch.setattr(allocator, "count_restarts", lambda device: next(counts))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    ahead = Ahead(torch.device("cuda", 0))
+    for fits in (False, True, True, True):
+        ahead.begin(fits=fits)
+        assert not ahead.waits
+
+
 def test_a_cpu_has_no_such_allocator() -> None:
     ahead = Ahead(torch.device("cpu"))
     assert [ahead.begin(fits=True) for _ in range(3)] == [0, 0, 0]

@@ -44,6 +44,25 @@ def always_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocator, "count_restarts", lambda device: next(restarts))
 
 
+def test_steps_that_are_waited_for_tell_nothing_of_a_host_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those measured closely are: their times are read before the next one begins."""
+    begun: list[tuple[bool, bool]] = []
+    model, loss_of = build("resnet")
+    ooc = limit(model, int(0.8 * roomy_bytes()))
+    ooc._tries_rooms = True
+
+    def begin(*, fits: bool) -> int:
+        begun.append((ooc._log is not None, fits))
+        return 0
+
+    monkeypatch.setattr(ooc.ahead, "begin", begin)
+    for ooc.measure in (False, True):
+        train(model, loss_of, ooc, 26)
+        assert ooc.settled
+        assert begun[-1] == (ooc.measure, not ooc.measure)
+    ooc.close()
+
+
 def test_a_room_too_small_to_plan_in_ends_the_trying(monkeypatch: pytest.MonkeyPatch) -> None:
     always_restarts(monkeypatch)
     model, loss_of = build("resnet")
