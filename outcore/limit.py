@@ -321,6 +321,7 @@ class Limited:
             torch.cuda.empty_cache()  # what the allocator reserves from here on is the plan's own doing
             if kind.room is None or grown:
                 kind.room = Room(self.budget.device_bytes)
+                self.ahead = allocator.Ahead(self.device)  # another plan may bear a host that does not wait
             kind.room.begin()
         kind.trace = dataclasses.replace(kind.trace, before_bytes=before_bytes)
         trace = self._as_run(kind)

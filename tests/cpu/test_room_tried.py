@@ -51,15 +51,30 @@ def test_steps_that_are_waited_for_tell_nothing_of_a_host_ahead(monkeypatch: pyt
     ooc = limit(model, int(0.8 * roomy_bytes()))
     ooc._tries_rooms = True
 
-    def begin(*, fits: bool) -> int:
+    def begin(self: allocator.Ahead, *, fits: bool) -> int:
         begun.append((ooc._log is not None, fits))
         return 0
 
-    monkeypatch.setattr(ooc.ahead, "begin", begin)
+    monkeypatch.setattr(allocator.Ahead, "begin", begin)
     for ooc.measure in (False, True):
         train(model, loss_of, ooc, 26)
         assert ooc.settled
         assert begun[-1] == (ooc.measure, not ooc.measure)
+    ooc.close()
+
+
+def test_a_host_that_waits_need_not_with_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    model, loss_of = build("resnet")
+    ooc = limit(model, int(0.8 * roomy_bytes()))
+    ooc._tries_rooms = True
+    train(model, loss_of, ooc, 8)
+    (kind,) = (kind for kind in ooc.kinds.values() if kind.plan is not None)
+    ooc.ahead._num_in_a_row = allocator.ENOUGH_IN_A_ROW
+    for room, waits in ((kind.room, True), (None, False)):
+        kind.room, kind.stale = room, True
+        train(model, loss_of, ooc, 1)
+        assert ooc.ahead.waits == waits
     ooc.close()
 
 
