@@ -116,9 +116,9 @@ def test_a_batch_that_leads_says_nothing_of_how_far_the_soonest_rate_was_moved(f
 def test_where_the_soonest_failed_other_batches_run_as_they_raced() -> None:
     """But not below what one of them, which did not fail, says."""
     ending = ending_of(lambda runner, order: 2.0 if runner.batch == 64 else 0.2 + abs(runner.lr - 0.01))
-    assert ending.best(SOONEST, [replace(OTHER, factor=9.0), Runner("last", 16, 0.001, 0.01)]) is not None
+    assert ending.best(SOONEST, [replace(OTHER, lr=0.005, factor=9.0), Runner("last", 16, 0.001, 0.01)]) is not None
     firsts = {runner.batch: runner.lr for runner in reversed(ending.ended)}
-    assert firsts == pytest.approx({64: 0.01, 32: 0.01, 16: 0.01 * 0.5**0.5})
+    assert firsts == pytest.approx({64: 0.01, 32: 0.005, 16: 0.005 * 0.5**0.5})
 
 
 def test_short_trainings_run_in_several_orders_and_long_ones_are_shortened() -> None:
