@@ -264,9 +264,9 @@ class Contest:
         _warm_up_device(self.case)
         num_trials = _asked(self.settings, "num_trials", 16)
         searching_s = LATER_SHARES["search"] * self.limit_s if num_trials else 0.0
-        finding_s = LATER_SHARES["lightning"] * self.limit_s
-        self.advise()
         without = _asked(self.settings, "without", "").split(",")
+        finding_s = LATER_SHARES["lightning"] * self.limit_s if "lightning" not in without else 0.0
+        self.advise()
         for name, decide in (("default", by_default), ("accelerate", by_accelerate)):
             if name not in without:
                 self.decide(name, partial(decide, self.case))
