@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -321,7 +322,7 @@ def describe(ooc: Any, traces: Path | None, label: str) -> dict[str, Any]:
             for attempt in kind.room.attempts
         ],
         "num_twins": sum(op.twin for op in ooc.trace.ops),
-        "num_along": sum(op.along for op in ooc.trace.ops),
+        "num_fused": dict(Counter(str(1 + len(op.fused)) for op in ooc.trace.ops if op.fused)),  # by ops in a pass
         "waits": ooc.ahead.waits,  # the host, for the device, before a step begins
         "num_left": sum(kind.num_left for kind in ooc.kinds.values()),
         "machine": json.loads(ooc.machine.to_json()),

@@ -139,7 +139,7 @@ class Limited:
         A step that turns out otherwise leaves the plan safely, like any other, and is recorded when it comes again.
         Cheaper ops that gave the same bits where `trace` was recorded may not give them here: they are not used.
         """
-        ops = tuple(dataclasses.replace(op, twin=False, twin_s=0.0, along=False) for op in trace.ops)
+        ops = tuple(dataclasses.replace(op, twin=False, twin_s=0.0, fused=(), fused_s=0.0) for op in trace.ops)
         self._expected = dataclasses.replace(trace, ops=ops)
 
     # -- the step -----------------------------------------------------------------------------------------------------

@@ -16,17 +16,17 @@ MAX_BUNDLE = 32  # values offered together; a longer sharing is found through it
 
 def segments_of(terrain: Terrain) -> dict[int, tuple[int, ...]]:
     """Evictable value that can be recomputed -> the ops its rerun needs when every saved value is there."""
-    ops, producer, packs = terrain.trace.ops, terrain.producer, terrain.packs
-    storages, segments = terrain.trace.storages, {}
+    reads, producer, packs = terrain.reads, terrain.producer, terrain.packs
+    segments = {}
     for value in terrain.evictable:
         if not terrain.recomputable[value]:
             continue
         found = {producer[value]}
         pending = [producer[value]]
         while pending:
-            for read in ops[pending.pop()].reads:
+            for read in reads[pending.pop()]:
                 maker = producer[read]
-                if read not in packs and maker not in found and not storages[terrain.storage[read]].external:
+                if read not in packs and maker not in found:
                     found.add(maker)
                     pending.append(maker)
         segments[value] = tuple(sorted(found))

@@ -392,7 +392,8 @@ class _Walk:
 
     def _rerun(self, action: Action) -> Iterator[Event]:
         op, terrain = self.trace.ops[action.op], self.terrain
-        old = {terrain.storage[read]: read for read in op.reads if read in self.copies} if action.in_place else {}
+        read_over = terrain.overwrites[action.op] if action.in_place else ()
+        old = {terrain.storage[read]: read for read in read_over if read in self.copies}
         unwanted = []
         for value in op.writes:
             if terrain.storage[value] in old:

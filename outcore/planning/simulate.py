@@ -237,7 +237,7 @@ class _MemoryWalk:
         op, value_bytes, storage = self.terrain.trace.ops[op_index], self.terrain.value_bytes, self.terrain.storage
         overwritten: dict[int, int] = {}
         if in_place:
-            overwritten = {storage[read]: read for read in op.reads if read in self.copies}
+            overwritten = {storage[read]: read for read in self.terrain.overwrites[op_index] if read in self.copies}
         fresh = [value for value in op.writes if storage[value] not in overwritten]
         for value in op.writes:  # the block goes over from the old version to the new one
             if storage[value] in overwritten:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outcore.units import KIB
-from outcore.values import Op, Trace
+from outcore.values import Trace
 
 Int64s = NDArray[np.int64]
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class Terrain:
     spans: dict[int, tuple[int, int]]  # evictable value -> (first, end) of the slots where only keeping it has it there
     recomputable: list[bool]  # per value
     kept_for: dict[int, str]  # saved value that is no candidate -> why
-    reads: list[tuple[int, ...]]  # per op: what it reads of the step's own, each once
+    reads: list[tuple[int, ...]]  # per op: what a rerun of it reads of the step's own, each once
     overwrites: list[tuple[int, ...]]  # per op: those of its reads whose storage it writes
     state: list[int]  # per value: THERE (external or saved, kept unless decided otherwise) or UNSAVED
 
@@ -116,8 +116,8 @@ def _survey(trace: Trace) -> Terrain:
         },
         recomputable=_recomputable(trace, packs),
         kept_for=kept_for,
-        reads=[_own_reads(trace, op) for op in trace.ops],
-        overwrites=[_overwritten_reads(trace, op) for op in trace.ops],
+        reads=[_own_reads(trace, index) for index in range(len(trace.ops))],
+        overwrites=[_overwritten_reads(trace, index) for index in range(len(trace.ops))],
         state=[
             THERE if value in packs or trace.storages[made.storage].external else UNSAVED
             for value, made in enumerate(trace.values)
@@ -134,13 +134,14 @@ def _handle_end(given_until: list[int], packs: list[int], unpacks: list[int], la
     return max(given, *handles)
 
 
-def _own_reads(trace: Trace, op: Op) -> tuple[int, ...]:
-    return tuple(read for read in dict.fromkeys(op.reads) if not trace.storages[trace.values[read].storage].external)
+def _own_reads(trace: Trace, op: int) -> tuple[int, ...]:
+    reads = trace.rerun_reads[op]
+    return tuple(read for read in reads if not trace.storages[trace.values[read].storage].external)
 
 
-def _overwritten_reads(trace: Trace, op: Op) -> tuple[int, ...]:
-    written = {trace.values[value].storage for value in op.writes}
-    return tuple(read for read in dict.fromkeys(op.reads) if trace.values[read].storage in written)
+def _overwritten_reads(trace: Trace, op: int) -> tuple[int, ...]:
+    written = {trace.values[value].storage for value in trace.ops[op].writes}
+    return tuple(read for read in trace.rerun_reads[op] if trace.values[read].storage in written)
 
 
 def _ticks_by_value(trace: Trace) -> tuple[dict[int, list[int]], dict[int, list[int]]]:

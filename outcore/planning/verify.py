@@ -173,17 +173,17 @@ class _Checker:
 
     def _rerun(self, action: Action) -> None:
         op = self.trace.ops[action.op]
-        if op.replay == "no":
+        if any(self.trace.ops[index].replay == "no" for index in (action.op, *op.fused)):
             self._refuse(action, "reruns an op that may not be rerun")
         storages = {self.trace.values[value].storage for value in op.writes}
-        for read in op.reads:
+        for read in self.trace.rerun_reads[action.op]:
             own_external = self.trace.storages[self.trace.values[read].storage].external
             if own_external and self.trace.values[read].storage in storages and self._overwritten_by(op, read):
                 continue  # the op's own next version of a buffer: the runtime gives the rerun a copy
             if not self._there(read):
                 self._refuse(action, f"reads value {read}, which is not there")
         if action.in_place:
-            self._consume(action, op, storages)
+            self._consume(action, storages)
         for value in action.values:
             if value not in op.writes:
                 self._refuse(action, f"holds value {value}, which it does not write")
@@ -199,9 +199,9 @@ class _Checker:
         ]
         return self.newest.get(found.storage, 0) == max(made)
 
-    def _consume(self, action: Action, op: Op, storages: set[int]) -> None:
+    def _consume(self, action: Action, storages: set[int]) -> None:
         """In place: what it overwrites must be a copy of ours that no unpack will ask for again."""
-        for read in dict.fromkeys(op.reads):
+        for read in self.trace.rerun_reads[action.op]:
             if self.trace.values[read].storage in storages:
                 if self.copy.get(read) != "ready" or self.last_asked.get(read, -1) >= action.tick:
                     self._refuse(action, f"overwrites value {read}, which somebody still needs")

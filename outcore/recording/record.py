@@ -13,7 +13,6 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import date
 from functools import partial
@@ -22,8 +21,8 @@ from typing import Any, TypeVar
 import torch
 
 from outcore.recording.intercept import called_by_engine, in_backward
+from outcore.recording.passes import Passes
 from outcore.recording.twin import Proofs, Twin
-from outcore.running import fused
 from outcore.running.cells import Cell, Handle, Kept, Marked, check_unchanged, clear_marks, is_plain
 from outcore.running.clock import Clock
 from outcore.running.execute import SMALL_BYTES, bring, swap_out_now
@@ -44,7 +43,6 @@ from outcore.values import Op, Storage, Tick, Trace, Value
 
 _MARK = "_outcore_recorded"
 _HANDFUL = 16  # ops
-_RECTIFIERS = ("aten.relu.default", "aten.relu_.default")
 _ROUND_BYTES = 512  # the CUDA allocator's grain
 H = TypeVar("H", Handle, Kept)
 
@@ -103,7 +101,7 @@ class Recorder:
         self._clock = Clock(device)
         self._twins: dict[int, Twin] = {}
         self._proofs: Proofs = {}
-        self._sums: dict[int, torch.dtype] = {}  # of two tensors that lie alike
+        self._passes = Passes(device, on_refused)
         self._node = -1  # of autograd's graph, whose ops are running, by its number
         self._node_values: set[int] = set()  # what they read and made
         self._modules = ModuleNames(model)
@@ -200,13 +198,13 @@ class Recorder:
         if forward and has_twin(func, args):
             self._twins[index] = self._twin(func, args, fresh)
             self._reset_peak()  # what the comparison took is not the step's
-        elif recipe is not None and recipe.is_plain_sum and fused.lie_alike(args[0], args[1]):
-            self._sums[index] = args[0].dtype
         writes = [self._storages[self._add_storage(t, external=False, producer=index)].current for t in fresh]
         writes += [self._add_value(self._storage_of(tensor), index) for tensor in overwritten]
         self._live_at_reset = self._live_bytes  # what was made is there since the peak was reset
         if recipe is not None:
             self._own_outputs(recipe, writes, fresh, overwritten)
+        if recipe is not None and writes:
+            self._passes.see(index, recipe, args, (*fresh, *overwritten)[0], is_norm=index in self._twins)
         self._ops.append(
             {
                 "slot": self._slot,
@@ -380,36 +378,10 @@ class Recorder:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def _find_along(self, seconds: Sequence[float]) -> None:
-        """What rectifies, as its only reader, what an op made that can do that along."""
-        num_readers = Counter(value for op in self._ops for value in op["reads"])
+    def _find_passes(self, seconds: Sequence[float]) -> None:
         saved = {tick["value"] for tick in self._ticks}
-        for op, took_s in zip(self._ops, seconds, strict=True):
-            if op["name"] not in _RECTIFIERS or op["replay"] != "pure":
-                continue
-            (value,) = op["reads"]
-            maker = self._values[value].producer
-            if num_readers[value] > 1 or value in saved or not self._is_made_within(maker, value):
-                continue
-            if maker in self._sums:
-                op["along"] = self._adds_alike(self._sums[maker])
-            elif maker in self._twins:
-                fused_s = self._twins[maker].fused_s()
-                if fused_s < self._ops[maker].get("twin_s", 0.0) + took_s:
-                    op["along"], self._ops[maker]["twin_s"] = True, fused_s
-
-    def _is_made_within(self, op: int, value: int) -> bool:
-        """Is it the op's first result, from something that was not there before the step?"""
-        if op < 0 or not self._ops[op]["reads"] or self._ops[op]["writes"][0] != value:
-            return False
-        return not self._storages[self._values[self._ops[op]["reads"][0]].storage].external
-
-    def _adds_alike(self, dtype: torch.dtype) -> bool:
-        try:
-            return fused.is_ready(self.device, dtype)
-        except torch.OutOfMemoryError:
-            self._on_refused()
-            return False
+        for index, (before, took_s) in self._passes.find(self._ops, self._values, saved, seconds, self._twins).items():
+            self._ops[index] |= {"fused": before, "fused_s": took_s}
 
     def close(self) -> None:
         """Stops watching. Called also when the step failed."""
@@ -424,7 +396,7 @@ class Recorder:
         seconds = self._clock.seconds()
         for index, twin in self._twins.items():
             self._ops[index] |= twin.verdict()
-        self._find_along(seconds)
+        self._find_passes(seconds)
         for tick in self._ticks:
             if tick["kind"] == "pack" and tick["dies"] < 0:
                 tick["dies"] = last  # its graph outlives the step

@@ -112,13 +112,17 @@ class View:
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
 
-    def is_like(self, other: View) -> bool:
-        """The same numbers in the same order, wherever they begin."""
+    @property
+    def num_bytes(self) -> int:
+        return self.size.numel() * self.dtype.itemsize
+
+    def lies_like(self, other: View, *, anywhere: bool = False) -> bool:
+        """As many numbers, of whatever type, in the same order and at the same place of a storage."""
         return (
-            self.dtype is other.dtype
-            and self.size == other.size
+            self.size == other.size
             and self.stride == other.stride
-            and (self.conj, self.neg) == (other.conj, other.neg)
+            and (anywhere or self.offset == other.offset)
+            and not (self.conj or self.neg or other.conj or other.neg)
         )
 
     def of(self, data: torch.Tensor) -> torch.Tensor:

@@ -87,7 +87,8 @@ class Program:
         ]
         for action in schedule.actions:
             self.ticks[action.tick].actions.append(action)
-        self.captured = {action.op: trace.ops[action.op] for action in schedule.actions if action.kind == "rerun"}
+        rerun = {action.op for action in schedule.actions if action.kind == "rerun"}
+        self.captured = {op: trace.ops[op] for index in rerun for op in (*trace.ops[index].fused, index)}
         self.outside = {v for op in self.captured.values() for v in op.writes if _is_outside(trace, v)}
         self.gradients_aside = gradients_aside
         self.placeholders = placeholders
@@ -241,15 +242,19 @@ class Execution:
         if len(fresh) + len(overwritten) != len(op.writes):
             self.leave_plan(f"op {index} ({func}) made {len(fresh) + len(overwritten)} values, not {len(op.writes)}")
             return result
-        if op.along:
-            recipe.go_along(fresh)
         for value, tensor in zip(op.writes, fresh):
             recipe.made.append(self._output(value, tensor, recipe, overwritten=False))
         for value, tensor in zip(op.writes[len(fresh) :], overwritten):
             outside = value in self.program.outside
             recipe.overwrote.append(_NOBODY if outside else self._output(value, tensor, recipe, overwritten=True))
         self._recipes[index] = weakref.ref(recipe)
+        if op.fused and not recipe.fuse([self._recipe(inner) for inner in op.fused], (fresh or overwritten)[0]):
+            self.leave_plan(f"op {index} ({func}) reads other tensors than recorded")
         return result
+
+    def _recipe(self, op: int) -> Recipe | None:
+        mark = self._recipes.get(op)
+        return mark() if mark is not None else None
 
     def _source(self, value: int, tensor: torch.Tensor) -> Cell | Held:
         """What a captured op reads. What is not known yet is held: it was made unseen, or will be saved later."""
@@ -446,8 +451,7 @@ class Execution:
             cell.arrive()
 
     def _rerun(self, action: Action) -> None:
-        mark = self._recipes.get(action.op)
-        recipe = mark() if mark is not None else None
+        recipe = self._recipe(action.op)
         if recipe is None:
             return
         for cell in recipe.reads:

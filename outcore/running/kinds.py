@@ -13,6 +13,8 @@ from outcore.running.execute import Program
 from outcore.running.room import Room
 from outcore.values import Plan, Schedule, Timeline, Trace
 
+NEARLY = 0.9  # as many bytes: weights and statistics do not count
+
 
 @dataclass
 class Kind:
@@ -48,11 +50,26 @@ class Kind:
         if self.trace is None or list(names) != [op.name for op in self.trace.ops]:
             return False
         ops = tuple(replace(op, seconds=min(op.seconds, s)) for op, s in zip(self.trace.ops, seconds, strict=True))
-        self.trace = replace(self.trace, ops=ops)
+        trace = replace(self.trace, ops=ops)
+        passes = {index: _pass_s(trace, index) for index, op in enumerate(ops) if op.fused}
+        ops = tuple(replace(op, fused_s=passes.get(index, 0.0)) for index, op in enumerate(ops))
+        self.trace = replace(trace, ops=ops)
         return True
 
     def go_at(self, pace: float) -> None:
         """Every op takes so many times as long as was thought."""
         assert self.trace is not None
-        ops = tuple(replace(op, seconds=pace * op.seconds, twin_s=pace * op.twin_s) for op in self.trace.ops)
-        self.trace = replace(self.trace, ops=ops)
+        self.trace = replace(self.trace, ops=tuple(op.at(pace) for op in self.trace.ops))
+
+
+def _pass_s(trace: Trace, index: int) -> float:
+    """A pass takes no longer than the one of its ops, run as it is, that moves as many bytes."""
+    op = trace.ops[index]
+    moved_bytes = sum(trace.bytes_of(value) for value in (*trace.rerun_reads[index], *op.writes))
+    parts = [part for part in (*(trace.ops[inner] for inner in op.fused), op) if not part.twin]
+    as_much = [
+        part.seconds
+        for part in parts
+        if sum(trace.bytes_of(value) for value in (*part.reads, *part.writes)) >= NEARLY * moved_bytes
+    ]
+    return min((op.fused_s, *as_much))

@@ -9,7 +9,7 @@ Exactness:
   once per step, not twice;
 - batch normalisation can be applied again from the statistics it saved, in one pass instead of three, where a check on
   the recorded step, and on weights that are no ones and zeros, showed that this gives the same bits (`twin`);
-- what rectifies a sum or such a result in place can be done in the same pass (`along`, fused.py);
+- ops whose results nobody else reads can be run in the same pass as the op that reads them (`Recipe.fuse`, fused.py);
 - an in-place op overwrites the value it read only if nobody needs that value again, else a copy of it;
 - a parameter or input that was changed since (its version says so) is an error, never a wrong gradient.
 """
@@ -87,6 +87,8 @@ UNFILLED = frozenset(
     }
 )
 
+RECTIFIERS = ("aten.relu.default", "aten.relu_.default")
+PRODUCT, CAST = "aten.mul.Tensor", "aten._to_copy.default"
 _NESTED = (list, tuple)
 
 
@@ -129,19 +131,18 @@ class Recipe:
 
     __slots__ = (
         "__weakref__",
-        "along",
         "args",
         "func",
         "generator_state",
         "grad_mode",
-        "has_rectified",
         "held",
+        "inner",
         "kwargs",
         "made",
         "op",
         "overwrote",
         "reads",
-        "rectifies",
+        "result",
         "signature",
         "twin",
     )
@@ -156,40 +157,38 @@ class Recipe:
         self.held: list[Held] = []
         self.grad_mode = torch.is_grad_enabled()
         self.twin = False
-        self.along: Recipe | None = None  # the one that does this one along
-        self.rectifies = False  # it does another one along, where it can
-        self.has_rectified = False  # and did when it was last run
+        self.inner: tuple[Recipe, ...] = ()  # run before it, for it alone, and in the same pass where that can be done
+        self.result: View | None = None  # of a pass, as it must lie
         self.generator_state: tuple[torch.device, torch.Tensor] | None = None
         self.made: list[weakref.ref[Cell]] = []  # the cells of its fresh outputs, in order
         self.overwrote: list[weakref.ref[Cell]] = []  # the cells of the next versions of what it wrote into
 
     def run(self, *, in_place: bool = False) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Runs the op from its cells' data (all must be there): the fresh tensors and the overwritten ones."""
-        copies: dict[int, torch.Tensor] = {}
-        into = self._written_refs()
         for held in self.held:
             if state_of(held.tensor) != held.state:
                 raise _changed(held.tensor, self.func)
         for cell in self.reads:
             refuse_changed(cell, self.func)
-        if self.along is not None and self.along.has_rectified and in_place == bool(into):
-            handed_over = [self._handed_over()]
-            return ([], handed_over) if into else (handed_over, [])
-        self.has_rectified = False
+        if not self.inner:
+            return self._run_alone(in_place=in_place)
+        made = self._run_as_one(in_place=in_place)
+        if made is None:
+            return self._run_in_turn(in_place=in_place)
+        return ([made], []) if self.made else ([], [made])
+
+    def _run_alone(self, *, in_place: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         if self.twin and (fresh := self._run_twin()):
             return fresh, []
+        copies: dict[int, torch.Tensor] = {}
+        into = self._written_refs()
         for ref in into:
             if not in_place and id(ref.cell) not in copies:
                 copies[id(ref.cell)] = _copy_of(ref.cell)
         args = self._rebuilt_args(copies)
         kwargs = {name: _rebuild(arg, copies) for name, arg in self.kwargs.items()}
-        result = None
-        if self.rectifies and not self.twin:
-            result = fused.add_relu(args[0], args[1], in_place=bool(into))
-            self.has_rectified = result is not None
-        if result is None:
-            with _generator(self.generator_state), torch.set_grad_enabled(self.grad_mode):
-                result = self.func(*args, **kwargs)
+        with _generator(self.generator_state), torch.set_grad_enabled(self.grad_mode):
+            result = self.func(*args, **kwargs)
         fresh, overwritten = outputs_of(self.func, args, kwargs, result, len(self.made))
         if len(fresh) != len(self.made):
             raise ReplayError(
@@ -203,44 +202,113 @@ class Recipe:
 
     def _run_twin(self) -> list[torch.Tensor]:
         """Normalises again from the saved mean and deviation; nothing where they are gone."""
+        found = self._statistics()
+        out = normalise_again(self.func, self._rebuilt_args({}), *found) if found is not None else None
+        return [] if out is None or found is None else [out, *found, *(out.new_empty(0) for _ in self.made[3:])]
+
+    def _statistics(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         saved = [mark() for mark in self.made[1:3]]
         for cell in saved:
             if cell is not None:
                 cell.arrive()
         mean, deviation = (cell.data if cell is not None else None for cell in saved)
-        if mean is None or deviation is None:
-            return []
-        args = self._rebuilt_args({})
-        out = normalise_again(self.func, args, mean, deviation, rectified=True) if self.rectifies else None
-        self.has_rectified = out is not None
-        if out is None:
-            out = normalise_again(self.func, args, mean, deviation)
-        return [] if out is None else [out, mean, deviation, *(out.new_empty(0) for _ in self.made[3:])]
+        return None if mean is None or deviation is None else (mean, deviation)
 
-    def _handed_over(self) -> torch.Tensor:
-        """What was done along already: only the name of the value changes."""
-        ref: Ref = self.args[0]
-        assert ref.cell.data is not None
-        tensor = ref.view.of(ref.cell.data)
-        ref.cell.data = None
-        return tensor
+    # -- several as one -----------------------------------------------------------------------------------------------
 
-    def go_along(self, fresh: Sequence[torch.Tensor]) -> None:
-        """From now on whoever makes what this one rectifies does it along: this is the one reader of it, recorded as
-        such. Not where the two see other parts of a storage, or `fresh`, what this one made, lies otherwise."""
-        ref = self.args[0]
-        maker = ref.cell.recipe if isinstance(ref, Ref) else None
-        first = maker.args[0] if maker is not None else None
-        if maker is None or not isinstance(first, Ref) or not (maker.twin or maker.is_plain_sum):
-            return
-        starts_at = first.view.offset if maker.signature.written else 0
-        if not first.view.is_like(ref.view) or ref.view.offset != starts_at:
-            return
-        for made in fresh:
-            same = View(made).is_like(ref.view) and made.storage_offset() == starts_at
-            if not same or made.untyped_storage().nbytes() != ref.cell.num_bytes:
-                return
-        maker.rectifies, self.along = True, maker
+    def fuse(self, inner: Sequence[Recipe | None], made: torch.Tensor) -> bool:
+        """From now on these run before it whenever it runs, each for the next one and the last for this one, which made
+        `made`. False: they are not what it reads."""
+        cells: list[Cell] = []
+        for maker, reader in zip(inner, (*inner[1:], self)):
+            cell = maker.outcome() if maker is not None else None
+            if cell is None or reader is None or cell not in reader.reads:
+                return False
+            cells.append(cell)
+        self.inner, self.result = tuple(recipe for recipe in inner if recipe is not None), View(made)
+        everything = (*self.inner, self)
+        self.reads = [cell for recipe in everything for cell in recipe.reads if cell not in cells]
+        self.held = [held for recipe in everything for held in recipe.held]
+        return True
+
+    def outcome(self) -> Cell | None:
+        """The cell of what it made, or of what it wrote into."""
+        marks = self.made or self.overwrote
+        return marks[0]() if marks else None
+
+    def _run_in_turn(self, *, in_place: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What is handed from one to the next is ours, and may be written into."""
+        cells = [recipe.outcome() for recipe in self.inner]
+
+        def run(recipe: Recipe) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            ours = all(ref.cell in cells for ref in recipe._written_refs())
+            return recipe._run_alone(in_place=in_place or ours)
+
+        for recipe, cell in zip(self.inner, cells):
+            assert cell is not None
+            fresh, overwritten = run(recipe)
+            cell.data = (fresh or overwritten)[0]
+        found = run(self)
+        for cell in cells:
+            assert cell is not None
+            cell.data = None
+        return found
+
+    def _run_as_one(self, *, in_place: bool) -> torch.Tensor | None:
+        """None: they do not lie as a kernel wants them, or it could not be run, and nothing was done."""
+        result, head = self.result, self.inner[0]
+        if result is None or not self._can_be_one(result, in_place=in_place):
+            return None
+        args = head._rebuilt_args({})
+        if self.signature.name == CAST:
+            between = self.args[self._place_of(self.inner[-1])].view.dtype
+            return fused.multiply(args[0], args[1], between, result)
+        if args[0].dtype is not result.dtype or not View(args[0]).lies_like(result, anywhere=not in_place):
+            return None
+        if head.twin:
+            found, plus = head._statistics(), self._added(head)
+            return normalise_again(head.func, args, *found, plus=plus, rectified=True) if found is not None else None
+        made = fused.add_relu(args[0], args[1], in_place=in_place)
+        if made is not None and in_place:
+            for ref in head._written_refs():
+                ref.cell.data = None  # its content is gone
+        return made
+
+    def _can_be_one(self, result: View, *, in_place: bool) -> bool:
+        """A norm, a sum, or both, rectified; a product, cast: of all of what each hands to the next, as it lies."""
+        head, *middle = self.inner
+        casts, outcome = self.signature.name == CAST, self.outcome()
+        if casts:
+            known = head.signature.name == PRODUCT and self.kwargs.keys() == {"dtype"} and not middle
+        else:
+            sums = middle if head.twin else [head, *middle]
+            known = self.signature.name in RECTIFIERS and len(sums) < 2 and all(one.is_plain_sum for one in sums)
+            known = known and not any(one.signature.written and one._place_of(head) for one in middle)
+        whole = in_place or (outcome is not None and result.offset == 0 and result.num_bytes == outcome.num_bytes)
+        return (
+            known
+            and whole
+            and all(
+                place >= 0
+                and (view := reader.args[place].view).lies_like(result)
+                and (casts or view.dtype is result.dtype)
+                for maker, reader in zip(self.inner, (*middle, self))
+                for place in (reader._place_of(maker),)
+            )
+        )
+
+    def _added(self, head: Recipe) -> torch.Tensor | None:
+        """What a sum after the first of them adds to it."""
+        for recipe in self.inner[1:]:
+            added: torch.Tensor | None = _rebuild(recipe.args[1 - recipe._place_of(head)], {})
+            return added
+        return None
+
+    def _place_of(self, maker: Recipe) -> int:
+        """The position of the one argument that another recipe makes; -1: none, or several."""
+        cell = maker.outcome()
+        places = [at for at, arg in enumerate(self.args) if isinstance(arg, Ref) and arg.cell is cell]
+        return places[0] if len(places) == 1 else -1
 
     @property
     def is_plain_sum(self) -> bool:
@@ -329,14 +397,15 @@ def normalise_again(
     deviation: torch.Tensor,
     rows: slice = slice(None),
     *,
+    plus: torch.Tensor | None = None,
     rectified: bool = False,
 ) -> torch.Tensor | None:
     """Batch normalisation of some rows of its input from saved statistics; the last argument is its epsilon. None: it
-    cannot be done. cuDNN multiplies weight and deviation first where channels lie last: another number, often."""
-    folded = func is torch.ops.aten.cudnn_batch_norm.default and not args[0].is_contiguous()
+    cannot be done."""
+    folded = fused.is_folded(func, args[0])
     if folded or rectified:
         numbers = (args[1], args[2], mean, deviation)
-        return fused.normalise(args[0][rows], numbers, folded=folded, rectified=rectified)
+        return fused.normalise(args[0][rows], numbers, folded=folded, plus=plus, rectified=rectified)
     return torch.batch_norm_elemt(args[0][rows], args[1], args[2], mean, deviation, args[-1])
 
 

@@ -139,14 +139,15 @@ def _between(low: Recorded, high: Recorded, batch: int, total_s: float) -> Trace
 
 
 def _op(line: _Line, grain: int, low: Op, high: Op) -> Op:
-    twin = low.twin and high.twin
+    twin, fused = low.twin and high.twin, low.fused if low.fused == high.fused else ()
     return replace(
         high,
         seconds=line.seconds(low.seconds, high.seconds),
         workspace_bytes=line.workspace(low.workspace_bytes, high.workspace_bytes, grain),
         twin=twin,
         twin_s=line.seconds(low.twin_s, high.twin_s) if twin else 0.0,
-        along=low.along and high.along,
+        fused=fused,
+        fused_s=line.seconds(low.fused_s, high.fused_s) if fused else 0.0,
     )
 
 
@@ -160,7 +161,7 @@ def _tick(line: _Line, low: Tick, high: Tick) -> Tick:
 
 def stretched(ops: Sequence[Op], factor: float) -> list[Op]:
     """The same ops, all of them slower (or faster) by one factor."""
-    return [replace(op, seconds=op.seconds * factor, twin_s=op.twin_s * factor) for op in ops]
+    return [op.at(factor) for op in ops]
 
 
 def fastest(traces: Sequence[Trace]) -> Trace:
@@ -168,7 +169,7 @@ def fastest(traces: Sequence[Trace]) -> Trace:
     first = traces[0]
     alike = [trace for trace in traces if not difference(first, trace)]
     ops = [
-        replace(group[0], seconds=min(op.seconds for op in group), twin_s=min(op.twin_s for op in group))
+        replace(group[0], **{name: min(getattr(op, name) for op in group) for name in Op.SECONDS})
         for group in zip(*(trace.ops for trace in alike))
     ]
     return replace(first, ops=tuple(ops))

@@ -12,7 +12,7 @@ nothing, because the step was recorded with everything swapped out.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Literal
 
@@ -22,6 +22,8 @@ from outcore.values.codec import Saved
 @dataclass(frozen=True)
 class Op:
     """One kernel call as the dispatcher saw it."""
+
+    SECONDS: ClassVar[tuple[str, ...]] = ("seconds", "twin_s", "fused_s")
 
     slot: int
     name: str  # "aten.relu_.default"
@@ -34,15 +36,20 @@ class Op:
     module: str = ""  # "layer1.0.conv2"
     twin: bool = False  # a cheaper op gives the same bits from what this one saved, checked while recording
     twin_s: float = 0.0  # how long that takes
-    along: bool = False  # rerun, it is done along with the op that makes what it reads, in one pass
+    fused: tuple[int, ...] = ()  # ops that a rerun of this one does in the same pass: nobody else reads what they make
+    fused_s: float = 0.0  # how long that takes, this one included
     joins: bool = False  # autograd's own sum where two gradients meet: in place when Python looks at no op
 
     @property
     def rerun_s(self) -> float:
         """Seconds to make its outputs again."""
-        if self.along:
-            return 0.0
+        if self.fused:
+            return self.fused_s
         return self.twin_s if self.twin else self.seconds
+
+    def at(self, factor: float) -> Op:
+        """The same op, slower (or faster) by a factor, whichever way it runs."""
+        return replace(self, **{name: factor * getattr(self, name) for name in self.SECONDS})
 
 
 @dataclass(frozen=True)
@@ -105,6 +112,17 @@ class Trace(Saved):
 
     def bytes_of(self, value: int) -> int:
         return self.storages[self.values[value].storage].bytes
+
+    @cached_property
+    def rerun_reads(self) -> tuple[tuple[int, ...], ...]:
+        """Per op, what a rerun of it reads, each value once: its own reads and those of the ops fused with it, less
+        what these make."""
+        return tuple(self._rerun_reads(op) for op in self.ops)
+
+    def _rerun_reads(self, op: Op) -> tuple[int, ...]:
+        inner = [self.ops[index] for index in op.fused]
+        made = {value for one in inner for value in one.writes}
+        return tuple(dict.fromkeys(read for one in (*inner, op) for read in one.reads if read not in made))
 
     @cached_property
     def fingerprint(self) -> str:

@@ -113,8 +113,13 @@ def test_of_several_recordings_the_least_seconds_count() -> None:
 def test_cheaper_reruns_are_those_of_both_recordings(low: bool, high: bool) -> None:
     def recorded(batch: int, cheaper: bool) -> Recorded:
         trace = trace_of(batch)
-        ops = tuple(replace(op, along=cheaper, twin=cheaper, twin_s=op.seconds / 2) for op in trace.ops)
+        before, half_s = ((0,) if cheaper else ()), 0.5 * cheaper
+        ops = tuple(
+            replace(op, twin=cheaper, twin_s=half_s * op.seconds, fused=before, fused_s=half_s * op.seconds)
+            for op in trace.ops
+        )
         return Recorded(batch, replace(trace, ops=ops))
 
     found = Family((recorded(4, low), recorded(8, high))).at(16)
-    assert {op.along for op in found.ops} == {op.twin for op in found.ops} == {low and high}
+    assert {bool(op.fused) for op in found.ops} == {op.twin for op in found.ops} == {low and high}
+    assert all(op.rerun_s == pytest.approx(op.seconds * (0.5 if low and high else 1.0)) for op in found.ops)

@@ -1,8 +1,9 @@
-"""On CUDA: the kernels that rectify along give PyTorch's bits, and a training that uses them its numbers."""
+"""On CUDA: kernels that do several ops in one pass give PyTorch's bits, and a training that uses them its numbers."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 
 from outcore.limit import limit
 from outcore.running import fused
+from outcore.running.cells import View
 from outcore.running.replay import normalise_again
-from tests.cpu.test_along import Block, NotInPlace
+from tests.cpu.test_fused import MUL_CAST, Block, NotInPlace, RootMeanSquare, passes_of
 from tests.cpu.training import train
 
 pytestmark = [
@@ -68,7 +70,10 @@ def test_kernels_give_the_bits_of_two_ops(layout: str, dtype: torch.dtype) -> No
             assert wanted is not None
             assert got is not None
             assert got.stride() == wanted.stride()
-            assert not bool(fused.differ(got, wanted.relu_()))
+            assert not bool(fused.differ(got, wanted.relu()))
+            added = normalise_again(func, args, mean, deviation, rows, plus=other[rows], rectified=True)
+            assert added is not None
+            assert not bool(fused.differ(added, wanted.add_(other[rows]).relu_()))
     wanted = source.clone().add_(other).relu_()
     for in_place in (False, True):
         made = fused.add_relu(source, other, in_place=in_place)
@@ -76,6 +81,27 @@ def test_kernels_give_the_bits_of_two_ops(layout: str, dtype: torch.dtype) -> No
         assert (made is source) == in_place
         assert made.stride() == wanted.stride()
         assert not bool(fused.differ(made, wanted))
+
+
+@pytest.mark.parametrize("made", fused.TYPES, ids=str)
+@pytest.mark.parametrize("types", itertools.combinations_with_replacement(fused.TYPES, 2), ids=str)
+def test_products_are_cast_with_the_bits_of_two_ops(types: tuple[torch.dtype, ...], made: torch.dtype) -> None:
+    torch.manual_seed(0)
+    assert fused.multiplies_alike(CUDA, types[0], types[1], made)
+    for shape in ((3, 5, 17), (4, 2048), (2, 3, 1500), (1, 1), (70000, 3)):
+        others = (shape, shape[-1:], (*shape[:-1], 1), (1, *shape[1:]) if len(shape) == 2 else shape)
+        for other_shape in others:
+            one, other = (
+                torch.randn(shape, device=CUDA).to(types[0]),
+                torch.randn(other_shape, device=CUDA).to(types[1]),
+            )
+            for first, second in ((one, other), (other, one)):
+                product = first * second
+                wanted = product.to(made)
+                got = fused.multiply(first, second, product.dtype, View(wanted))
+                assert got is not None
+                assert got.stride() == wanted.stride()
+                assert not bool(fused.differ(got, wanted))
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if "last" in name])
@@ -109,7 +135,7 @@ def test_tensors_that_do_not_lie_alike_are_left_alone() -> None:
 @pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("block", [Block, NotInPlace])
-def test_a_training_rectifies_along_with_the_same_numbers(
+def test_a_training_rectifies_in_one_pass_with_the_same_numbers(
     block: type[nn.Module], dtype: torch.dtype, order: torch.memory_format
 ) -> None:
     images = torch.randn(16, 3, 32, 32, device=CUDA)
@@ -130,8 +156,31 @@ def test_a_training_rectifies_along_with_the_same_numbers(
     try:
         train(model, loss_of, ooc).assert_same(wanted)
         assert ooc.trace is not None
-        # The sums; and the norms, but where cuDNN, for few numbers in a plane, multiplies in a third order.
+        # The sums at least, whatever is faster; norms but where cuDNN, for few numbers in a plane, has a third order.
         is_third = order is torch.contiguous_format and dtype is torch.float32
-        assert sum(op.along for op in ooc.trace.ops) == (2 if is_third else 4)
+        assert sum(op.twin for op in ooc.trace.ops) == (0 if is_third else 4)
+        assert sum(bool(op.fused) for op in ooc.trace.ops) >= 2
+    finally:
+        ooc.close()
+
+
+def test_a_training_casts_products_with_the_same_numbers() -> None:
+    x = torch.randn(64, 96, 8, device=CUDA)
+
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), RootMeanSquare(), RootMeanSquare(), nn.Linear(8, 2)).to(CUDA)
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        out: Tensor = model(x + step).square().mean()
+        return out
+
+    gc.collect()
+    wanted, model = train(net(), loss_of), net()
+    ooc = limit(model, "1GiB", planner="recompute-all")
+    try:
+        train(model, loss_of, ooc).assert_same(wanted)
+        assert ooc.trace is not None
+        assert passes_of(ooc.trace) == {MUL_CAST: 2 * RootMeanSquare.num_casts}
     finally:
         ooc.close()
