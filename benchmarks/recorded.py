@@ -269,7 +269,10 @@ class _Repeated:
                 storages[storage_at[at]] = replace(storage, born=born, dies=dies)
             for op in step.ops:
                 reads, writes = tuple(value_at[v] for v in op.reads), tuple(value_at[v] for v in op.writes)
-                ops.append(replace(op, slot=self._slot(copy, op.slot), reads=reads, writes=writes))
+                before = tuple(self._op_at(copy, inner) for inner in op.fused)
+                repeats = self._op_at(copy, op.repeats)
+                slot = self._slot(copy, op.slot)
+                ops.append(replace(op, slot=slot, reads=reads, writes=writes, fused=before, repeats=repeats))
             for tick in step.ticks:
                 dies = self._slot(copy, tick.dies) if tick.dies >= 0 else -1
                 pack = tick.pack + copy * len(step.ticks)

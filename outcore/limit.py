@@ -29,6 +29,7 @@ from outcore.errors import BudgetTooSmall, OutcoreError, PlanMismatch
 from outcore.planning import PLANNERS, lower, simulate, verify
 from outcore.planning import plan as make_plan
 from outcore.planning.crowd import Crowd
+from outcore.planning.echoes import step_of
 from outcore.planning.sums import sums_in_place
 from outcore.planning.tidy import tidy
 from outcore.recording.intercept import Interception
@@ -336,7 +337,8 @@ class Limited:
         if made is None:
             self._go_back(kind)
             return
-        kind.plan = made
+        kind.plan, in_place = made, trace is not kind.trace  # in place: nobody looks at its backward
+        trace = step_of(trace, made)
         kind.schedule = lower(trace, kind.plan, self.machine)
         verify(trace, kind.schedule)
         kind.predicted = peak = simulate(trace, kind.schedule, self.machine)
@@ -346,7 +348,7 @@ class Limited:
         crowd = Crowd()
         if kind.room is not None and kind.room.crowded:
             crowd = kind.room.arrange(trace, kind.schedule, peak.peak_bytes, allocator.places(self.device))
-        kind.in_place, kind.stale = trace is not kind.trace, False  # in place: nobody looks at its backward
+        kind.in_place, kind.stale = in_place, False
         kind.program = Program(trace, kind.schedule, crowd.placeholders, gradients_aside=bool(crowd.aside))
         kind.num_steps = 0
         if kind.in_place and not kind.program.ends_in_forward:

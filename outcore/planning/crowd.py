@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outcore.planning.echoes import step_of
 from outcore.planning.simulate import held_until
 from outcore.planning.terrain import terrain_of
 from outcore.units import MIB
@@ -59,7 +60,7 @@ def small_gradients(trace: Trace, budget_bytes: int) -> frozenset[int]:
 
 def storage_ends(trace: Trace, schedule: Schedule) -> dict[int, int]:
     """Storage made in the step -> the last slot in which the program or one of our holds keeps it where it was made."""
-    terrain, decisions = terrain_of(trace), schedule.decisions
+    terrain, decisions = terrain_of(step_of(trace, schedule)), schedule.decisions
     reached = held_until(terrain, decisions)
     ends = {number: storage.dies for number, storage in enumerate(trace.storages) if not storage.external}
     for value in terrain.packs:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from outcore.planning.crowd import Crowd, storage_ends
+from outcore.planning.echoes import step_of
 from outcore.planning.terrain import remembered, terrain_of
 from outcore.units import MIB
 from outcore.values import Action, Schedule, Trace
@@ -339,7 +340,8 @@ def _workspaces(trace: Trace) -> dict[int, int]:
 
 class _Walk:
     def __init__(self, trace: Trace, schedule: Schedule) -> None:
-        self.trace, self.terrain = trace, terrain_of(trace)
+        self.trace = trace = step_of(trace, schedule)
+        self.terrain = terrain_of(trace)
         self.actions: dict[int, list[Action]] = {}
         for action in schedule.actions:
             self.actions.setdefault(action.tick, []).append(action)

@@ -22,6 +22,7 @@ from itertools import pairwise
 import numpy as np
 
 from outcore.errors import PlanMismatch
+from outcore.planning.echoes import step_of
 from outcore.planning.lanes import IN, OUT, Lanes
 from outcore.planning.simulate import Step, memory_of
 from outcore.planning.terrain import Int64s, Terrain, terrain_of
@@ -38,7 +39,8 @@ def lower(trace: Trace, plan: Plan, machine: Machine) -> Schedule:
         raise PlanMismatch(
             f"this plan was made for step {plan.fingerprint}, this step is {trace.fingerprint}; plan this step"
         )
-    return as_schedule(trace, plan.decisions, lower_steps(terrain_of(trace), plan.decisions, machine, plan.budget))
+    step = step_of(trace, plan)
+    return as_schedule(step, plan.decisions, lower_steps(terrain_of(step), plan.decisions, machine, plan.budget))
 
 
 def as_schedule(trace: Trace, decisions: Mapping[int, Decision], steps: list[Step]) -> Schedule:
@@ -48,7 +50,7 @@ def as_schedule(trace: Trace, decisions: Mapping[int, Decision], steps: list[Ste
         else Action(tick, kind, value=subject, tier=tier)  # type: ignore[arg-type]
         for tick, kind, subject, tier, held, in_place in steps
     )
-    return Schedule(trace.fingerprint, actions, dict(decisions))
+    return Schedule(trace.fingerprint, actions, dict(decisions), trace.has_echoes)
 
 
 def lower_steps(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from outcore.errors import BudgetTooSmall, OutcoreError
 from outcore.planning.bound import bound_step_s
+from outcore.planning.echoes import merged
 from outcore.planning.exact import exact
 from outcore.planning.hybrid import hybrid, market, smallest_fit
 from outcore.planning.pooch import pooch
@@ -35,8 +36,10 @@ def plan(
     """Keep, swap or recompute each saved value so that the step fits `budget`. Raises BudgetTooSmall."""
     if planner not in PLANNERS:
         raise OutcoreError(f"there is no planner {planner!r}; choose one of {', '.join(PLANNERS)}")
-    terrain, tell = terrain_of(trace), progress or _say_nothing
-    kept = score(terrain, machine, budget, keep_all(terrain, machine, budget, tell))
+    tell = progress or _say_nothing
+    kept = score(terrain_of(trace), machine, budget, keep_all(terrain_of(trace), machine, budget, tell))
+    step = trace if kept.fits else merged(trace)
+    terrain = terrain_of(step)
     decisions = PLANNERS[planner](terrain, machine, budget, tell)
     scored = score(terrain, machine, budget, decisions)
     if not scored.fits:
@@ -56,6 +59,7 @@ def plan(
         in_core_step_s=kept.step_s,
         in_core_peak_bytes=kept.peak_bytes,
         bound_step_s=bound_step_s(terrain, machine, budget),
+        echoes=step.has_echoes,
         reasons=_reasons(terrain, scored),
     )
 

@@ -16,6 +16,7 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
+from outcore.planning.echoes import step_of
 from outcore.planning.lanes import IN, OUT, Lanes
 from outcore.planning.terrain import Int64s, Terrain, terrain_of
 from outcore.values import Machine, Schedule, Span, Timeline, Trace
@@ -38,7 +39,7 @@ class Clocked:
 
 def simulate(trace: Trace, schedule: Schedule, machine: Machine, *, detail: bool = False) -> Timeline:
     """What the schedule will do to time and memory; `detail` adds the spans and the memory curve."""
-    terrain = terrain_of(trace)
+    terrain = terrain_of(step_of(trace, schedule))
     steps = steps_of(schedule)
     level_bytes = memory_of(terrain, steps, schedule.decisions)
     clocked = clock_of(terrain, steps, machine, detail=detail)

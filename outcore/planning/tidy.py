@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass, replace
 
 from outcore.planning.crowd import Crowd
+from outcore.planning.echoes import step_of
 from outcore.planning.holes import Event, Places, allocations, mapped, safe_bytes, wanted_bytes
 from outcore.planning.hybrid import Flips
 from outcore.planning.lower import as_schedule
@@ -77,7 +78,8 @@ class _Search:
     def __init__(
         self, trace: Trace, machine: Machine, plan: Plan, memory_bytes: int, there: Places, keeps_places: bool
     ) -> None:
-        self.trace, self.machine, self.budget = trace, machine, plan.budget
+        self.trace = trace = step_of(trace, plan)
+        self.machine, self.budget = machine, plan.budget
         self.memory_bytes, self.there = memory_bytes, there
         self.terrain = terrain_of(trace)
         self.flips = Flips(self.terrain, plan.budget)

@@ -11,6 +11,7 @@ from collections import defaultdict
 from typing import NoReturn
 
 from outcore.errors import ScheduleError
+from outcore.planning.echoes import step_of
 from outcore.values import Action, Op, Schedule, Tick, Trace
 
 
@@ -21,7 +22,7 @@ def verify(trace: Trace, schedule: Schedule) -> None:
 
 class _Checker:
     def __init__(self, trace: Trace, schedule: Schedule) -> None:
-        self.trace, self.schedule = trace, schedule
+        self.trace, self.schedule = step_of(trace, schedule), schedule
         self.decisions = schedule.decisions
         self.saved: set[int] = set()  # values packed so far
         self.newest: dict[int, int] = {}  # storage -> version it has by now

@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from datetime import date
 from functools import partial
 from typing import Any, TypeVar
@@ -29,6 +29,7 @@ from outcore.running.execute import SMALL_BYTES, bring, swap_out_now
 from outcore.running.replay import (
     UNFILLED,
     OpOverload,
+    Recipe,
     below_everything,
     capture,
     has_twin,
@@ -102,6 +103,7 @@ class Recorder:
         self._twins: dict[int, Twin] = {}
         self._proofs: Proofs = {}
         self._passes = Passes(device, on_refused)
+        self._calls: dict[Hashable, int] = {}  # what was called on which values -> the op that did it first
         self._node = -1  # of autograd's graph, whose ops are running, by its number
         self._node_values: set[int] = set()  # what they read and made
         self._modules = ModuleNames(model)
@@ -205,6 +207,9 @@ class Recorder:
             self._own_outputs(recipe, writes, fresh, overwritten)
         if recipe is not None and writes:
             self._passes.see(index, recipe, args, (*fresh, *overwritten)[0], is_norm=index in self._twins)
+        repeats = (
+            self._first_call(index, recipe) if recipe is not None and replay == "pure" and len(writes) == 1 else -1
+        )
         self._ops.append(
             {
                 "slot": self._slot,
@@ -215,10 +220,19 @@ class Recorder:
                 "workspace_bytes": workspace_bytes,
                 "replay": replay if all(is_plain(tensor) for tensor in tensors_in((result,))) else "no",
                 "module": self._modules.current,
+                "repeats": repeats,
                 "joins": not forward and self._joins(func, args, reads, writes),
             }
         )
         return result
+
+    def _first_call(self, index: int, recipe: Recipe) -> int:
+        """The op that called the same on the same values, if any did; -1: this is the first, or nobody can tell."""
+        try:
+            first = self._calls.setdefault(recipe.call(), index)
+        except TypeError:  # an argument that has no hash
+            return -1
+        return first if first != index and recipe.made else -1
 
     def _twin(self, func: OpOverload, args: Sequence[Any], fresh: list[torch.Tensor]) -> Twin:
         cuda = self.device.type == "cuda"

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from outcore.errors import PlanMismatch
+from outcore.planning.echoes import step_of
 from outcore.planning.lower import tiers_of
 from outcore.planning.terrain import Terrain, terrain_of
 from outcore.planning.unroll import unroll
@@ -56,7 +57,7 @@ def explain(trace: Trace, plan: Plan, machine: Machine | None = None) -> list[Ex
             f"the plan was made for step {plan.fingerprint}, this trace is step {trace.fingerprint}; "
             "give the trace the plan was made from"
         )
-    terrain = terrain_of(trace)
+    terrain = terrain_of(step_of(trace, plan))
     tiers = tiers_of(terrain, plan.decisions, plan.budget)
     rerun_s = _rerun_seconds(terrain, plan, 1.0 if machine is None else machine.speed)
     found = []

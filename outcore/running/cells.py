@@ -12,6 +12,7 @@ loss or a gradient that the user keeps must not keep the step's cells.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -111,6 +112,9 @@ class View:
         self.size = tensor.size()
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
+
+    def key(self) -> Hashable:
+        return self.dtype, self.size, self.stride, self.offset, self.conj, self.neg
 
     @property
     def num_bytes(self) -> int:

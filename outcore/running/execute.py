@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from outcore.planning.crowd import Placeholder
+from outcore.planning.echoes import step_of
 from outcore.running.cells import (
     Cell,
     Handle,
@@ -33,6 +34,7 @@ from outcore.running.cells import (
 from outcore.running.clock import Clock
 from outcore.running.meter import LiveBytes
 from outcore.running.replay import (
+    Call,
     Held,
     OpOverload,
     Recipe,
@@ -80,6 +82,7 @@ class Program:
         *,
         gradients_aside: bool = False,
     ) -> None:
+        trace = step_of(trace, schedule)
         self.fingerprint = trace.fingerprint
         self.schedule = schedule
         self.ticks = [
@@ -89,6 +92,8 @@ class Program:
             self.ticks[action.tick].actions.append(action)
         rerun = {action.op for action in schedule.actions if action.kind == "rerun"}
         self.captured = {op: trace.ops[op] for index in rerun for op in (*trace.ops[index].fused, index)}
+        self.echoes = {index: op.repeats for index, op in enumerate(trace.ops) if op.is_echo}
+        self.repeated = {index: trace.ops[index].writes[0] for index in self.echoes.values()}
         self.outside = {v for op in self.captured.values() for v in op.writes if _is_outside(trace, v)}
         self.gradients_aside = gradients_aside
         self.placeholders = placeholders
@@ -96,7 +101,7 @@ class Program:
         for recorded, planned in zip(trace.ticks, self.ticks):
             planned.moves = moves.get(recorded.slot)
         self.moves = {index: moves[op.slot] for index, op in enumerate(trace.ops) if op.slot in moves}
-        self.last_watched = max((*self.captured, *self.moves), default=-1)
+        self.last_watched = max((*self.captured, *self.moves, *self.echoes), default=-1)
         self.names = [op.name for op in trace.ops[: self.last_watched + 1]]
         self.ends_in_forward = _ends_in_forward(trace, self.last_watched)
         written = {trace.values[value].storage for op in self.captured.values() for value in op.writes}
@@ -106,6 +111,7 @@ class Program:
         # What is put away, what captured ops read, and the statistics that a twin starts from.
         self.cells = {value for value, decision in schedule.decisions.items() if decision != "keep"} | reads - self.held
         self.cells.update(value for op in self.captured.values() if op.twin for value in op.writes[1:3])
+        self.cells.update(self.repeated.values())
         for tick in self.ticks:
             tick.needs_cell = tick.value in self.cells
         self.swapped_bytes = sum(
@@ -178,6 +184,7 @@ class Execution:
         self._num_ops = 0
         self._cells: dict[int, weakref.ref[Cell]] = {}
         self._recipes: dict[int, weakref.ref[Recipe]] = {}
+        self._calls: dict[int, Call] = {}  # of ops that have echoes
         self._marked: Marked = []
         kinds = ("wait_out", "wait_in", "rerun") if log is not None else ()
         self._stopwatches = {kind: Clock(store.device, spin=False) for kind in kinds}
@@ -216,7 +223,9 @@ class Execution:
                 self.leave_plan(f"op {index} is {func}, not {program.names[index]}")
             elif index in program.moves:
                 self._move(program.moves[index])
-            if self.on_plan and index in program.captured:
+            if self.on_plan and (index in program.repeated or index in program.echoes):
+                result = self._repeat(index, func, args, kwargs)
+            elif self.on_plan and index in program.captured:
                 result = self._capture(index, func, args, kwargs)
             else:
                 result = signature.call(*args, **kwargs)
@@ -250,6 +259,26 @@ class Execution:
         self._recipes[index] = weakref.ref(recipe)
         if op.fused and not recipe.fuse([self._recipe(inner) for inner in op.fused], (fresh or overwritten)[0]):
             self.leave_plan(f"op {index} ({func}) reads other tensors than recorded")
+        return result
+
+    def _repeat(self, index: int, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """An echo, whose result is one that was made before, or the op that it repeats."""
+        first = self.program.echoes.get(index, index)
+        value, call = self.program.repeated[first], self._calls.get(first)
+        if index != first:
+            result = signature_of(func).call(*args, **kwargs)
+            if call is None or not call.is_same(args, kwargs):
+                self.leave_plan(f"op {index} ({func}) does not repeat op {first} any more")
+            elif (cell := self._find(value)) is not None:
+                cell.name(result, self._marked)
+            return result
+        self._calls[index] = Call(args, kwargs)
+        if index in self.program.captured:
+            return self._capture(index, func, args, kwargs)
+        result = signature_of(func).call(*args, **kwargs)
+        cell = Cell(value, result)
+        cell.name(result, self._marked)
+        self._cells[value] = weakref.ref(cell)
         return result
 
     def _recipe(self, op: int) -> Recipe | None:
@@ -312,7 +341,7 @@ class Execution:
         if cell is None:
             cell = Cell(tick.value, tensor)
             self._cells[tick.value] = weakref.ref(cell)
-        if cell.parcel is None and (tick.decision != "recompute" or cell.recipe is None):
+        if cell.parcel is None and cell.data is None and (tick.decision != "recompute" or cell.recipe is None):
             cell.hold(tensor)
             cell.recipe = None
         return Handle(cell, tensor, tick.pack, self)

@@ -17,7 +17,7 @@ Exactness:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -214,6 +214,11 @@ class Recipe:
         mean, deviation = (cell.data if cell is not None else None for cell in saved)
         return None if mean is None or deviation is None else (mean, deviation)
 
+    def call(self) -> Hashable:
+        """Equal for two recipes of a recorded step that do the same with the same values."""
+        args = [_as_call(arg) for arg in self.args]
+        return self.func, self.grad_mode, *args, *((name, _as_call(self.kwargs[name])) for name in sorted(self.kwargs))
+
     # -- several as one -----------------------------------------------------------------------------------------------
 
     def fuse(self, inner: Sequence[Recipe | None], made: torch.Tensor) -> bool:
@@ -346,6 +351,34 @@ def _rebuild(arg: Any, copies: dict[int, torch.Tensor]) -> Any:
     if isinstance(arg, list):
         return [_rebuild(part, copies) for part in arg]
     return arg
+
+
+def _as_call(arg: Any) -> Hashable:
+    if isinstance(arg, Ref):
+        return arg.cell.value, arg.view.key()
+    return tuple(_as_call(part) for part in arg) if isinstance(arg, list) else (type(arg), arg)
+
+
+class Call:
+    """What an operator was called on, to find out whether another call is the same. It holds no tensor."""
+
+    __slots__ = ("key", "storages")
+
+    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        tensors = [tensor for tensor in tensors_in((*args, *kwargs.values())) if tensor.layout is torch.strided]
+        self.storages = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+        self.key = [_told(arg) for arg in args], {name: _told(arg) for name, arg in kwargs.items()}
+
+    def is_same(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """On the same tensors, unchanged since, and all else alike? A storage that is gone may have left its address to
+        another."""
+        return all(storage() is not None for storage in self.storages) and Call(args, kwargs).key == self.key
+
+
+def _told(arg: Any) -> Hashable:
+    if isinstance(arg, torch.Tensor):
+        return (*state_of(arg), View(arg).key()) if arg.layout is torch.strided else object()
+    return tuple(_told(part) for part in arg) if isinstance(arg, _NESTED) else (type(arg), arg)
 
 
 def capture(

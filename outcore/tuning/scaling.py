@@ -147,6 +147,7 @@ def _op(line: _Line, grain: int, low: Op, high: Op) -> Op:
         twin=twin,
         twin_s=line.seconds(low.twin_s, high.twin_s) if twin else 0.0,
         fused=fused,
+        repeats=low.repeats if low.repeats == high.repeats else -1,
         fused_s=line.seconds(low.fused_s, high.fused_s) if fused else 0.0,
     )
 

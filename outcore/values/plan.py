@@ -37,6 +37,7 @@ class Plan(Saved):
     in_core_step_s: float = 0.0
     in_core_peak_bytes: int = 0
     bound_step_s: float = 0.0  # no plan for this budget can be faster
+    echoes: bool = False  # made for the step in which what ops make twice is one value (`outcore.planning.echoes`)
     reasons: dict[int, str] | None = None  # value -> why, in a few words, for `explain`
 
     def count(self, decision: Decision) -> int:

@@ -38,6 +38,8 @@ class Op:
     twin_s: float = 0.0  # how long that takes
     fused: tuple[int, ...] = ()  # ops that a rerun of this one does in the same pass: nobody else reads what they make
     fused_s: float = 0.0  # how long that takes, this one included
+    repeats: int = -1  # the op before it, if any, that called the same operator on the same values
+    is_echo: bool = False  # and what it makes is planned as that one's result (`outcore.planning.echoes`)
     joins: bool = False  # autograd's own sum where two gradients meet: in place when Python looks at no op
 
     @property
@@ -109,6 +111,10 @@ class Trace(Saved):
     def has_unseen(self) -> bool:
         """Something made storages in it without an op: compiled code, NumPy, a loader's other process."""
         return any(value.producer < 0 and not self.storages[value.storage].external for value in self.values)
+
+    @cached_property
+    def has_echoes(self) -> bool:
+        return any(op.is_echo for op in self.ops)
 
     def bytes_of(self, value: int) -> int:
         return self.storages[self.values[value].storage].bytes

@@ -1,0 +1,307 @@
+"""Ops that repeat others on the same values: what they make is planned as one value, with the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from outcore.limit import Limited, limit
+from outcore.planning import echoes, lower, planners, simulate, verify
+from outcore.planning.echoes import merged
+from outcore.planning.terrain import terrain_of
+from outcore.reporting.explanation import explain
+from outcore.running.replay import Call
+from outcore.values import Budget, Decision, Plan, Schedule, Trace
+from tests.cpu.training import train
+from tests.cpu.zoo import Step
+
+X = torch.randn(8, 32, 64, generator=torch.Generator().manual_seed(0))
+HALF = torch.bfloat16
+
+
+class Attention(nn.Module):
+    """Under autocast each of the three layers casts what it reads for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.query, self.key, self.value, self.out = (nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        out: Tensor = x + self.out(scaled_dot_product_attention(self.query(y), self.key(y), self.value(y)))
+        return out
+
+
+class Fickle(Attention):
+    """Reads something else now and then: another tensor, or the same one, changed in between."""
+
+    how = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, other = self.norm(x), torch.tanh(x)
+        for layer in (self.query, self.key, self.value):
+            if layer is self.key and self.how == "changed":
+                with torch.no_grad():
+                    y.mul_(1.5)
+            x = x + layer(other if layer is self.key and self.how == "other" else y)
+        return x + other
+
+
+def tame(x: Tensor) -> Tensor:
+    return nn.functional.layer_norm(x, (64,))
+
+
+class Plain(nn.Module):
+    """No autocast: tanh of the same thing, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return tame(self.second(torch.tanh(y)) * torch.tanh(y))
+
+
+class MadeBeforeSaved(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        one, other = y.to(HALF), y.to(HALF)
+        return tame((one * one).float() + (other * other).float() + self.second(y))
+
+
+class ReadAgain(Plain):
+    """An op that is rerun reads the echo."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        one = y.to(HALF).square()
+        other = y.to(HALF)
+        return tame((one + other.square() + torch.tanh(other * 2)).float() + self.second(y))
+
+
+class Overwritten(Plain):
+    """The echo is written into."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        one, other = y.to(HALF), y.to(HALF)
+        return tame((one * one).float() + torch.tanh_(other).float() + self.second(y))
+
+
+class OtherArguments(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return tame(torch.softmax(y, 1) * torch.softmax(y, 2) + torch.tanh(y[:4]).mean() * torch.tanh(y[4:]).mean())
+
+
+class Drawn(Plain):
+    """Not the same twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return tame(nn.functional.dropout(y) * nn.functional.dropout(y))
+
+
+def net(kind: type[nn.Module], num: int = 3) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(kind() for _ in range(num)), nn.Linear(64, 4))
+
+
+def autocast(model: nn.Module, step: int) -> Tensor:
+    with torch.autocast("cpu", HALF):
+        out: Tensor = model(X + 0.1 * step)
+    return out.float().square().mean()
+
+
+def plain(model: nn.Module, step: int) -> Tensor:
+    out: Tensor = model(X + 0.1 * step).float().square().mean()
+    return out
+
+
+@contextmanager
+def limited(model: nn.Module, memory: Any, planner: str = "hybrid") -> Iterator[Limited]:
+    ooc = limit(model, memory, planner=planner, measure=True)
+    try:
+        yield ooc
+    finally:
+        ooc.close()
+
+
+def recorded(kind: type[nn.Module], step: Step, num: int = 3) -> tuple[Trace, int]:
+    """And what it needs in-core."""
+    model = net(kind, num)
+    with limited(model, "1GiB") as ooc:
+        train(model, step, ooc, num_steps=2)
+        assert ooc.trace is not None
+        assert ooc.plan is not None
+        assert not ooc.plan.echoes  # there is room for everything: nobody looks at ops
+        return ooc.trace, ooc.plan.in_core_peak_bytes
+
+
+def num_echoes(trace: Trace) -> int:
+    return sum(op.is_echo for op in merged(trace).ops)
+
+
+CASES = [
+    (Attention, autocast, 6),
+    (Fickle, autocast, 6),
+    (Plain, plain, 3),
+    (MadeBeforeSaved, plain, 3),
+    (ReadAgain, plain, 3),
+    (Overwritten, plain, 0),
+    (OtherArguments, plain, 0),
+    (Drawn, plain, 0),
+]
+
+
+@pytest.mark.parametrize(("planner", "share"), [("hybrid", 0.9), ("hybrid", 0.75), ("swap", 0.75)])
+@pytest.mark.parametrize(("kind", "step", "num"), CASES)
+def test_echoes_are_one_value_with_the_same_numbers(
+    kind: type[nn.Module], step: Step, num: int, planner: str, share: float
+) -> None:
+    wanted, model = train(net(kind), step), net(kind)
+    trace, in_core_bytes = recorded(kind, step)
+    assert num_echoes(trace) == num
+    with limited(model, int(share * in_core_bytes) - 1, planner) as ooc:
+        train(model, step, ooc).assert_same(wanted)
+        assert ooc.plan is not None
+        assert ooc.predicted is not None
+        assert ooc.timeline is not None
+        assert ooc.plan.echoes == (num > 0)
+        assert ooc.timeline.peak_bytes == ooc.predicted.peak_bytes
+        assert not any(left.num_left for left in ooc.kinds.values())
+
+
+@pytest.mark.parametrize(("kind", "step", "num"), CASES)
+def test_echoes_are_recomputed_once(kind: type[nn.Module], step: Step, num: int) -> None:
+    """A plan that was given: on a CPU no planner would."""
+    wanted, model = train(net(kind), step), net(kind)
+    trace, _ = recorded(kind, step)
+    terrain = terrain_of(merged(trace))
+    decisions: dict[int, Decision] = {
+        value: "recompute" if terrain.recomputable[value] else "keep" for value in terrain.evictable
+    }
+    made = Plan(trace.fingerprint, "hybrid", Budget(2**30), decisions, trace.before_bytes, echoes=num > 0)
+    ooc = limit(model, "1GiB", plan=made, measure=True)
+    try:
+        train(model, step, ooc).assert_same(wanted)
+        assert ooc.timeline is not None
+        assert ooc.predicted is not None
+        assert ooc.schedule is not None
+        assert ooc.timeline.peak_bytes == ooc.predicted.peak_bytes
+        assert ooc.timeline.actions == ooc.predicted.actions
+        assert not any(left.num_left for left in ooc.kinds.values())
+        reruns = [action.op for action in ooc.schedule.actions if action.kind == "rerun"]
+        assert not {index for index, op in enumerate(merged(trace).ops) if op.is_echo} & set(reruns)
+    finally:
+        ooc.close()
+
+
+def test_what_is_kept_is_kept_once() -> None:
+    """A little less than everything needs, and nothing is swapped or recomputed."""
+    wanted, model = train(net(Attention), autocast), net(Attention)
+    trace, in_core_bytes = recorded(Attention, autocast)
+    copies_bytes = sum(trace.bytes_of(op.writes[0]) for op in merged(trace).ops if op.is_echo)
+    with limited(model, in_core_bytes - copies_bytes // 2) as ooc:
+        train(model, autocast, ooc).assert_same(wanted)
+        assert ooc.plan is not None
+        assert ooc.plan.count("keep") == len(ooc.plan.decisions)
+        assert ooc.timeline is not None
+        assert ooc.timeline.peak_bytes <= in_core_bytes - copies_bytes // 2
+        assert ooc.plan.in_core_peak_bytes == in_core_bytes  # as plain PyTorch
+
+
+@pytest.mark.parametrize("how", ["other", "changed"])
+@pytest.mark.parametrize("planner", ["swap-all", "recompute-all", "keep-all"])
+def test_a_step_without_its_echoes_leaves_the_plan(how: str, planner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planners, "PURE", ())  # the leanest where it does not fit
+
+    def step(model: nn.Module, number: int) -> Tensor:
+        for block in model.children():
+            if isinstance(block, Fickle):
+                block.how = how if number == 3 else ""
+        return autocast(model, number)
+
+    wanted, model = train(net(Fickle), step, num_steps=7), net(Fickle)
+    _, in_core_bytes = recorded(Fickle, autocast)
+    with limited(model, in_core_bytes - 1, planner) as ooc:
+        train(model, step, ooc, num_steps=7).assert_same(wanted)
+        assert [kind.num_left for kind in ooc.kinds.values()] == [1]
+        assert ooc.plan is not None
+        assert ooc.plan.echoes
+
+
+def test_echoes_that_are_asked_for_far_apart_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, _ = recorded(Attention, autocast)
+    terrain = terrain_of(trace)
+    pairs = [(trace.ops[op.repeats].writes[0], op.writes[0]) for op in trace.ops if op.repeats >= 0]
+    slots = [[terrain.tick_slots[terrain.unpacks[value][0]] for value in pair] for pair in pairs]
+    near = min(abs(one - other) for one, other in slots)
+    for limit_slots, num in ((near - 1, 0), (near, 3)):
+        monkeypatch.setattr(echoes, "NEAR_SLOTS", limit_slots)
+        monkeypatch.setattr(echoes, "NEAR_SHARE", 0.0)
+        assert num_echoes(replace(trace)) == num
+    monkeypatch.setattr(echoes, "NEAR_SHARE", 1.0)
+    assert num_echoes(replace(trace)) == 6
+
+
+def test_a_plan_with_echoes_is_saved_and_explained(tmp_path: Path) -> None:
+    trace, in_core_bytes = recorded(Attention, autocast)
+    model = net(Attention)
+    with limited(model, int(0.7 * in_core_bytes)) as ooc:
+        train(model, autocast, ooc, num_steps=2)
+        made, machine = ooc.plan, ooc.machine
+    assert made is not None
+    made.save(tmp_path / "plan.json")
+    trace.save(tmp_path / "trace.json")
+    plan, step = Plan.load(tmp_path / "plan.json"), Trace.load(tmp_path / "trace.json")
+    assert plan == made
+    assert step.fingerprint == merged(step).fingerprint == plan.fingerprint
+    schedule = lower(step, plan, machine)
+    assert Schedule.from_json(schedule.to_json()) == schedule
+    verify(step, schedule)
+    assert simulate(step, schedule, machine).peak_bytes == plan.predicted_peak_bytes
+    explained = explain(step, plan, machine)
+    assert len(explained) + num_echoes(trace) == len(explain(step, replace(plan, echoes=False, decisions={})))
+    wanted, model = train(net(Attention), autocast), net(Attention)
+    ooc = limit(model, int(0.7 * in_core_bytes), plan=plan)
+    try:
+        train(model, autocast, ooc).assert_same(wanted)
+        assert not any(left.num_left for left in ooc.kinds.values())
+    finally:
+        ooc.close()
+
+
+def test_calls_are_the_same_on_the_same_tensors_unchanged() -> None:
+    one, other = torch.ones(4, 4), torch.ones(4, 4)
+    call = Call((one, 2), {"dtype": HALF})
+    assert call.is_same((one, 2), {"dtype": HALF})
+    assert call.is_same((one[:], 2), {"dtype": HALF})
+    for args, kwargs in (
+        ((other, 2), {"dtype": HALF}),
+        ((one.T, 2), {"dtype": HALF}),
+        ((one[:2], 2), {"dtype": HALF}),
+        ((one.view(torch.int32), 2), {"dtype": HALF}),
+        ((one, 2.0), {"dtype": HALF}),
+        ((one, True), {"dtype": HALF}),
+        ((one, 2), {"dtype": torch.float32}),
+        ((one, 2), {}),
+        ((one.to_sparse(), 2), {"dtype": HALF}),
+    ):
+        assert not call.is_same(args, kwargs)
+    one.add_(1)
+    assert not call.is_same((one, 2), {"dtype": HALF})
+    call = Call((one, 2), {})
+    del one
+    assert not call.is_same((other, 2), {})
+    assert call.storages[0]() is None
