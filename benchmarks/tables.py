@@ -219,6 +219,19 @@ def _gap(result: Result) -> str:
     return markdown(("step", "budget GiB", "planner", "over in-core", "bound", "ideal", "planning took"), rows())
 
 
+def _cheaper(result: Result) -> str:
+    """One row a step and budget, one column for each kind of rerun."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for row in result["rows"]:
+        if row["section"] == "cheaper":
+            step = f"{row['network']} {row['batch']}", f"{row['memory_gib']:g}"
+            found.setdefault(step, {})[row["reruns"]] = _over(row)
+    if not found:
+        return ""
+    kinds = tuple(next(iter(found.values())))
+    return markdown(("step", "budget GiB", *kinds), ((*step, *cells.values()) for step, cells in found.items()))
+
+
 def _growth(result: Result) -> str:
     rows = (
         (f"{row['num_ops']}", format_seconds(row["solve_s"]), _over(row), f"{100 * row['bound_over_in_core']:+.1f} %")
@@ -303,6 +316,7 @@ def _fit(result: Result) -> str:
 SECTIONS: dict[str, tuple[str, Callable[[Result], str]]] = {
     "machines": ("planners", _machines),
     "gap": ("planners", _gap),
+    "cheaper": ("planners", _cheaper),
     "growth": ("planners", _growth),
     "overhead": ("overhead", _overhead),
     "budgets": ("slowdown", _budgets),

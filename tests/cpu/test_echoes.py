@@ -20,9 +20,11 @@ from outcore.planning.terrain import terrain_of
 from outcore.reporting.explanation import explain
 from outcore.running.replay import Call
 from outcore.values import Budget, Decision, Plan, Schedule, Trace
+from tests.cpu.test_fused import MUL_CAST, Kernels, RootMeanSquare, kernels, sequences, step_of
 from tests.cpu.training import train
 from tests.cpu.zoo import Step
 
+__all__ = ["kernels"]  # the fixture
 X = torch.randn(8, 32, 64, generator=torch.Generator().manual_seed(0))
 HALF = torch.bfloat16
 
@@ -205,6 +207,32 @@ def test_echoes_are_recomputed_once(kind: type[nn.Module], step: Step, num: int)
         assert not {index for index, op in enumerate(merged(trace).ops) if op.is_echo} & set(reruns)
     finally:
         ooc.close()
+
+
+def test_an_echo_of_a_pass(kernels: Kernels) -> None:
+    """A product that three layers cast for themselves is multiplied and cast once."""
+    wanted, model = train(net_of_norms(), step_of), net_of_norms()
+    with limited(model, "1GiB") as ooc:
+        train(model, step_of, ooc, num_steps=2)
+        trace = ooc.trace
+    assert trace is not None
+    terrain = terrain_of(merged(trace))
+    casts = [index for index, op in enumerate(merged(trace).ops) if op.fused and not op.is_echo]
+    decisions: dict[int, Decision] = dict.fromkeys(terrain.evictable, "keep")
+    decisions |= {trace.ops[index].writes[0]: "recompute" for index in casts}
+    made = Plan(trace.fingerprint, "hybrid", Budget(2**30), decisions, trace.before_bytes, echoes=True)
+    ooc = limit(model := net_of_norms(), "1GiB", plan=made)
+    try:
+        train(model, step_of, ooc).assert_same(wanted)
+        kernels.done.clear()
+        train(model, step_of, ooc, num_steps=1)
+        assert kernels.done == {MUL_CAST: 2}
+    finally:
+        ooc.close()
+
+
+def net_of_norms() -> nn.Module:
+    return sequences(RootMeanSquare)
 
 
 def test_what_is_kept_is_kept_once() -> None:
