@@ -22,10 +22,11 @@ from typing import Any
 
 import click
 
-from benchmarks.recorded import BOLD_GIB, h200, load
+from benchmarks.recorded import BOLD_GIB, cheaper, h200, load
 from benchmarks.slowdown import about
 from outcore.planning import lower, plan
 from outcore.planning.crowd import Crowd
+from outcore.planning.echoes import step_of
 from outcore.planning.holes import (
     NUM_STEPS,
     PAGE_BYTES,
@@ -49,9 +50,12 @@ SHARES = (0.98, 0.95, 0.92, 0.88)  # of the cap, for plans
 @click.argument("step")
 @click.option("--memory-gib", type=float, required=True, multiple=True, help="The cap; several.")
 @click.option("--room-gib", type=float, multiple=True, help="What plans may allocate; several.")
+@click.option("--reruns", is_flag=True, help="With cheaper reruns, as our own recorder finds them, in a recorded step.")
 @click.option("--replay", is_flag=True, help="The step is an allocator's history, not a trace.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the rows here, as JSON.")
-def main(step: str, memory_gib: tuple[float, ...], room_gib: tuple[float, ...], replay: bool, out: Path | None) -> None:
+def main(
+    step: str, memory_gib: tuple[float, ...], room_gib: tuple[float, ...], reruns: bool, replay: bool, out: Path | None
+) -> None:
     """Count the allocator's restarts for plans of several sizes under a cap."""
     if replay:
         told = replayed(Path(step), int(memory_gib[0] * GIB))
@@ -59,7 +63,8 @@ def main(step: str, memory_gib: tuple[float, ...], room_gib: tuple[float, ...], 
         return
     if not Path(step).exists() and step not in BOLD_GIB:
         raise click.BadParameter(f"there is no file {step}, and recorded steps are {', '.join(BOLD_GIB)}")
-    trace = sums_in_place(Trace.load(Path(step)) if Path(step).exists() else load(step))
+    recorded = Trace.load(Path(step)) if Path(step).exists() else load(step)
+    trace = sums_in_place(cheaper(recorded) if reruns else recorded)
     rows = []
     for memory in memory_gib:
         for room in room_gib or tuple(memory * share for share in SHARES):
@@ -73,6 +78,7 @@ def main(step: str, memory_gib: tuple[float, ...], room_gib: tuple[float, ...], 
 def asked(trace: Trace, memory_bytes: int, room_bytes: int) -> Iterator[dict[str, Any]]:
     made = plan(trace, h200(), Budget(room_bytes, 75 * GIB))
     tidied = tidy(trace, h200(), made, memory_bytes).plan
+    trace = step_of(trace, made)
     for title, told, crowded in (("as planned", made, False), ("arranged", made, True), ("tidied", tidied, True)):
         over, schedule = told.predicted_step_s / told.in_core_step_s - 1, lower(trace, told, h200())
         crowd = arrange(trace, schedule, memory_bytes, told.predicted_peak_bytes) if crowded else Crowd()
