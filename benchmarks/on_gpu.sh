@@ -5,7 +5,8 @@
 #   seconds, about:           190   350   490    400    310    420   130 290   100    290    340
 #
 # Results and logs go to $OUT (default: benchmarks/results), one file a part. `cores` uses all CPU cores, the others but
-# `check` the whole GPU: run nothing beside them. MNIST and CIFAR-10 are looked for in $DATA (default: .carry).
+# `check` the whole GPU: run nothing beside them. MNIST and CIFAR-10 are looked for in $DATA (default: .carry), which
+# benchmarks/carry.sh fills.
 set -u
 out=${OUT:-benchmarks/results}
 data=${DATA:-.carry}
