@@ -1,0 +1,101 @@
+"""What one call to a GPU machine left -> rows of the results file, each with its run and commit; then `make tables`.
+
+    python -m benchmarks.gather FOLDER --run AH     # slowdown_<part>_<network>.json lie there, as on_gpu.sh writes them
+
+Commit right after: a session that is cut off has only what is committed. `speed` and `peers` replace rows of the same
+network and method, `curve1` to `curve3` a network's whole curve, and the row of the README's budget is taken from it.
+What is replaced stays in the file, under `earlier_rows`. Predictions are written anew from all rows.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.networks import BUDGETS_GIB
+from benchmarks.prediction import judged
+from benchmarks.slowdown import OURS
+
+RESULTS = Path(__file__).parent / "results"
+Row = dict[str, Any]
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path, exists=True))
+@click.option("--run", required=True, help="A name for this call, the next one of the log: AH, AI, ...")
+@click.option("--commit", help="What ran.  [default: this checkout's]")
+@click.option("--results", type=click.Path(path_type=Path), default=RESULTS, show_default=False)
+def main(folder: Path, run: str, commit: str | None, results: Path) -> None:
+    """Rows of FOLDER into the newest slowdown file, under today's date."""
+    commit = commit or _head()
+    before = max(results.glob("slowdown_h200_*.json"), key=lambda path: path.stem)
+    kept = json.loads(before.read_text())
+    num = 0
+    for path in sorted(folder.rglob("slowdown_*.json")):
+        part = path.stem.split("_")[1]
+        rows = [{**row, "run": run, "commit": commit} for row in json.loads(path.read_text())["rows"]]
+        measured = [row for row in rows if row.get("step_s") is not None]
+        num += len(measured)
+        if part.startswith("curve") and measured:
+            replace_curve(kept, rows)
+            measured = [row for row in measured if row["method"] not in OURS or is_quoted(row)]
+        replace_rows(kept, measured)
+    if not num:
+        raise click.ClickException(f"{folder} has no measured rows in files named slowdown_<part>_<network>.json")
+    kept |= {"date": date.today().isoformat(), "commit": commit}
+    after = results / f"slowdown_h200_{date.today():%Y%m%d}.json"
+    after.write_text(json.dumps(kept, indent=1))
+    predicted = results / after.name.replace("slowdown", "prediction")
+    predicted.write_text(json.dumps(predictions(kept, after.name), indent=1))
+    print(f"{num} rows of run {run} ({commit}) into {after.name}; now `make tables`, and commit")
+
+
+def is_quoted(row: Row) -> bool:
+    """At the budget that the README quotes for its network?"""
+    return bool(row["memory_gib"] == BUDGETS_GIB[row["network"]])
+
+
+def replace_rows(kept: Row, rows: list[Row]) -> None:
+    """In the place of the same network's and method's, or behind the network's last one."""
+    for row in rows:
+        same = [at for at, old in enumerate(kept["rows"]) if _key(old) == _key(row)]
+        if same:
+            kept.setdefault("earlier_rows", []).append(kept["rows"][same[0]])
+            kept["rows"][same[0]] = row
+        else:
+            places = [at for at, old in enumerate(kept["rows"]) if old["network"] == row["network"]]
+            kept["rows"].insert(max(places, default=len(kept["rows"]) - 1) + 1, row)
+
+
+def _key(row: Row) -> tuple[str, str]:
+    return row["network"], row.get("method", "")
+
+
+def replace_curve(kept: Row, rows: list[Row]) -> None:
+    networks = {row["network"] for row in rows}
+    curves = kept.setdefault("curves", [])
+    kept.setdefault("earlier_rows", []).extend(row for row in curves if row["network"] in networks)
+    kept["curves"] = [row for row in curves if row["network"] not in networks] + rows
+
+
+def predictions(kept: Row, name: str) -> Row:
+    everything = [*kept["rows"], *kept.get("curves", [])]
+    ours = [row for row in everything if row.get("method") == "hybrid"]
+    found = {(row["network"], row["memory_gib"], row.get("run")): row for row in ours}
+    head: Row = {key: kept[key] for key in ("date", "torch", "python", "hardware", "commit") if key in kept}
+    note = f"the rows of {name}, its curves too, each with its run and commit: predicted against measured"
+    return {"question": "prediction", **head, "note": note, "rows": [judged(row) for row in found.values()]}
+
+
+def _head() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    return found.stdout.strip()
+
+
+if __name__ == "__main__":
+    main()
