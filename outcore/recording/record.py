@@ -104,6 +104,7 @@ class Recorder:
         self._proofs: Proofs = {}
         self._passes = Passes(device, on_refused)
         self._calls: dict[Hashable, int] = {}  # what was called on which values -> the op that did it first
+        self._written_into: set[int] = set()  # values that a function of somebody's own got back, and may write into
         self._node = -1  # of autograd's graph, whose ops are running, by its number
         self._node_values: set[int] = set()  # what they read and made
         self._modules = ModuleNames(model)
@@ -234,6 +235,13 @@ class Recorder:
             return -1
         return first if first != index and recipe.made else -1
 
+    def _forget_repeats(self) -> None:
+        """Backwards of somebody's own (and compiled ones) may use what they saved as memory: no echo shares that."""
+        for op in self._ops:
+            if op["repeats"] >= 0:
+                values = {op["writes"][0], self._ops[op["repeats"]]["writes"][0]}
+                op["repeats"] = -1 if values & self._written_into else op["repeats"]
+
     def _twin(self, func: OpOverload, args: Sequence[Any], fresh: list[torch.Tensor]) -> Twin:
         cuda = self.device.type == "cuda"
         return Twin(
@@ -356,6 +364,8 @@ class Recorder:
     def unpack(self, handle: Handle | Kept) -> torch.Tensor:
         self._slot += 1
         value = self._pack_values[handle.pack]
+        if isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction):
+            self._written_into.add(value)
         if isinstance(handle, Kept):
             self._add_tick("unpack", value, handle.pack, handle.tensor)
             check_unchanged(handle.version, handle.tensor)
@@ -411,6 +421,7 @@ class Recorder:
         for index, twin in self._twins.items():
             self._ops[index] |= twin.verdict()
         self._find_passes(seconds)
+        self._forget_repeats()
         for tick in self._ticks:
             if tick["kind"] == "pack" and tick["dies"] < 0:
                 tick["dies"] = last  # its graph outlives the step

@@ -100,6 +100,32 @@ class Overwritten(Plain):
         return tame((one * one).float() + torch.tanh_(other).float() + self.second(y))
 
 
+class UsesWhatItSaved(torch.autograd.Function):
+    """Takes what it saved for memory of its own, behind the dispatcher, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        grad: Tensor = 2 * x * grads[0]
+        x.view(torch.int16).numpy().fill(7)
+        return grad
+
+
+class WrittenInto(Plain):
+    """The last of three casts is asked for first, and written into."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        one, other = y.to(HALF), y.to(HALF)
+        squares = one * one, other * other, UsesWhatItSaved.apply(y.to(HALF))  # type: ignore[no-untyped-call]
+        return tame(sum(square.float() for square in squares) + self.second(y))
+
+
 class OtherArguments(Plain):
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x)
@@ -161,6 +187,7 @@ CASES = [
     (MadeBeforeSaved, plain, 3),
     (ReadAgain, plain, 3),
     (Overwritten, plain, 0),
+    (WrittenInto, plain, 3),
     (OtherArguments, plain, 0),
     (Drawn, plain, 0),
 ]
