@@ -206,7 +206,7 @@ class Recorder:
         self._live_at_reset = self._live_bytes  # what was made is there since the peak was reset
         if recipe is not None:
             self._own_outputs(recipe, writes, fresh, overwritten)
-        if recipe is not None and writes:
+        if recipe is not None and recipe.outcome() is not None:  # not what was there before the step
             self._passes.see(index, recipe, args, (*fresh, *overwritten)[0], is_norm=index in self._twins)
         repeats = (
             self._first_call(index, recipe) if recipe is not None and replay == "pure" and len(writes) == 1 else -1

@@ -482,6 +482,21 @@ def test_sums_of_what_was_there_before_the_step(kernels: Kernels) -> None:
     assert compare(FirstOfAll) == {ADD_RELU: 2}
 
 
+def test_sums_into_what_was_there_before_the_step(kernels: Kernels) -> None:
+    """What they wrote over is gone, and nothing brings it back."""
+
+    class Remembers(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = nn.Buffer(torch.zeros(4, 6, 8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.first(x) * torch.relu(self.seen.add_(x.detach()))
+            return out
+
+    assert not compare(Remembers)
+
+
 def test_a_step_that_adds_a_number_in_place_of_a_tensor(kernels: Kernels) -> None:
     class Adds(Block):
         other: Any = None
