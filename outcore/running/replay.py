@@ -242,21 +242,21 @@ class Recipe:
         return marks[0]() if marks else None
 
     def _run_in_turn(self, *, in_place: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What is handed from one to the next is ours, and may be written into."""
-        cells = [recipe.outcome() for recipe in self.inner]
+        """What is handed from one to the next is ours, and may be written into. What another reader was brought (a cast
+        that is no part of a pass) stays his."""
+        cells = [cell for cell in (recipe.outcome() for recipe in self.inner) if cell is not None]
+        others = [cell.data for cell in cells]
 
         def run(recipe: Recipe) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
             ours = all(ref.cell in cells for ref in recipe._written_refs())
             return recipe._run_alone(in_place=in_place or ours)
 
-        for recipe, cell in zip(self.inner, cells):
-            assert cell is not None
+        for recipe, cell in zip(self.inner, cells, strict=True):
             fresh, overwritten = run(recipe)
             cell.data = (fresh or overwritten)[0]
         found = run(self)
-        for cell in cells:
-            assert cell is not None
-            cell.data = None
+        for cell, data in zip(cells, others):
+            cell.data = data
         return found
 
     def _run_as_one(self, *, in_place: bool) -> torch.Tensor | None:

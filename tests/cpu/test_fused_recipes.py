@@ -109,3 +109,15 @@ def test_a_sum_of_one_thing_twice_is_run_in_turn(kernels: Kernels) -> None:
     assert not kernels.done
     assert call.cells[id(summed)].data is None
     assert call.cells[id(twice)].data is None
+
+
+def test_what_another_reader_was_brought_stays_there(kernels: Kernels) -> None:
+    """Of several casts of one product some may be no part of a pass."""
+    kernels.is_gone = True
+    call = Call()
+    first, summed = call(ADD, call.given(torch.ones(4)), call.given(torch.ones(4)))
+    last, rectified = call(RELU, summed)
+    assert last.fuse([first], rectified)
+    call.cells[id(summed)].data = summed
+    last.run()
+    assert call.cells[id(summed)].data is summed
