@@ -201,9 +201,12 @@ class _Checker:
         return self.newest.get(found.storage, 0) == max(made)
 
     def _consume(self, action: Action, storages: set[int]) -> None:
-        """In place: what it overwrites must be a copy of ours that no unpack will ask for again."""
-        for read in self.trace.rerun_reads[action.op]:
-            if self.trace.values[read].storage in storages:
-                if self.copy.get(read) != "ready" or self.last_asked.get(read, -1) >= action.tick:
-                    self._refuse(action, f"overwrites value {read}, which somebody still needs")
-                del self.copy[read]
+        """In place: what it overwrites must be a copy of ours that no unpack will ask for again. Nothing is overwritten
+        but by its last op: another one of a pass may have been given what somebody still needs."""
+        reads = [read for read in self.trace.rerun_reads[action.op] if self.trace.values[read].storage in storages]
+        if not reads:
+            self._refuse(action, "is in place, and overwrites nothing")
+        for read in reads:
+            if self.copy.get(read) != "ready" or self.last_asked.get(read, -1) >= action.tick:
+                self._refuse(action, f"overwrites value {read}, which somebody still needs")
+            del self.copy[read]

@@ -68,6 +68,7 @@ FAULTS = [
     (REMADE, altered("rerun", 1, values=()), "not there|not held"),
     (REMADE, altered("rerun", 3, values=(5,)), "does not write|not held"),
     (REMADE, altered("rerun", 3, op=4), "may not be rerun"),
+    (REMADE, altered("rerun", 1, in_place=True), "overwrites nothing"),
     (REMADE, altered("drop", 3, tick=3), "out of the order|not at the pack"),
     ({1: "keep", 3: "keep", 4: "recompute"}, altered("rerun", 3, in_place=True, op=2, values=(3,)), "not there"),
 ]
