@@ -200,6 +200,7 @@ def _reasons_to_keep(
     own = [value for value in packs if not trace.storages[trace.values[value].storage].external]
     floor_bytes = min(FLOOR_BYTES, sum(value_bytes[value] for value in own) // FLOOR_SHARE)
     overwritten = _overwritten_after_pack(trace, packs)
+    of_passes = {value for op in trace.ops for inner in op.fused for value in trace.ops[inner].writes}
     reasons: dict[int, str] = {}
     for value, ticks in packs.items():
         storage = trace.storages[trace.values[value].storage]
@@ -210,6 +211,8 @@ def _reasons_to_keep(
             reasons[value] = "cannot be moved"
         elif value in overwritten:
             reasons[value] = "is overwritten after it was saved"
+        elif value in of_passes:  # a norm's statistics: without them its ops run one by one, and need more memory
+            reasons[value] = "is what a rerun starts from"
         elif ticks[-1] > first_unpack:
             reasons[value] = "is saved again after it was asked for"
         elif unpacks[value] and storage.dies >= trace.ticks[first_unpack].slot:

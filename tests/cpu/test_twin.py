@@ -7,13 +7,14 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outcore.recording import record, twin
 from outcore.recording.twin import Proofs, Twin
 from outcore.running import fused, replay
 from outcore.running.replay import signature_of
-from tests.cpu.test_fused import Block, Kernels, compare, kernels
+from tests.cpu.test_fused import NORM_RELU, Block, Kernels, compare, kernels, loss_of, recomputed
+from tests.cpu.training import train
 
 __all__ = ["kernels"]  # the fixture
 
@@ -205,3 +206,16 @@ def test_rounding_to_half_precision_hides_no_other_order(
             on_refused=lambda: None,
         )
         assert bool(found.verdict()) == (order == 0)
+
+
+def test_statistics_that_a_pass_starts_from_are_kept_however_wide(kernels: Kernels) -> None:
+    def wide() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 1100, 1), nn.BatchNorm2d(1100), nn.ReLU(), nn.Conv2d(1100, 2, 1))
+
+    wanted, model = train(wide(), loss_of), wide()
+    with recomputed(model) as ooc:
+        train(model, loss_of, ooc, num_steps=5).assert_same(wanted)
+        kernels.done.clear()
+        train(model, loss_of, ooc, num_steps=1)
+        assert kernels.done == {NORM_RELU: 1}
