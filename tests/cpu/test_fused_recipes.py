@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from outcore.errors import ReplayError
 from outcore.running.cells import Cell
-from outcore.running.replay import Recipe, capture
+from outcore.running.replay import Held, Recipe, capture
 from tests.cpu.test_fused import Kernels, kernels
 
 __all__ = ["kernels"]  # the fixture
@@ -30,7 +31,7 @@ class Call:
 
     def __call__(self, func: Any, *args: Any, of: Tensor | None = None, **kwargs: Any) -> tuple[Recipe, Tensor]:
         """`of`: whose storage the first argument is a view of."""
-        known = [self.cells[id(arg if of is None or at else of)] for at, arg in enumerate(args)]
+        known = [self.cells.get(id(arg if of is None or at else of), Held(arg)) for at, arg in enumerate(args)]
         recipe = capture(0, func, args, kwargs, lambda _: known.pop(0))
         made: Tensor = func(*args, **kwargs)
         into = bool(recipe.signature.written)
@@ -121,3 +122,13 @@ def test_what_another_reader_was_brought_stays_there(kernels: Kernels) -> None:
     call.cells[id(summed)].data = summed
     last.run()
     assert call.cells[id(summed)].data is summed
+
+
+def test_what_was_there_before_the_step_and_an_earlier_op_was_given_must_be_what_it_was() -> None:
+    call, weight = Call(), torch.ones(4)
+    first, summed = call(ADD, call.given(torch.ones(4)), weight)
+    last, rectified = call(RELU, summed)
+    assert last.fuse([first], rectified)
+    weight.add_(1)
+    with pytest.raises(ReplayError, match="changed in place"):
+        last.run()

@@ -132,6 +132,19 @@ def test_an_in_place_rerun_may_not_eat_what_is_still_asked_for() -> None:
         verify(asked_again, schedule)
 
 
+def test_a_pass_may_be_rerun_if_all_its_ops_may() -> None:
+    one = chain()
+    ops = list(one.ops)
+    ops[2] = replace(ops[2], fused=(1,), fused_s=1.0)
+    trace = replace(one, ops=tuple(ops))
+    good = lower(trace, Plan(trace.fingerprint, "test", Budget(40, 1000), REMADE, 8), MACHINE)
+    assert {act.op for act in good.actions if act.kind == "rerun"} == {2, 3}
+    verify(trace, good)
+    ops[1] = replace(ops[1], replay="no")
+    with pytest.raises(ScheduleError, match="may not be rerun"):
+        verify(replace(trace, ops=tuple(ops)), good)
+
+
 def test_a_schedule_for_another_step_is_refused() -> None:
     with pytest.raises(ScheduleError, match="another step"):
         verify(chain(), Schedule("abc", (), {}))
