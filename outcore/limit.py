@@ -39,9 +39,10 @@ from outcore.reporting.text import report
 from outcore.running import allocator
 from outcore.running.aside import Aside
 from outcore.running.clock import Clock
-from outcore.running.execute import Execution, Program, is_distributed
+from outcore.running.execute import Execution, is_distributed
 from outcore.running.kinds import Kind
 from outcore.running.meter import LiveBytes, resident_bytes
+from outcore.running.program import Program
 from outcore.running.room import NUM_STEPS, Room
 from outcore.running.store import Store
 from outcore.units import MIB, format_bytes, parse_bytes
@@ -554,8 +555,7 @@ class Limited:
 
     @property
     def plan(self) -> Plan | None:
-        """The last step's plan, made when a recorded one comes again; on CUDA that step, which is timed, has a brief
-        one (`market`)."""
+        """The last step's plan, made when a recorded one comes again; on CUDA the first is a brief one (`market`)."""
         return self._last.plan if self._last else None
 
     @property
@@ -577,10 +577,7 @@ class Limited:
     def settled(self) -> bool:
         """Whether the last step followed a plan that will not change any more. On a GPU the first plans are tried."""
         self._settle()
-        kind = self._last
-        if kind is None or kind.program is None or kind.stale:
-            return False
-        return kind.room is None or kind.room.settled
+        return self._last is not None and self._last.is_final
 
     def __str__(self) -> str:
         self._settle()

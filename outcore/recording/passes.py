@@ -16,7 +16,8 @@ import torch
 from outcore.recording.twin import Twin
 from outcore.running import fused
 from outcore.running.cells import View
-from outcore.running.replay import CAST, PRODUCT, RECTIFIERS, Recipe
+from outcore.running.replay import Recipe
+from outcore.running.signatures import CAST, PRODUCT, RECTIFIERS
 from outcore.values import Value
 
 Pass = tuple[tuple[int, ...], float]  # the ops before its last one, and how long all of them take

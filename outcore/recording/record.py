@@ -26,13 +26,10 @@ from outcore.recording.twin import Proofs, Twin
 from outcore.running.cells import Cell, Handle, Kept, Marked, check_unchanged, clear_marks, is_plain
 from outcore.running.clock import Clock
 from outcore.running.execute import SMALL_BYTES, bring, swap_out_now
-from outcore.running.replay import (
+from outcore.running.replay import Recipe, below_everything, capture, has_twin
+from outcore.running.signatures import (
     UNFILLED,
     OpOverload,
-    Recipe,
-    below_everything,
-    capture,
-    has_twin,
     outputs_of,
     reads_of,
     replay_kind,

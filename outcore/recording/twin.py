@@ -14,7 +14,8 @@ import torch
 
 from outcore.running import fused
 from outcore.running.clock import Clock
-from outcore.running.replay import OpOverload, below_everything, normalise_again, signature_of
+from outcore.running.replay import below_everything, normalise_again
+from outcore.running.signatures import OpOverload, signature_of
 
 HIGH = 256.0  # times a weight that is drawn: what is left of such numbers is no tiny one in half precision
 Differences = tuple[torch.Tensor, torch.Tensor | None]  # of the twin, of the one that rectifies along; not waited for

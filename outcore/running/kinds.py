@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from outcore.running.execute import Program
+from outcore.running.program import Program
 from outcore.running.room import Room
 from outcore.values import Plan, Schedule, Timeline, Trace
 
@@ -40,6 +40,11 @@ class Kind:
     def made(self) -> tuple[Plan | None, Schedule | None, Timeline | None, Program | None]:
         """What it takes to follow the plan, and to come back to it."""
         return self.plan, self.schedule, self.predicted, self.program
+
+    @property
+    def is_final(self) -> bool:
+        """Will its plan not change any more?"""
+        return self.program is not None and not self.stale and (self.room is None or self.room.settled)
 
     def take_times(self, names: Sequence[str], seconds: Sequence[float]) -> bool:
         """Of its ops, timed once more: the smaller figures count; False where other ops ran. It is to be planned anew

@@ -15,7 +15,7 @@ from outcore.limit import Limited, limit
 from outcore.recording import passes, record, twin
 from outcore.recording.twin import Twin
 from outcore.running import fused, replay
-from outcore.running.replay import signature_of
+from outcore.running.signatures import signature_of
 from outcore.values import Trace
 from tests.cpu.training import train
 from tests.cpu.zoo import Step

@@ -18,7 +18,8 @@ from outcore.planning import placeholders, tidy
 from outcore.planning.crowd import Crowd, Placeholder
 from outcore.planning.holes import Places
 from outcore.running import allocator, execute
-from outcore.running.execute import Execution, Moves
+from outcore.running.execute import Execution
+from outcore.running.program import Moves
 from outcore.running.room import Room
 from outcore.units import MIB
 from outcore.values import Schedule, Trace

@@ -17,7 +17,7 @@ from outcore.planning import lower, plan, simulate, verify
 from outcore.planning.crowd import Placeholder
 from outcore.planning.sums import sums_in_place
 from outcore.planning.terrain import terrain_of
-from outcore.running.execute import Program
+from outcore.running.program import Program
 from outcore.units import MIB
 from outcore.values import Budget, Machine, Op, Trace
 

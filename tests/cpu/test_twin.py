@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from outcore.recording import record, twin
 from outcore.recording.twin import Proofs, Twin
 from outcore.running import fused, replay
-from outcore.running.replay import signature_of
+from outcore.running.signatures import signature_of
 from tests.cpu.test_fused import NORM_RELU, Block, Kernels, compare, kernels, loss_of, recomputed
 from tests.cpu.training import train
 

@@ -84,7 +84,7 @@ def test_kernels_give_the_bits_of_two_ops(layout: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("made", fused.TYPES, ids=str)
-@pytest.mark.parametrize("types", itertools.combinations_with_replacement(fused.TYPES, 2), ids=str)
+@pytest.mark.parametrize("types", list(itertools.combinations_with_replacement(fused.TYPES, 2)), ids=str)
 def test_products_are_cast_with_the_bits_of_two_ops(types: tuple[torch.dtype, ...], made: torch.dtype) -> None:
     torch.manual_seed(0)
     assert fused.multiplies_alike(CUDA, types[0], types[1], made)
