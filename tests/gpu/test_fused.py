@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -14,8 +14,10 @@ from outcore.limit import limit
 from outcore.running import fused
 from outcore.running.cells import View
 from outcore.running.replay import normalise_again
+from outcore.values import Trace
 from tests.cpu.test_fused import MUL_CAST, Block, NotInPlace, RootMeanSquare, passes_of
 from tests.cpu.training import train
+from tests.cpu.zoo import Step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -132,6 +134,19 @@ def test_tensors_that_do_not_lie_alike_are_left_alone() -> None:
     assert fused.normalise(source[:, :4].contiguous(), (None, None, one, one), folded=False, rectified=True) is None
 
 
+def trained_alike(net: Callable[[], nn.Module], loss_of: Step) -> Trace:
+    """Trains plain and with everything recomputed."""
+    gc.collect()
+    wanted, model = train(net(), loss_of), net()
+    ooc = limit(model, "1GiB", planner="recompute-all")
+    try:
+        train(model, loss_of, ooc).assert_same(wanted)
+        assert ooc.trace is not None
+        return ooc.trace
+    finally:
+        ooc.close()
+
+
 @pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("block", [Block, NotInPlace])
@@ -150,18 +165,11 @@ def test_a_training_rectifies_in_one_pass_with_the_same_numbers(
             out: Tensor = model((images + step).contiguous(memory_format=order)).float().square().mean()
         return out
 
-    gc.collect()
-    wanted, model = train(net(), loss_of), net()
-    ooc = limit(model, "1GiB", planner="recompute-all")
-    try:
-        train(model, loss_of, ooc).assert_same(wanted)
-        assert ooc.trace is not None
-        # The sums at least, whatever is faster; norms but where cuDNN, for few numbers in a plane, has a third order.
-        is_third = order is torch.contiguous_format and dtype is torch.float32
-        assert sum(op.twin for op in ooc.trace.ops) == (0 if is_third else 4)
-        assert sum(bool(op.fused) for op in ooc.trace.ops) >= 2
-    finally:
-        ooc.close()
+    trace = trained_alike(net, loss_of)
+    # The sums at least, whatever is faster; norms but where cuDNN, for few numbers in a plane, has a third order.
+    is_third = order is torch.contiguous_format and dtype is torch.float32
+    assert sum(op.twin for op in trace.ops) == (0 if is_third else 4)
+    assert sum(bool(op.fused) for op in trace.ops) >= 2
 
 
 def test_a_training_casts_products_with_the_same_numbers() -> None:
@@ -175,12 +183,4 @@ def test_a_training_casts_products_with_the_same_numbers() -> None:
         out: Tensor = model(x + step).square().mean()
         return out
 
-    gc.collect()
-    wanted, model = train(net(), loss_of), net()
-    ooc = limit(model, "1GiB", planner="recompute-all")
-    try:
-        train(model, loss_of, ooc).assert_same(wanted)
-        assert ooc.trace is not None
-        assert passes_of(ooc.trace) == {MUL_CAST: 2 * RootMeanSquare.num_casts}
-    finally:
-        ooc.close()
+    assert passes_of(trained_alike(net, loss_of)) == {MUL_CAST: 2 * RootMeanSquare.num_casts}
