@@ -6,6 +6,9 @@ they read, and autograd saves all three. An op that calls the same operator on t
 recomputed once, and the echo's own storage dies when the program lets it go. The runtime looks whether an echo still is
 one, at every step (`outcore.running.execute`).
 
+Only what can be evicted is merged: an echo that the program holds until it is asked for, or that is small, is there
+anyway. The first is the one that is saved first, too: what is saved is what the runtime holds.
+
 A value that is recomputed stays until autograd has asked for it for the last time. Echoes that are asked for far apart
 would fill memory in between, and stay what they are. Where everything can be kept as it is, plans leave echoes alone:
 nobody has to look at ops then. It is the same step: its fingerprint stays.
@@ -13,7 +16,6 @@ nobody has to look at ops then. It is the same step: its fingerprint stays.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 from outcore.planning.terrain import remembered, terrain_of
@@ -54,20 +56,18 @@ def _merge(trace: Trace) -> Trace:
 def _echoes(trace: Trace) -> dict[int, int]:
     """Value -> the first one like it."""
     terrain, found = terrain_of(trace), {}
-    num_versions = Counter(value.storage for value in trace.values)
     near_slots = max(NEAR_SLOTS, int(NEAR_SHARE * trace.num_slots))
+    evictable = set(terrain.evictable)
 
     def is_plain(value: int) -> bool:
-        storage = trace.values[value].storage
-        plain = trace.storages[storage].movable and not trace.storages[storage].external
-        return plain and num_versions[storage] == 1 and bool(terrain.unpacks.get(value))
+        return value in evictable and bool(terrain.unpacks[value])
 
     ticks: dict[int, list[int]] = {}  # first value -> the ticks of all that are like it
     for op in trace.ops:
         if op.repeats < 0:
             continue
         first, value = trace.ops[op.repeats].writes[0], op.writes[0]
-        if not is_plain(first) or not is_plain(value):
+        if not is_plain(first) or not is_plain(value) or terrain.packs[first][0] > terrain.packs[value][0]:
             continue
         asked = [*ticks.get(first, terrain.unpacks[first]), *terrain.unpacks[value]]
         slots = [terrain.tick_slots[tick] for tick in asked]

@@ -360,3 +360,45 @@ def test_calls_are_the_same_on_the_same_tensors_unchanged() -> None:
     del one
     assert not call.is_same((other, 2), {})
     assert call.storages[0]() is None
+
+
+class Held(Plain):
+    """The program holds the echo until the backward is over, in which the step needs the most."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.cat([self.first(x)] * 8, -1).sin().view(8, 32, 64, 8).sum(-1)
+        one, self.kept = y.to(HALF), y.to(HALF)
+        return tame((one * one).float() + (self.kept * self.kept).float())
+
+
+class SavedFirst(Plain):
+    """The echo is saved, and gone, before the first is; in between the step needs the most."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        one, other = y.to(HALF), y.to(HALF)
+        del y
+        out = (other * other).float()
+        del other
+        with torch.no_grad():
+            many = torch.cat([out] * 20).sum()
+        return tame((one * one).float() + out + many)
+
+
+@pytest.mark.parametrize("decision", ["keep", "swap"])
+@pytest.mark.parametrize("kind", [Held, SavedFirst])
+def test_an_echo_that_saves_no_memory_stays_what_it_is(kind: type[nn.Module], decision: Decision) -> None:
+    wanted, model = train(net(kind, 1), plain), net(kind, 1)
+    trace, _ = recorded(kind, plain, 1)
+    assert [op.name for op in trace.ops if op.repeats >= 0] == ["aten._to_copy.default"]
+    terrain = terrain_of(merged(trace))
+    budget, decisions = Budget(2**30, 0, 2**30), dict.fromkeys(terrain.evictable, decision)
+    made = Plan(trace.fingerprint, "hybrid", budget, decisions, trace.before_bytes, echoes=True)
+    ooc = limit(model, "1GiB", plan=made, measure=True)
+    try:
+        train(model, plain, ooc).assert_same(wanted)
+        assert ooc.timeline is not None
+        assert ooc.predicted is not None
+        assert ooc.timeline.peak_bytes == ooc.predicted.peak_bytes
+    finally:
+        ooc.close()
