@@ -295,7 +295,12 @@ def _rebuild(arg: Any, copies: dict[int, torch.Tensor]) -> Any:
 def _as_call(arg: Any) -> Hashable:
     if isinstance(arg, Ref):
         return arg.cell.value, arg.view.key()
-    return tuple(_as_call(part) for part in arg) if isinstance(arg, list) else (type(arg), arg)
+    return tuple(_as_call(part) for part in arg) if isinstance(arg, list) else _exactly(arg)
+
+
+def _exactly(arg: Any) -> Hashable:
+    """A number compares equal to others: 1 to True and 1.0, 0.0 to -0.0."""
+    return type(arg), arg, repr(arg) if isinstance(arg, float | complex) else ""
 
 
 class Call:
@@ -317,7 +322,7 @@ class Call:
 def _told(arg: Any) -> Hashable:
     if isinstance(arg, torch.Tensor):
         return (*state_of(arg), View(arg).key()) if arg.layout is torch.strided else object()
-    return tuple(_told(part) for part in arg) if isinstance(arg, NESTED) else (type(arg), arg)
+    return tuple(_told(part) for part in arg) if isinstance(arg, NESTED) else _exactly(arg)
 
 
 def capture(

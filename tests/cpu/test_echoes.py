@@ -132,6 +132,20 @@ class OtherArguments(Plain):
         return tame(torch.softmax(y, 1) * torch.softmax(y, 2) + torch.tanh(y[:4]).mean() * torch.tanh(y[4:]).mean())
 
 
+class OtherZero(Plain):
+    """Equal numbers, and yet not the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 32, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        positive, behind = y > 0, -self.weight.abs()
+        zero, other = y.masked_fill(positive, 0.0), y.masked_fill(positive, -0.0)
+        return tame(torch.atan2(zero, behind) + torch.atan2(other, behind) + y)
+
+
 class Drawn(Plain):
     """Not the same twice."""
 
@@ -189,6 +203,7 @@ CASES = [
     (Overwritten, plain, 0),
     (WrittenInto, plain, 3),
     (OtherArguments, plain, 0),
+    (OtherZero, plain, 0),
     (Drawn, plain, 0),
 ]
 
@@ -354,6 +369,8 @@ def test_calls_are_the_same_on_the_same_tensors_unchanged() -> None:
         ((one.to_sparse(), 2), {"dtype": HALF}),
     ):
         assert not call.is_same(args, kwargs)
+    assert not Call((one, 0.0), {}).is_same((one, -0.0), {})
+    assert not Call((one, 0j), {}).is_same((one, -0j), {})
     one.add_(1)
     assert not call.is_same((one, 2), {"dtype": HALF})
     call = Call((one, 2), {})
