@@ -23,7 +23,7 @@ import torch
 from outcore.recording.intercept import called_by_engine, in_backward
 from outcore.recording.passes import Passes
 from outcore.recording.twin import Proofs, Twin
-from outcore.running.cells import Cell, Handle, Kept, Marked, check_unchanged, clear_marks, is_plain
+from outcore.running.cells import Cell, Handle, Kept, Marked, View, check_unchanged, clear_marks, is_plain
 from outcore.running.clock import Clock
 from outcore.running.execute import SMALL_BYTES, bring, swap_out_now
 from outcore.running.replay import Recipe, below_everything, capture, has_twin
@@ -205,9 +205,8 @@ class Recorder:
             self._own_outputs(recipe, writes, fresh, overwritten)
         if recipe is not None and recipe.outcome() is not None:  # not what was there before the step
             self._passes.see(index, recipe, args, (*fresh, *overwritten)[0], is_norm=index in self._twins)
-        repeats = (
-            self._first_call(index, recipe) if recipe is not None and replay == "pure" and len(writes) == 1 else -1
-        )
+        alone = recipe is not None and replay == "pure" and len(writes) == len(fresh) == 1
+        repeats = self._first_call(index, recipe, fresh[0]) if recipe is not None and alone else -1
         self._ops.append(
             {
                 "slot": self._slot,
@@ -224,13 +223,14 @@ class Recorder:
         )
         return result
 
-    def _first_call(self, index: int, recipe: Recipe) -> int:
-        """The op that called the same on the same values, if any did; -1: this is the first, or nobody can tell."""
+    def _first_call(self, index: int, recipe: Recipe, made: torch.Tensor) -> int:
+        """The op that called the same on the same values, if any did; -1: this is the first, or nobody can tell. What
+        was made is looked at because not all is said in a call: the default type, say."""
         try:
-            first = self._calls.setdefault(recipe.call(), index)
+            first = self._calls.setdefault((recipe.call(), View(made).key()), index)
         except TypeError:  # an argument that has no hash
             return -1
-        return first if first != index and recipe.made else -1
+        return first if first != index else -1
 
     def _forget_repeats(self) -> None:
         """Backwards of somebody's own (and compiled ones) may use what they saved as memory: no echo shares that."""

@@ -132,6 +132,20 @@ class OtherArguments(Plain):
         return tame(torch.softmax(y, 1) * torch.softmax(y, 2) + torch.tanh(y[:4]).mean() * torch.tanh(y[4:]).mean())
 
 
+class OtherType(Plain):
+    """The same call, of which the default type makes two."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, signs = self.first(x), (x > 0).int()
+        one = torch.sigmoid(signs)
+        torch.set_default_dtype(torch.float64)
+        try:
+            other = torch.sigmoid(signs)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        return tame(y * one + (self.second(y) * other).float())
+
+
 class OtherZero(Plain):
     """Equal numbers, and yet not the same."""
 
@@ -419,3 +433,11 @@ def test_an_echo_that_saves_no_memory_stays_what_it_is(kind: type[nn.Module], de
         assert ooc.timeline.peak_bytes == ooc.predicted.peak_bytes
     finally:
         ooc.close()
+
+
+def test_what_the_default_type_makes_another_is_no_echo() -> None:
+    wanted, model = train(net(OtherType), plain), net(OtherType)
+    trace, in_core_bytes = recorded(OtherType, plain)
+    assert num_echoes(trace) == 0
+    with limited(model, in_core_bytes - 1, "swap") as ooc:
+        train(model, plain, ooc).assert_same(wanted)
