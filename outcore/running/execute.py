@@ -28,6 +28,7 @@ from outcore.running.cells import (
     clear_marks,
     forget_cell,
     is_plain,
+    state_of,
 )
 from outcore.running.clock import Clock
 from outcore.running.meter import LiveBytes
@@ -119,6 +120,8 @@ class Execution:
                 self.leave_plan(f"op {index} is {func}, not {program.names[index]}")
             elif index in program.moves:
                 self._move(program.moves[index])
+            if signature.written and self._calls:
+                self._forget_calls(signature.written_of(args, kwargs))
             if self.on_plan and (index in program.repeated or index in program.echoes):
                 result = self._repeat(index, func, args, kwargs)
             elif self.on_plan and index in program.captured:
@@ -176,6 +179,11 @@ class Execution:
         cell.name(result, self._marked)
         self._cells[value] = weakref.ref(cell)
         return result
+
+    def _forget_calls(self, written: Sequence[torch.Tensor]) -> None:
+        """Who read these is not repeated any more. Versions do not always tell: `x.data` has a counter of its own."""
+        storages = {state_of(tensor)[1] for tensor in written}
+        self._calls = {first: call for first, call in self._calls.items() if not call.reads(storages)}
 
     def _recipe(self, op: int) -> Recipe | None:
         mark = self._recipes.get(op)

@@ -318,6 +318,10 @@ class Call:
         another."""
         return all(storage() is not None for storage in self.storages) and Call(args, kwargs).key == self.key
 
+    def reads(self, storages: set[int]) -> bool:
+        """Any of them, by their addresses?"""
+        return any(storage is not None and storage._cdata in storages for storage in (mark() for mark in self.storages))
+
 
 def _told(arg: Any) -> Hashable:
     if isinstance(arg, torch.Tensor):

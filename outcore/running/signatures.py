@@ -111,10 +111,7 @@ def outputs_of(
         return fresh, everything
     if not signature.written:
         return fresh, []
-    written = [args[index] for index in signature.written if index < len(args)]
-    if signature.names_out:
-        written += [kwargs[name] for name in signature.names_out if name in kwargs]
-    return fresh, [tensor for tensor in tensors_in(written) if tensor.layout is torch.strided]
+    return fresh, [tensor for tensor in signature.written_of(args, kwargs) if tensor.layout is torch.strided]
 
 
 class Signature:
@@ -155,6 +152,11 @@ class Signature:
         """The tensors that a call was given."""
         asked = [args[index] for index in self.tensors if index < len(args)]
         return tensors_in((*asked, *kwargs.values()) if kwargs else asked)
+
+    def written_of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The tensors that a call writes into and says so."""
+        written = [args[index] for index in self.written if index < len(args)]
+        return tensors_in((*written, *(kwargs[name] for name in self.names_out if name in kwargs)))
 
     def scratch(self, args: Sequence[Any]) -> tuple[int, ...]:
         """Positions of arguments that are only written: batch normalisation's running statistics in training."""
