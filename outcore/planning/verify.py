@@ -26,13 +26,13 @@ class _Checker:
         self.decisions = schedule.decisions
         self.saved: set[int] = set()  # values packed so far
         self.newest: dict[int, int] = {}  # storage -> version it has by now
-        for value in trace.values:
+        for value in self.trace.values:
             if value.producer < 0:
                 self.newest[value.storage] = max(value.version, self.newest.get(value.storage, 0))
         self.out: dict[int, str] = {}  # swapped value -> "copying" or "done"
         self.original: set[int] = set()  # swapped values whose device storage we hold
         self.held_storages: dict[int, int] = {}  # their storages -> those values
-        self.last_asked = {tick.value: at for at, tick in enumerate(trace.ticks) if tick.kind == "unpack"}
+        self.last_asked = {tick.value: at for at, tick in enumerate(self.trace.ticks) if tick.kind == "unpack"}
         self.dropped: set[int] = set()
         self.copy: dict[int, str] = {}  # value -> "loading" or "ready"
         self.given: set[int] = set()  # freed in this tick while ready: our hold ends, autograd still gets it

@@ -17,6 +17,7 @@ from outcore.limit import Limited, limit
 from outcore.planning import echoes, lower, planners, simulate, verify
 from outcore.planning.echoes import merged
 from outcore.planning.terrain import terrain_of
+from outcore.planning.verify import _Checker
 from outcore.reporting.explanation import explain
 from outcore.running.replay import Call
 from outcore.values import Budget, Decision, Plan, Schedule, Trace
@@ -356,6 +357,8 @@ def test_a_plan_with_echoes_is_saved_and_explained(tmp_path: Path) -> None:
     schedule = lower(step, plan, machine)
     assert Schedule.from_json(schedule.to_json()) == schedule
     verify(step, schedule)
+    asked = [_Checker(given, schedule).last_asked for given in (step, merged(step))]
+    assert asked[0] == asked[1]  # also for the echoes
     assert simulate(step, schedule, machine).peak_bytes == plan.predicted_peak_bytes
     explained = explain(step, plan, machine)
     assert len(explained) + num_echoes(trace) == len(explain(step, replace(plan, echoes=False, decisions={})))
