@@ -102,6 +102,7 @@ class Recorder:
         self._passes = Passes(device, on_refused)
         self._calls: dict[Hashable, int] = {}  # what was called on which values -> the op that did it first
         self._written_into: set[int] = set()  # values that a function of somebody's own got back, and may write into
+        self._unsaid: set[int] = set()  # values that were written into without becoming others: running statistics
         self._node = -1  # of autograd's graph, whose ops are running, by its number
         self._node_values: set[int] = set()  # what they read and made
         self._modules = ModuleNames(model)
@@ -181,7 +182,7 @@ class Recorder:
         reads = tuple(self._value_of(tensor) for tensor in read)
         for position in signature_of(func).scratch(args):
             if isinstance(args[position], torch.Tensor):
-                self._storage_of(args[position])
+                self._unsaid.add(self._value_of(args[position]))
         plain = all(is_plain(tensor) for tensor in tensors_in((*args, *kwargs.values())))
         forward = not in_backward()
         replay = replay_kind(func, args, kwargs) if plain and (torch.is_grad_enabled() or not forward) else "no"
@@ -417,6 +418,9 @@ class Recorder:
         seconds = self._clock.seconds()
         for index, twin in self._twins.items():
             self._ops[index] |= twin.verdict()
+        for op in self._ops:
+            if not self._unsaid.isdisjoint(op["reads"]):  # no version says what it read
+                op |= {"replay": "no", "repeats": -1}
         self._find_passes(seconds)
         self._forget_repeats()
         for tick in self._ticks:

@@ -149,6 +149,22 @@ class OtherType(Plain):
         return tame(y * one + (self.second(y) * other).float())
 
 
+class Statistics(Plain):
+    """Batch normalisation writes into what is cast before and after it, and no version says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2048)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        assert self.norm.running_mean is not None
+        one = self.norm.running_mean.to(HALF)
+        z = self.norm(y.view(8, 2048))
+        other = self.norm.running_mean.to(HALF)
+        return tame((z * one + torch.tanh(z) * other).view_as(y) + y)
+
+
 class OtherZero(Plain):
     """Equal numbers, and yet not the same."""
 
@@ -221,6 +237,7 @@ CASES = [
     (WrittenInto, plain, 3),
     (OtherArguments, plain, 0),
     (OtherZero, plain, 0),
+    (Statistics, plain, 0),
     (Drawn, plain, 0),
 ]
 
