@@ -15,9 +15,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from outcore.limit import Limited, limit
 from outcore.planning import echoes, lower, planners, simulate, verify
+from outcore.planning.crowd import storage_ends
 from outcore.planning.echoes import merged
+from outcore.planning.holes import allocations
 from outcore.planning.terrain import terrain_of
 from outcore.planning.verify import _Checker
+from outcore.reporting.curve import curve_of
 from outcore.reporting.explanation import explain
 from outcore.running.replay import Call
 from outcore.values import Budget, Decision, Plan, Schedule, Trace
@@ -376,6 +379,9 @@ def test_a_plan_with_echoes_is_saved_and_explained(tmp_path: Path) -> None:
     verify(step, schedule)
     asked = [_Checker(given, schedule).last_asked for given in (step, merged(step))]
     assert asked[0] == asked[1]  # also for the echoes
+    assert storage_ends(step, schedule) == storage_ends(merged(step), schedule)
+    assert curve_of(step, schedule, machine) == curve_of(merged(step), schedule, machine)
+    assert list(allocations(step, schedule)) == list(allocations(merged(step), schedule))
     assert simulate(step, schedule, machine).peak_bytes == plan.predicted_peak_bytes
     explained = explain(step, plan, machine)
     assert len(explained) + num_echoes(trace) == len(explain(step, replace(plan, echoes=False, decisions={})))
@@ -409,8 +415,14 @@ def test_calls_are_the_same_on_the_same_tensors_unchanged() -> None:
     assert not Call((one, 0j), {}).is_same((one, -0j), {})
     one.add_(1)
     assert not call.is_same((one, 2), {"dtype": HALF})
-    call = Call((one, 2), {})
+
+
+def test_a_storage_that_is_gone_may_have_left_its_address_to_another() -> None:
+    one = torch.ones(4, 4)
+    call, address = Call((one, 2), {}), one.untyped_storage()._cdata
     del one
+    held = [torch.ones(4, 4) for _ in range(64)]
+    other = next((tensor for tensor in held if tensor.untyped_storage()._cdata == address), held[0])
     assert not call.is_same((other, 2), {})
     assert call.storages[0]() is None
 
@@ -463,3 +475,15 @@ def test_what_the_default_type_makes_another_is_no_echo() -> None:
     assert num_echoes(trace) == 0
     with limited(model, in_core_bytes - 1, "swap") as ooc:
         train(model, plain, ooc).assert_same(wanted)
+
+
+def test_what_is_saved_after_the_first_was_asked_for_is_no_echo() -> None:
+    def twice(model: nn.Module, step: int) -> Tensor:
+        with torch.autocast("cpu", HALF):
+            model(X).float().square().mean().backward()
+            out: Tensor = model(X).float().square().mean()
+        return out
+
+    trace, _ = recorded(Plain, twice, 0)
+    assert any(op.repeats >= 0 and op.name == "aten._to_copy.default" for op in trace.ops)
+    assert num_echoes(trace) == 0
