@@ -11,7 +11,8 @@ anyway. The first is the one that is saved first, too: what is saved is what the
 
 A value that is recomputed stays until autograd has asked for it for the last time. Echoes that are asked for far apart
 would fill memory in between, and stay what they are. Where everything can be kept as it is, plans leave echoes alone:
-nobody has to look at ops then. It is the same step: its fingerprint stays.
+nobody has to look at ops then. So do the planners that recompute nothing: they are the way out where something writes
+into tensors unseen. It is the same step: its fingerprint stays.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ PLANNERS: dict[str, Planner] = {
     "hybrid": hybrid,
     "exact": exact,
 }
+AS_IT_IS = ("keep-all", "swap-all", "swap")  # nothing is run again, and nothing taken for an echo: each bit is itself
 PURE = ("keep-all", "swap-all", "recompute-all")  # what they decide does not depend on the device budget
 
 
@@ -38,7 +39,7 @@ def plan(
         raise OutcoreError(f"there is no planner {planner!r}; choose one of {', '.join(PLANNERS)}")
     tell = progress or _say_nothing
     kept = score(terrain_of(trace), machine, budget, keep_all(terrain_of(trace), machine, budget, tell))
-    step = trace if kept.fits else merged(trace)
+    step = trace if kept.fits or planner in AS_IT_IS else merged(trace)
     terrain = terrain_of(step)
     decisions = PLANNERS[planner](terrain, machine, budget, tell)
     scored = score(terrain, machine, budget, decisions)

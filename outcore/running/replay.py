@@ -164,7 +164,7 @@ class Recipe:
     def call(self) -> Hashable:
         """Equal for two recipes of a recorded step that do the same with the same values."""
         args = [_as_call(arg) for arg in self.args]
-        return self.func, self.grad_mode, *args, *((name, _as_call(self.kwargs[name])) for name in sorted(self.kwargs))
+        return self.func, *args, *((name, _as_call(self.kwargs[name])) for name in sorted(self.kwargs))
 
     # -- several as one -----------------------------------------------------------------------------------------------
 
