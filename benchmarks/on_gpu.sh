@@ -30,7 +30,7 @@ slowdown() { # network, seconds, methods, more...
 for part in "${@:-check}"; do
     case $part in
     check)
-        run allocator 90 python -m pytest -q --tb=short -p no:cacheprovider tests/gpu/test_allocator.py tests/gpu/test_fused.py \
+        run allocator 150 python -m pytest -q --tb=short -p no:cacheprovider tests/gpu/test_allocator.py tests/gpu/test_fused.py \
             tests/gpu/test_echoes.py
         run exactness_llama 150 python -m benchmarks.exactness --networks llama --steps 10 --no-repeat \
             --out "$out/exactness_llama.json" &
