@@ -387,7 +387,7 @@ class Execution:
         recipe = self._recipe(action.op)
         if recipe is None:
             return
-        for cell in recipe.reads:
+        for cell in recipe.sources():
             if cell.data is None:
                 self._note_unplanned(cell, action.tick)
                 bring(cell, self._see)
@@ -485,7 +485,7 @@ def bring(cell: Cell, see: Callable[[torch.Tensor | None], None] = lambda tensor
 def _sources(cell: Cell) -> list[Cell]:
     """What a cell must be made from, if it must be made."""
     must = cell.data is None and cell.parcel is None and cell.recipe is not None
-    return cell.recipe.reads if must and cell.recipe is not None else []
+    return cell.recipe.sources() if must and cell.recipe is not None else []
 
 
 def _makers(cell: Cell) -> list[Cell]:

@@ -112,11 +112,12 @@ class Recipe:
 
     def run(self, *, in_place: bool = False) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Runs the op from its cells' data (all must be there): the fresh tensors and the overwritten ones."""
-        for held in self.held:
-            if state_of(held.tensor) != held.state:
-                raise _changed(held.tensor, self.func)
-        for cell in self.reads:
+        for cell in self.sources():
             refuse_changed(cell, self.func)
+        for recipe in (*self.inner, self):
+            for held in recipe.held:
+                if state_of(held.tensor) != held.state:
+                    raise _changed(held.tensor, self.func)
         if not self.inner:
             return self._run_alone(in_place=in_place)
         made = self._run_as_one(in_place=in_place)
@@ -171,15 +172,18 @@ class Recipe:
     def fuse(self, inner: Sequence[Recipe | None], made: torch.Tensor) -> bool:
         """From now on these run before it whenever it runs, each for the next one and the last for this one, which made
         `made`. False: they are not what it reads."""
-        recipes = tuple(recipe for recipe in inner if recipe is not None)
-        cells = [recipe.outcome() for recipe in recipes]
-        everything = (*recipes, self)
-        if len(recipes) < len(inner) or any(cell not in one.reads for cell, one in zip(cells, everything[1:])):
-            return False
-        self.inner, self.result = recipes, View(made)
-        self.reads = [cell for recipe in everything for cell in recipe.reads if cell not in cells]
-        self.held = [held for recipe in everything for held in recipe.held]
+        for maker, reader in zip(inner, (*inner[1:], self)):
+            if maker is None or reader is None or maker.outcome() not in reader.reads:
+                return False
+        self.inner, self.result = tuple(recipe for recipe in inner if recipe is not None), View(made)
         return True
+
+    def sources(self) -> list[Cell]:
+        """What must be there to run it. Asked in the backward: the forward, where hosts are in a hurry, does not."""
+        if not self.inner:
+            return self.reads
+        made = [recipe.outcome() for recipe in self.inner]
+        return [cell for recipe in (*self.inner, self) for cell in recipe.reads if cell not in made]
 
     def outcome(self) -> Cell | None:
         """The cell of what it made, or of what it wrote into."""

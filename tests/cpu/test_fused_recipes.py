@@ -75,7 +75,7 @@ def test_what_is_handed_on_must_lie_as_it_was_made(
     last, rectified = call(RELU_, view(summed), of=summed)
     wanted = data.clone()
     assert last.fuse([first], rectified)
-    assert last.reads == [source, call.cells[id(other)]]
+    assert last.sources() == [source, call.cells[id(other)]]
     source.hold(again := before.clone()[part])
     fresh, (made,) = last.run(in_place=in_place)
     assert not fresh
@@ -96,7 +96,7 @@ def test_what_is_not_read_is_not_fused() -> None:
     assert not last.fuse([None], rectified)
     assert not last.fuse([first, second], rectified)
     assert not last.inner
-    assert last.reads == [call.cells[id(summed)]]
+    assert last.sources() == [call.cells[id(summed)]]
 
 
 def test_a_sum_of_one_thing_twice_is_run_in_turn(kernels: Kernels) -> None:
