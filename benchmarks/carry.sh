@@ -16,7 +16,7 @@ rm -rf "$carry/py"
 "$python" -m pip install --quiet --disable-pip-version-check --no-deps --no-compile -c constraints.txt --target "$carry/py" \
     click markdown-it-py mdurl Pygments rich
 rm -rf "$carry/py/bin" "$carry/py"/*.dist-info
-find "$carry/py/pygments/lexers" -name '*.py' ! -name '__init__.py' ! -name '_mapping.py' ! -name 'python.py' ! -name 'special.py' -delete
+find "$carry/py/pygments/lexers" -name '*.py' ! -name '__init__.py' ! -name '_mapping.py' ! -name 'python.py' ! -name 'special.py' ! -name 'diff.py' -delete  # pytest's and rich's
 "$python" -m pip download --quiet --disable-pip-version-check --no-deps -d "$carry/trl" trl
 "$python" - "$carry" <<'PY'
 import sys
