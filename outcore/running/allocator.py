@@ -9,6 +9,7 @@ from contextlib import suppress
 import torch
 
 ENOUGH_IN_A_ROW = 2  # steps in which it starts over
+MOST_EMPTIED = 4  # caches in a row; then something else is wrong
 
 
 def make_ready(device: torch.device) -> None:
@@ -61,22 +62,29 @@ def count_restarts(device: torch.device) -> int:
 class Ahead:
     """A host that does not wait begins a step while copies of the last one still hold memory, and one step after the
     other needs less than both at once. Where the allocator starts over for that, step after step, the host waits: a
-    device that has nothing to do for a moment is cheaper than one that is drained and gives its memory back."""
+    device that has nothing to do for a moment is cheaper than one that is drained and gives its memory back.
+
+    A start over leaves memory laid out otherwise than the plan's first steps found it, and the next step may start over
+    for that alone, waited for or not, as may every one after it. So it begins as they did, with an empty cache."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._num_restarts = self._num_in_a_row = 0
+        self._num_restarts = self._num_in_a_row = self._num_emptied = 0
         self._fits = False  # the step before
 
     def begin(self, *, fits: bool) -> int:
         """A step begins. `fits`: nobody waits after it, and with a wait its plan would need no starts over. Their
         number so far: those that are new are of the step before, which may have followed another plan."""
         num_restarts = count_restarts(self._device)
+        started_over = self._fits and num_restarts > self._num_restarts
         if not self.waits:
-            self._num_in_a_row = self._num_in_a_row + 1 if self._fits and num_restarts > self._num_restarts else 0
+            self._num_in_a_row = self._num_in_a_row + 1 if started_over else 0
+        self._num_emptied = self._num_emptied + 1 if started_over else 0
         self._num_restarts, self._fits = num_restarts, fits
         if self.waits:
             torch.cuda.synchronize(self._device)
+        if started_over and self._num_emptied <= MOST_EMPTIED:
+            torch.cuda.empty_cache()
         return num_restarts
 
     @property

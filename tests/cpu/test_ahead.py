@@ -35,6 +35,19 @@ def test_what_happens_once_in_a_while_makes_nobody_wait(monkeypatch: pytest.Monk
     assert not any(steps(monkeypatch, restarts))
 
 
+def test_a_step_after_one_that_started_over_begins_with_an_empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the plan's first ones did: what starts over leaves behind may make every step start over. Not without end."""
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    for restarts, num in (([0, 0], 0), ([1, 0, 0], 1), ([2, 1, 0, 0, 1], 3), ([1] * 9, allocator.MOST_EMPTIED)):
+        emptied.clear()
+        steps(monkeypatch, restarts)
+        assert len(emptied) == num
+    emptied.clear()
+    steps(monkeypatch, [1, 1], fits=False)
+    assert not emptied
+
+
 def test_where_the_plan_starts_over_anyway_waiting_is_no_help(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(steps(monkeypatch, [2, 2, 2, 2], fits=False))
 
