@@ -1,9 +1,10 @@
 """Terrain + Machine + Budget -> decisions, near the least step time: the default planner.
 
 The market proposes, the simulator judges: for several shares of the copy lanes and several reserves of memory (room
-for copies in flight), the cheapest decisions that fit are lowered and simulated. The best of them is then improved by
-flips: a value is kept, swapped or recomputed instead, alone or in exchange with another, and the change stays if the
-simulated step fits and got faster. At last, what memory still has room for is kept.
+for copies in flight), the cheapest decisions that fit are lowered and simulated. The best few are then improved by
+flips: one to three values are kept, swapped or recomputed instead, the larger ones more often, and the change stays if
+the simulated step fits and got faster. Where flips lead nowhere any more, the walk goes on from near the best one. At
+last, what memory still has room for is kept.
 
 PoocH (arXiv 1907.05013) searches by simulating too, from all-swap and layer by layer. Here prices do the coarse work,
 so that what the simulator must decide is small; values are storages of ops, and both lanes' capacity is a price.
@@ -11,7 +12,10 @@ so that what the simulator must decide is small; values are storages of ops, and
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 
 from outcore.planning.bound import bound_step_s
@@ -22,17 +26,21 @@ from outcore.planning.swap import swap
 from outcore.planning.terrain import Terrain
 from outcore.values import Budget, Decision, Machine
 
-SHARES = (1.0, 0.95, 1.05, 0.8)  # of the lanes' capacity; some copies may be late, some early
-FORCED_SHARES = (0.0, 1.5, 2.0, 3.0, INF)  # where nothing else fits: copies that stall, or none at all
-RESERVES = (0.0, 0.02)  # of the budget, for copies in flight
-MARKET_WORK = 1_500_000  # offers x (ops + ticks), after which no other share is tried: a few seconds
-FLIP_WORK = 1_000_000  # flips drawn x (ops + ticks): what improving may cost, a few seconds
-MAX_FLIPS = 2000
+OFFERS = (*itertools.product((1.0, 0.95, 1.05, 0.8), (0.0, 0.02)), (1.5, 0.15), (1.5, 0.2))  # (share, reserve)
+FORCED = tuple(itertools.product((0.0, 1.5, 2.0, 3.0, INF), (0.0, 0.02)))  # where nothing else fits
+MARKET_WORK = 1_500_000  # offers x (ops + ticks), after which no other is asked for: a few seconds
+FLIP_WORK = 2_000_000  # flips simulated x (ops + ticks): what improving may cost, a few seconds
+MAX_FLIPS = 3000
+NUM_STARTS = 3  # offers that are improved; half of the flips are theirs, the rest is the best one's
+NUM_VALUES = (0.35, 0.45, 0.2)  # how often one, two, three values are decided anew
+MAX_DRAWS = 20  # for a flip that memory may have room for
+EXCHANGES = 0.4  # of the flips of several: two values take each other's decision
+NUM_KICKS, MAX_IDLE_WALKS = 3, 40  # flips taken unseen before the walk goes on; walks in a row that led nowhere
 GOOD_ENOUGH = 1e-4  # a plan this near to the bound is not improved further
 KEEP_RESERVES = (0.0, 0.05, 0.15, 0.35)  # of the budget, tried in turn
 NUM_HALVINGS = 8  # when looking for the least budget that would do
 NEARLY_FREE = 1e-3  # where the bound says that copies alone may hide, the swap planner is asked too
-MIN_PATIENCE = 150  # flips in a row that change nothing before improving stops
+MIN_PATIENCE = 20  # flips in a row that change nothing before a walk stops
 
 
 def hybrid(terrain: Terrain, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
@@ -40,11 +48,12 @@ def hybrid(terrain: Terrain, machine: Machine, budget: Budget, progress: Progres
     if (kept := _kept_if_it_fits(terrain, machine, budget, progress)) is not None:
         return kept
     enough_s = bound_step_s(terrain, machine, budget) * (1 + GOOD_ENOUGH)
-    best = _best_of_market(terrain, machine, budget, enough_s, progress)
-    if enough_s <= terrain.total_s / machine.speed * (1 + NEARLY_FREE) and best.step_s > enough_s:
-        best = better(best, score(terrain, machine, budget, swap(terrain, machine, budget, progress)))
+    offers = _offers(terrain, machine, budget, enough_s, progress)
+    if enough_s <= terrain.total_s / machine.speed * (1 + NEARLY_FREE) and offers[0].step_s > enough_s:
+        offers.insert(0, score(terrain, machine, budget, swap(terrain, machine, budget, progress)))
+    best = functools.reduce(better, offers)
     if best.fits and best.step_s > enough_s:
-        best = _improve(terrain, machine, budget, best, progress)
+        best = Walk(terrain, machine, budget, enough_s, progress).improved(offers)
     return dict(_keep_what_fits(terrain, machine, budget, best).decisions if best.fits else best.decisions)
 
 
@@ -53,7 +62,7 @@ def market(terrain: Terrain, machine: Machine, budget: Budget, progress: Progres
     Good for a step that is only there to be timed."""
     if (kept := _kept_if_it_fits(terrain, machine, budget, progress)) is not None:
         return kept
-    found = Market(terrain, machine, budget).cheapest_fit(SHARES[0], int(budget.device_bytes * (1 - RESERVES[-1])))
+    found = Market(terrain, machine, budget).cheapest_fit(1.0, int(budget.device_bytes * 0.98))
     if found is not None and score(terrain, machine, budget, found).fits:
         return found
     return hybrid(terrain, machine, budget, progress)
@@ -72,7 +81,7 @@ def smallest_fit(terrain: Terrain, machine: Machine, budget: Budget, high_bytes:
         device_bytes = (low_bytes + high_bytes) // 2
         tried = replace(budget, device_bytes=device_bytes)
         market = Market(terrain, machine, tried)
-        offers = [market.cheapest_fit(share, device_bytes) for share in (SHARES[0], *FORCED_SHARES[:1])]
+        offers = [market.cheapest_fit(share, device_bytes) for share in (1.0, 0.0)]
         fitting = [made for made in offers if made is not None and score(terrain, machine, tried, made).fits]
         if fitting:
             best, high_bytes = (device_bytes, fitting[0]), device_bytes
@@ -81,43 +90,24 @@ def smallest_fit(terrain: Terrain, machine: Machine, budget: Budget, high_bytes:
     return best
 
 
-def _best_of_market(terrain: Terrain, machine: Machine, budget: Budget, enough_s: float, progress: Progress) -> Scored:
-    best = score(terrain, machine, budget, leanest(terrain, machine, budget, progress))
+def _offers(terrain: Terrain, machine: Machine, budget: Budget, enough_s: float, progress: Progress) -> list[Scored]:
+    """Different ones that fit, the fastest first; with the leanest program, which may be the only one."""
+    found = [score(terrain, machine, budget, leanest(terrain, machine, budget, progress))]
     market = Market(terrain, machine, budget)
-    for shares in (SHARES, FORCED_SHARES):
-        tried, any_fit = [(share, reserve) for share in shares for reserve in RESERVES], False
-        for at, (share, reserve) in enumerate(tried):
-            progress("pricing", at / len(tried))
-            found = market.cheapest_fit(share, int(budget.device_bytes * (1 - reserve)))
-            if found is not None:
-                scored = score(terrain, machine, budget, found)
-                any_fit |= scored.fits
-                best = better(best, scored)
-            if best.fits and (best.step_s <= enough_s or (any_fit and market.work > MARKET_WORK)):
-                return best
+    for offers in (OFFERS, FORCED):
+        any_fit = False
+        for at, (share, reserve) in enumerate(offers):
+            progress("pricing", at / len(offers))
+            made = market.cheapest_fit(share, int(budget.device_bytes * (1 - reserve)))
+            if made is None or any(made == other.decisions for other in found):
+                continue
+            found.append(score(terrain, machine, budget, made))
+            any_fit |= found[-1].fits
+            if found[-1].fits and (found[-1].step_s <= enough_s or market.work > MARKET_WORK):
+                break
         if any_fit:
             break
-    return best
-
-
-def _improve(terrain: Terrain, machine: Machine, budget: Budget, best: Scored, progress: Progress) -> Scored:
-    """Flips and exchanges, drawn with a fixed seed, while they make the simulated step faster."""
-    flips = Flips(terrain, budget)
-    num_flips = min(MAX_FLIPS, FLIP_WORK // terrain.trace.num_slots)
-    num_idle, patience = 0, max(MIN_PATIENCE, 4 * len(terrain.evictable))
-    for at in range(num_flips):
-        if at % 64 == 0:
-            progress("improving", at / num_flips)
-        changed = flips.draw(best)
-        if changed is None:
-            continue
-        num_idle += 1
-        tried = score_if_it_can_fit(terrain, machine, budget, {**best.decisions, **changed})
-        if tried is not None and better(best, tried) is tried:
-            best, num_idle = tried, 0
-        if num_idle == patience:
-            break
-    return best
+    return sorted(found, key=lambda scored: (not scored.fits, scored.step_s))
 
 
 def _keep_what_fits(terrain: Terrain, machine: Machine, budget: Budget, best: Scored) -> Scored:
@@ -139,28 +129,89 @@ def _keep_what_fits(terrain: Terrain, machine: Machine, budget: Budget, best: Sc
     return best
 
 
+class Walk:
+    """Flips, drawn with a fixed seed, while they make the simulated step faster."""
+
+    def __init__(self, terrain: Terrain, machine: Machine, budget: Budget, enough_s: float, progress: Progress) -> None:
+        self.terrain, self.machine, self.budget = terrain, machine, budget
+        self.enough_s, self.progress = enough_s, progress
+        self.num_flips = self.num_left = min(MAX_FLIPS, FLIP_WORK // terrain.trace.num_slots)
+        self.patience = max(MIN_PATIENCE, 2 * len(terrain.evictable))
+        self.flips = Flips(terrain, budget)
+
+    def improved(self, offers: list[Scored]) -> Scored:
+        """The best of walks from the best offers, then of walks from near the best."""
+        starts = [scored for scored in offers if scored.fits][:NUM_STARTS]
+        best = functools.reduce(
+            better, [self._descend(start, self.num_flips // (2 * len(starts)), self.patience) for start in starts]
+        )
+        num_idle, max_idle = 0, min(MAX_IDLE_WALKS, len(self.terrain.evictable))
+        while self.num_left > 0 and best.step_s > self.enough_s and num_idle < max_idle:
+            reached = self._descend(self._kicked(best), self.num_flips // 4, self.patience // 2)
+            num_idle = 0 if better(best, reached) is reached else num_idle + 1
+            best = better(best, reached)
+        return best
+
+    def _descend(self, here: Scored, num_flips: int, patience: int) -> Scored:
+        num_idle, until = 0, self.num_left - num_flips
+        while self.num_left > max(0, until) and num_idle < patience and here.step_s > self.enough_s:
+            tried = self._flipped(here, here.step_s)
+            num_idle += 1
+            if tried is not None and better(here, tried) is tried:
+                here, num_idle = tried, 0
+        return here
+
+    def _kicked(self, here: Scored) -> Scored:
+        """Some flips further, whatever they cost."""
+        num_taken, until = 0, self.num_left - self.patience
+        while num_taken < NUM_KICKS and self.num_left > max(0, until):
+            tried = self._flipped(here)
+            if tried is not None and tried.fits:
+                here, num_taken = tried, num_taken + 1
+        return here
+
+    def _flipped(self, here: Scored, below_s: float = INF) -> Scored | None:
+        self.num_left -= 1
+        if self.num_left % 64 == 0:
+            self.progress("improving", 1 - self.num_left / self.num_flips)
+        changed = self.flips.draw(here)
+        if changed is None:
+            return None
+        return score_if_it_can_fit(self.terrain, self.machine, self.budget, {**here.decisions, **changed}, below_s)
+
+
 class Flips:
-    """Draws changes worth simulating."""
+    """Draws changes worth simulating, with a fixed seed."""
 
     def __init__(self, terrain: Terrain, budget: Budget) -> None:
         self.terrain, self.budget = terrain, budget
         self.random = random.Random(0)
+        self.weights = list(itertools.accumulate(terrain.value_bytes[value] for value in terrain.evictable))
 
     def draw(self, scored: Scored) -> Decisions | None:
-        """One value decided anew; where that needs room, another one evicted for it."""
-        value = self.random.choice(self.terrain.evictable)
-        before = scored.decisions[value]
+        """One that memory may have room for."""
+        drawn = (self._draw(scored.decisions) for _ in range(MAX_DRAWS))
+        return next((changed for changed in drawn if self._has_room(scored, changed)), None)
+
+    def _draw(self, decisions: Mapping[int, Decision]) -> Decisions:
+        """Some values decided anew, or two of them each as the other was."""
+        num = self.random.choices((1, 2, 3), NUM_VALUES)[0]
+        values = list(dict.fromkeys(self.random.choices(self.terrain.evictable, cum_weights=self.weights, k=num)))
+        changed = {value: self.random.choice(self._others(value, decisions[value])) for value in values}
+        if len(values) > 1 and self.random.random() < EXCHANGES:
+            one, other = values[:2]
+            if decisions[other] in self._others(one, decisions[one]) and decisions[one] in self._others(
+                other, decisions[other]
+            ):
+                changed |= {one: decisions[other], other: decisions[one]}
+        return changed
+
+    def _others(self, value: int, decision: Decision) -> list[Decision]:
         choices: list[Decision] = ["keep", "swap"]
         if self.terrain.recomputable[value]:
             choices.append("recompute")
-        choices.remove(before)
-        changed: Decisions = {value: self.random.choice(choices)}
-        if changed[value] == "keep" or self.random.random() < 0.5:
-            other = self.random.choice(self.terrain.evictable)
-            if other != value:
-                after: list[Decision] = ["swap", "recompute"] if self.terrain.recomputable[other] else ["swap"]
-                changed[other] = before if changed[value] != "keep" and before in after else self.random.choice(after)
-        return changed if self._has_room(scored, changed) else None
+        choices.remove(decision)
+        return choices
 
     def _has_room(self, scored: Scored, changed: Decisions) -> bool:
         """A quick look: what becomes kept fits beside what stays, less what leaves."""

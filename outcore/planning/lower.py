@@ -75,8 +75,8 @@ class Lean:
         return int(self.slot_bytes.max(initial=0))
 
 
-def lean_of(terrain: Terrain, decisions: Mapping[int, str], budget: Budget) -> Lean:
-    unrolled, tiers = unroll(terrain, decisions), tiers_of(terrain, decisions, budget)
+def lean_of(terrain: Terrain, decisions: Mapping[int, str], budget: Budget, unrolled: Unrolled | None = None) -> Lean:
+    unrolled, tiers = unrolled or unroll(terrain, decisions), tiers_of(terrain, decisions, budget)
     steps = _lean_steps(terrain, decisions, unrolled, tiers)
     return Lean(unrolled, tiers, steps, memory_of(terrain, steps, decisions))
 

@@ -5,12 +5,14 @@ A planner is a plain function from (Terrain, Machine, Budget, Progress) to decis
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from outcore.planning.lower import Lean, lean_of, lower_steps, tiers_of
 from outcore.planning.simulate import Clocked, Step, clock_of, memory_of
 from outcore.planning.terrain import Int64s, Terrain
+from outcore.planning.unroll import unroll
 from outcore.values import Budget, Decision, Machine
 
 Decisions = dict[int, Decision]
@@ -49,10 +51,14 @@ def score(
 
 
 def score_if_it_can_fit(
-    terrain: Terrain, machine: Machine, budget: Budget, decisions: Mapping[int, Decision]
+    terrain: Terrain, machine: Machine, budget: Budget, decisions: Mapping[int, Decision], below_s: float = math.inf
 ) -> Scored | None:
-    """None where not even the leanest program of these decisions fits: that is known sooner."""
-    lean = lean_of(terrain, decisions, budget)
+    """None where not even the leanest program of these decisions fits, or takes `below_s` without any wait: both are
+    known sooner."""
+    unrolled = unroll(terrain, decisions)
+    if (terrain.total_s + unrolled.rerun_s(terrain)) / machine.speed >= below_s:
+        return None
+    lean = lean_of(terrain, decisions, budget, unrolled)
     return score(terrain, machine, budget, decisions, lean) if lean.peak_bytes <= budget.device_bytes else None
 
 

@@ -30,6 +30,10 @@ class Unrolled:
     steps: dict[int, list[Step]] = field(default_factory=dict)
     stays: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
+    def rerun_s(self, terrain: Terrain) -> float:
+        ops = terrain.trace.ops
+        return sum(ops[step[2]].rerun_s for steps in self.steps.values() for step in steps if step[1] == "rerun")
+
 
 def unroll(terrain: Terrain, decisions: Mapping[int, str]) -> Unrolled:
     return _Unroller(terrain, decisions).run()

@@ -56,20 +56,20 @@ def test_however_little_work_is_allowed_the_market_is_asked_until_an_offer_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The leanest plan, which fits, is no offer."""
-    trace, asked = chain(), list[float]()
+    trace, asked, forced = chain(), list[float](), {share for share, _ in hybrid_planner.FORCED} - {1.5}
     budget = Budget(plan(trace, MACHINE, Budget(1000, 1000), "keep-all").predicted_peak_bytes - 1, 1000)
     really = Market.cheapest_fit
 
     def cheapest_fit(self: Market, share: float, device_bytes: int) -> dict[int, Decision] | None:
         asked.append(share)
         self.work = 1
-        return really(self, share, device_bytes) if share in hybrid_planner.FORCED_SHARES else None
+        return really(self, share, device_bytes) if share in forced else None
 
     monkeypatch.setattr(Market, "cheapest_fit", cheapest_fit)
     monkeypatch.setattr(hybrid_planner, "MARKET_WORK", 0)
     hybrid_planner.hybrid(terrain_of(trace), MACHINE, budget, lambda what, part: None)
-    assert asked[-1] in hybrid_planner.FORCED_SHARES
-    assert len(asked) < len(hybrid_planner.RESERVES) * (len(hybrid_planner.SHARES) + len(hybrid_planner.FORCED_SHARES))
+    assert asked[-1] in forced
+    assert len(asked) < len(hybrid_planner.OFFERS) + len(hybrid_planner.FORCED)
 
 
 def all_decisions(trace: Trace, budget: Budget) -> list[dict[int, Decision]]:
