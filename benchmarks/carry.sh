@@ -2,7 +2,7 @@
 # What the GPU parts need beside the repository, into .carry, which git ignores: for a machine on which nothing can be
 # installed.
 #
-#   bash benchmarks/carry.sh          # .carry/py (3 MiB), .carry/mnist (11 MiB), .carry/cifar10.npz (51 MiB)
+#   bash benchmarks/carry.sh          # .carry/py (5 MiB), .carry/mnist (11 MiB), .carry/cifar10.npz (51 MiB)
 #
 # On that machine: PYTHONPATH=.carry/py bash benchmarks/on_gpu.sh ...
 set -euo pipefail
@@ -14,8 +14,8 @@ mkdir -p "$carry/mnist" "$carry/cifar"
 # Pure Python packages, without what runs them; of TRL the one module that is measured against.
 rm -rf "$carry/py"
 "$python" -m pip install --quiet --disable-pip-version-check --no-deps --no-compile -c constraints.txt --target "$carry/py" \
-    click markdown-it-py mdurl Pygments rich
-rm -rf "$carry/py/bin" "$carry/py"/*.dist-info
+    click colorlog markdown-it-py mdurl optuna Pygments rich
+rm -rf "$carry/py/bin" "$carry/py"/*.dist-info "$carry/py/optuna/storages/_rdb/alembic"
 find "$carry/py/pygments/lexers" -name '*.py' ! -name '__init__.py' ! -name '_mapping.py' ! -name 'python.py' ! -name 'special.py' ! -name 'diff.py' -delete  # pytest's and rich's
 "$python" -m pip download --quiet --disable-pip-version-check --no-deps -d "$carry/trl" trl
 "$python" - "$carry" <<'PY'

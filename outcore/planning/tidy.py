@@ -25,7 +25,7 @@ from outcore.planning.terrain import terrain_of
 from outcore.values import Machine, Plan, Trace
 
 RESTART_S = 0.02  # what one start over costs, about, on an H200
-HOPELESS_SHARE = 0.2  # of a cap, beyond what is safe: no neighbour changes that
+HOPELESS_SHARE = 0.4  # of a cap, beyond what is safe: no neighbour changes that
 DOUBT = 0.5  # starts over beyond those of the model, for a step that wants more than is safe
 PRICES = (0.3, 0.8, 1.6)  # of the step's time, for as many pages as the whole cap has, beyond what is safe
 PATIENCE = 80  # neighbours drawn that lead nowhere: a new walk from the plan
