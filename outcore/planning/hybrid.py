@@ -28,8 +28,8 @@ from outcore.values import Budget, Decision, Machine
 
 OFFERS = (*itertools.product((1.0, 0.95, 1.05, 0.8), (0.0, 0.02)), (1.5, 0.15), (1.5, 0.2))  # (share, reserve)
 FORCED = tuple(itertools.product((0.0, 1.5, 2.0, 3.0, INF), (0.0, 0.02)))  # where nothing else fits
-MARKET_WORK = 1_500_000  # offers x (ops + ticks), after which no other is asked for: a few seconds
-FLIP_WORK = 2_000_000  # flips simulated x (ops + ticks): what improving may cost, a few seconds
+MARKET_WORK = 700_000  # offers x (ops + ticks), after which no other is asked for: a few seconds
+FLIP_WORK = 1_500_000  # flips simulated x (ops + ticks): what improving may cost, a few seconds
 MAX_FLIPS = 3000
 NUM_STARTS = 3  # offers that are improved; half of the flips are theirs, the rest is the best one's
 NUM_VALUES = (0.35, 0.45, 0.2)  # how often one, two, three values are decided anew
