@@ -57,6 +57,7 @@ NUM_PLUNGE_STEPS = 60  # at most, before noise is measured
 PLUNGED = 0.3  # of the loss at the start
 LARGEST = 1 << 16
 NAMES = ("today's setting", "the advice", "half its batch", "a quarter of its batch")  # in a race
+LARGER = "twice the soonest one's batch"  # in a training as long as the user's
 
 
 @dataclass(frozen=True)
@@ -429,7 +430,9 @@ class Tuner:
         )
         taken = self._with_length(taken, winner, race.length_s(winner))
         length_s = self.asked.length_s(self.samples.num, winner.runner)
-        return taken if length_s is None else self._in_the_end(taken, named, race, winner, length_s)
+        if length_s is None:
+            return taken
+        return self._in_the_end(taken, self._larger(taken, choosing, race) | named, race, winner, length_s)
 
     def _race(self, choosing: Choosing) -> Race:
         assert self.optimizer is not None
@@ -451,8 +454,9 @@ class Tuner:
     ) -> Advice:
         """What is best after a training as long as the user's; what was soonest at the target stays beside it."""
         ending = Ending.after(race, length_s, END_SHARE * self.asked.trial_s)
+        larger = [_runner(LARGER, named[LARGER])] if LARGER in named else []
         with self._anew():
-            best = ending.best(winner.runner, race.best_of_other_batches(winner.runner))
+            best = ending.best(winner.runner, [*larger, *race.best_of_other_batches(winner.runner)])
         found, soonest = taken, _soonest(taken) if taken.num_steps else None
         if best is None:
             self.why.append(
@@ -490,6 +494,14 @@ class Tuner:
             return []
         sizes = [batch // part for part in (2, 4) if batch % part == 0 and batch // part >= least]
         return [self._with_rate(self._at(advice, choosing, size), says_why=False) for size in sizes]
+
+    def _larger(self, taken: Advice, choosing: Choosing, race: Race) -> dict[str, Advice]:
+        """Twice the batch that is soonest, where none larger raced: noise grows while a network learns, and the batch
+        that gets furthest at first may be too small in the end."""
+        batch, most = 2 * taken.effective_batch, self._largest(None) // 4
+        if not self.asked.free or batch > most or any(ran.runner.batch > taken.effective_batch for ran in race.ran):
+            return {}
+        return {LARGER: self._with_rate(self._at(taken, choosing, batch), says_why=False)}
 
     def _like_today(self, advice: Advice, choosing: Choosing) -> Advice:
         """The advice, if it were to train on as today."""

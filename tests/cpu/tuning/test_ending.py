@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import outcore
 from outcore.errors import TuningError
 from outcore.tuning.advice import Advice
 from outcore.tuning.ending import FIRST_ORDER, NUM_LENGTHS, NUM_ORDERS, Ending
-from outcore.tuning.race import LOSS, Finish, Runner
+from outcore.tuning.race import LOSS, Finish, Race, Runner
 from outcore.tuning.samples import Samples
 from outcore.tuning.targets import SURENESS, Setting, Target, Trial
 from tests.cpu.tuning.nets import CPU, make_sgd, mlp, stripes
@@ -201,6 +201,34 @@ def test_tune_says_what_is_best_in_the_end_and_what_is_soonest(tmp_path: Any) ->
     told = [why for why in advice.why if "; best in the end" in why]
     assert len(told) == 1  # it may name an edge between "end" and "is": the clock decides which rates failed
     assert told[0].endswith(f" (batch {advice.effective_batch}, rate {advice.learning_rate:.3g})")
+
+
+@pytest.mark.parametrize(("kept", "largest_wins"), [(None, True), (None, False), (32, True)])
+def test_a_larger_batch_ends_too_where_none_raced(
+    kept: int | None, largest_wins: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Noise grows: the batch that gets furthest at first may be too small in the end. Not where users keep theirs."""
+    raced: list[int] = []
+    asked: list[tuple[int, list[int]]] = []
+    between, best = Race.between, Ending.best
+
+    def win(self: Race, today: Runner, advised: Sequence[Runner], limit_s: float) -> Finish | None:
+        between(self, today, advised, limit_s)
+        raced[:] = sorted({found.runner.batch for found in self.ran})
+        return max(self.ran, key=lambda found: found.runner.batch * (1 if largest_wins else -1))
+
+    def see(self: Ending, soonest: Runner, others: Sequence[Runner]) -> Finish | None:
+        asked.append((soonest.batch, [other.batch for other in others]))
+        return best(self, soonest, others)
+
+    monkeypatch.setattr(Race, "between", win)
+    monkeypatch.setattr(Ending, "best", see)
+    tuned(disk=tmp_path, batch=kept, learning_rate="find", train_s=0.4, trial_s=4.0)
+    ((soonest, others),) = asked
+    is_larger = kept is None and soonest == raced[-1]
+    assert [other for other in others if other > raced[-1]] == [2 * soonest] * is_larger
+    assert is_larger == (kept is None and largest_wins)
+    assert others[:is_larger] == [2 * soonest] * is_larger  # before all others
 
 
 def test_without_a_target_ends_are_compared_by_the_loss(tmp_path: Any) -> None:
