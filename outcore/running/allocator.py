@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections import deque
 from contextlib import suppress
 
 import torch
 
-ENOUGH_IN_A_ROW = 2  # steps in which it starts over
+NUM_BEFORE, ENOUGH = 4, 2  # the last steps, and in how many of them it starts over
 MOST_EMPTIED = 4  # caches in a row; then something else is wrong
 
 
@@ -61,7 +62,7 @@ def count_restarts(device: torch.device) -> int:
 
 class Ahead:
     """A host that does not wait begins a step while copies of the last one still hold memory, and one step after the
-    other needs less than both at once. Where the allocator starts over for that, step after step, the host waits: a
+    other needs less than both at once. Where the allocator starts over for that again and again, the host waits: a
     device that has nothing to do for a moment is cheaper than one that is drained and gives its memory back.
 
     A start over leaves memory laid out otherwise than the plan's first steps found it, and the next step may start over
@@ -69,8 +70,9 @@ class Ahead:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._num_restarts = self._num_in_a_row = self._num_emptied = 0
+        self._num_restarts = self._num_emptied = 0
         self._fits = False  # the step before
+        self._started_over = deque[bool](maxlen=NUM_BEFORE)
 
     def begin(self, *, fits: bool) -> int:
         """A step begins. `fits`: nobody waits after it, and with a wait its plan would need no starts over. Their
@@ -78,7 +80,7 @@ class Ahead:
         num_restarts = count_restarts(self._device)
         started_over = self._fits and num_restarts > self._num_restarts
         if not self.waits:
-            self._num_in_a_row = self._num_in_a_row + 1 if started_over else 0
+            self._started_over.append(started_over)
         self._num_emptied = self._num_emptied + 1 if started_over else 0
         self._num_restarts, self._fits = num_restarts, fits
         if self.waits:
@@ -89,7 +91,7 @@ class Ahead:
 
     @property
     def waits(self) -> bool:
-        return self._num_in_a_row >= ENOUGH_IN_A_ROW
+        return sum(self._started_over) >= ENOUGH
 
 
 class Refusals:

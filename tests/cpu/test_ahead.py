@@ -26,11 +26,16 @@ def steps(monkeypatch: pytest.MonkeyPatch, restarts: list[int], *, fits: bool = 
     return found
 
 
-def test_waits_for_good_after_two_steps_in_a_row_that_start_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert steps(monkeypatch, [0, 2, 1, 0, 0]) == [False, False, False, True, True, True]
+@pytest.mark.parametrize("between", [[], [0], [0, 0]])
+def test_waits_for_good_after_two_of_four_steps_that_start_over(
+    between: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in a row: the one after it begins with an empty cache."""
+    before = [False] * (3 + len(between))
+    assert steps(monkeypatch, [0, 2, *between, 1, 0, 0, 0, 0, 0]) == before + [True] * 6
 
 
-@pytest.mark.parametrize("restarts", [[0, 0, 0], [1, 0, 3, 0, 1, 0]])
+@pytest.mark.parametrize("restarts", [[0, 0, 0], [1, 0, 0, 0, 3, 0, 0, 0, 1]])
 def test_what_happens_once_in_a_while_makes_nobody_wait(monkeypatch: pytest.MonkeyPatch, restarts: list[int]) -> None:
     assert not any(steps(monkeypatch, restarts))
 

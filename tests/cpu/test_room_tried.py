@@ -71,7 +71,7 @@ def test_a_host_that_waits_need_not_with_another_plan(monkeypatch: pytest.Monkey
     ooc._tries_rooms = True
     train(model, loss_of, ooc, 8)
     (kind,) = (kind for kind in ooc.kinds.values() if kind.plan is not None)
-    ooc.ahead._num_in_a_row = allocator.ENOUGH_IN_A_ROW
+    ooc.ahead._started_over.extend([True] * allocator.ENOUGH)
     for room, waits in ((kind.room, True), (None, False)):
         kind.room, kind.stale = room, True
         train(model, loss_of, ooc, 1)
