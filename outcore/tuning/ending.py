@@ -8,8 +8,8 @@ The best rate at the end has been above the soonest one's, so at its batch once,
 long as the higher one is better), then other batches, twice the soonest one's first where none larger raced, at no
 lower rate than the best one's says, then the rates on both sides of the best. All train for the same seconds of
 compute. At most `NUM_LENGTHS` trainings' worth is run where trainings are long; where they are short, each runs from up
-to `NUM_ORDERS` starts, with other samples held out each time: of a few hundred held-out samples one alone is a tenth or more of a point, and those that were held out
-in the race chose the field already.
+to `NUM_ORDERS` starts, with other samples held out each time: of a few hundred held-out samples one alone is a tenth or
+more of a point, and those that were held out in the race chose the field already.
 
 Where the target is an accuracy, ends are compared by the mean probability that held-out samples give to their right
 class. Accuracy counts whole samples and is too coarse for a few hundred of them; the loss is smooth but goes its own
