@@ -12,7 +12,6 @@ so that what the simulator must decide is small; values are storages of ops, and
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
 from collections.abc import Mapping
@@ -28,19 +27,20 @@ from outcore.values import Budget, Decision, Machine
 
 OFFERS = (*itertools.product((1.0, 0.95, 1.05, 0.8), (0.0, 0.02)), (1.5, 0.15), (1.5, 0.2))  # (share, reserve)
 FORCED = tuple(itertools.product((0.0, 1.5, 2.0, 3.0, INF), (0.0, 0.02)))  # where nothing else fits
-MARKET_WORK = 700_000  # offers x (ops + ticks), after which no other is asked for: a few seconds
-FLIP_WORK = 1_500_000  # flips simulated x (ops + ticks): what improving may cost, a few seconds
+MARKET_WORK = 700_000  # offers x (ops + ticks), after which no other is asked for: a second or two
+FLIP_WORK = 1_500_000  # flips drawn x (ops + ticks): what improving may cost, a few seconds
 MAX_FLIPS = 3000
-NUM_STARTS = 3  # offers that are improved; half of the flips are theirs, the rest is the best one's
+NUM_STARTS = 3  # offers that are improved
 NUM_VALUES = (0.35, 0.45, 0.2)  # how often one, two, three values are decided anew
+BY_BYTES = 0.5  # of the values drawn: a large one more often; the others each as often
+EXCHANGES = 0.4  # of the flips of several, where two can: they take each other's decision
 MAX_DRAWS = 20  # for a flip that memory may have room for
-EXCHANGES = 0.4  # of the flips of several: two values take each other's decision
-NUM_KICKS, MAX_IDLE_WALKS = 3, 40  # flips taken unseen before the walk goes on; walks in a row that led nowhere
+NUM_KICKS, MAX_IDLE_WALKS = 3, 40  # flips taken whatever they cost, then a walk; walks in a row that led nowhere
 GOOD_ENOUGH = 1e-4  # a plan this near to the bound is not improved further
 KEEP_RESERVES = (0.0, 0.05, 0.15, 0.35)  # of the budget, tried in turn
 NUM_HALVINGS = 8  # when looking for the least budget that would do
 NEARLY_FREE = 1e-3  # where the bound says that copies alone may hide, the swap planner is asked too
-MIN_PATIENCE = 20  # flips in a row that change nothing before a walk stops
+MIN_PATIENCE, LATER_PATIENCE = 150, 30  # flips in a row that change nothing before a walk stops; those after the first
 
 
 def hybrid(terrain: Terrain, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
@@ -49,9 +49,7 @@ def hybrid(terrain: Terrain, machine: Machine, budget: Budget, progress: Progres
         return kept
     enough_s = bound_step_s(terrain, machine, budget) * (1 + GOOD_ENOUGH)
     offers = _offers(terrain, machine, budget, enough_s, progress)
-    if enough_s <= terrain.total_s / machine.speed * (1 + NEARLY_FREE) and offers[0].step_s > enough_s:
-        offers.insert(0, score(terrain, machine, budget, swap(terrain, machine, budget, progress)))
-    best = functools.reduce(better, offers)
+    best = offers[0]
     if best.fits and best.step_s > enough_s:
         best = Walk(terrain, machine, budget, enough_s, progress).improved(offers)
     return dict(_keep_what_fits(terrain, machine, budget, best).decisions if best.fits else best.decisions)
@@ -91,22 +89,29 @@ def smallest_fit(terrain: Terrain, machine: Machine, budget: Budget, high_bytes:
 
 
 def _offers(terrain: Terrain, machine: Machine, budget: Budget, enough_s: float, progress: Progress) -> list[Scored]:
-    """Different ones that fit, the fastest first; with the leanest program, which may be the only one."""
+    """Different ones, those that fit before the others and the faster before the slower. The leanest is among them."""
     found = [score(terrain, machine, budget, leanest(terrain, machine, budget, progress))]
     market = Market(terrain, machine, budget)
+
+    def is_enough(scored: Scored) -> bool:
+        return scored.fits and scored.step_s <= enough_s
+
     for offers in (OFFERS, FORCED):
-        any_fit = False
+        any_fit, most_work = False, market.work + MARKET_WORK
         for at, (share, reserve) in enumerate(offers):
             progress("pricing", at / len(offers))
             made = market.cheapest_fit(share, int(budget.device_bytes * (1 - reserve)))
-            if made is None or any(made == other.decisions for other in found):
-                continue
-            found.append(score(terrain, machine, budget, made))
-            any_fit |= found[-1].fits
-            if found[-1].fits and (found[-1].step_s <= enough_s or market.work > MARKET_WORK):
+            if made is not None:
+                known = next((scored for scored in found if scored.decisions == made), None)
+                if known is None:
+                    found.append(known := score(terrain, machine, budget, made))
+                any_fit |= known.fits
+            if any(map(is_enough, found)) or (any_fit and market.work > most_work):
                 break
         if any_fit:
             break
+    if enough_s <= terrain.total_s / machine.speed * (1 + NEARLY_FREE) and not any(map(is_enough, found)):
+        found.append(score(terrain, machine, budget, swap(terrain, machine, budget, progress)))
     return sorted(found, key=lambda scored: (not scored.fits, scored.step_s))
 
 
@@ -136,25 +141,26 @@ class Walk:
         self.terrain, self.machine, self.budget = terrain, machine, budget
         self.enough_s, self.progress = enough_s, progress
         self.num_flips = self.num_left = min(MAX_FLIPS, FLIP_WORK // terrain.trace.num_slots)
-        self.patience = max(MIN_PATIENCE, 2 * len(terrain.evictable))
         self.flips = Flips(terrain, budget)
 
     def improved(self, offers: list[Scored]) -> Scored:
-        """The best of walks from the best offers, then of walks from near the best."""
-        starts = [scored for scored in offers if scored.fits][:NUM_STARTS]
-        best = functools.reduce(
-            better, [self._descend(start, self.num_flips // (2 * len(starts)), self.patience) for start in starts]
-        )
-        num_idle, max_idle = 0, min(MAX_IDLE_WALKS, len(self.terrain.evictable))
-        while self.num_left > 0 and best.step_s > self.enough_s and num_idle < max_idle:
-            reached = self._descend(self._kicked(best), self.num_flips // 4, self.patience // 2)
-            num_idle = 0 if better(best, reached) is reached else num_idle + 1
+        """The best of walks from the best offers, each as far as it goes, then of walks from near the best."""
+        num_values, best = len(self.terrain.evictable), offers[0]
+        for start in [scored for scored in offers if scored.fits][:NUM_STARTS]:
+            best = better(best, self._descend(start, max(MIN_PATIENCE, 4 * num_values)))
+        num_idle, max_idle = 0, min(MAX_IDLE_WALKS, 2 * num_values)
+        while not self._is_over(best) and num_idle < max_idle:
+            reached = self._descend(self._kicked(best), max(LATER_PATIENCE, num_values))
+            num_idle = 0 if reached.step_s < best.step_s else num_idle + 1
             best = better(best, reached)
         return best
 
-    def _descend(self, here: Scored, num_flips: int, patience: int) -> Scored:
-        num_idle, until = 0, self.num_left - num_flips
-        while self.num_left > max(0, until) and num_idle < patience and here.step_s > self.enough_s:
+    def _is_over(self, here: Scored) -> bool:
+        return self.num_left <= 0 or here.step_s <= self.enough_s
+
+    def _descend(self, here: Scored, patience: int) -> Scored:
+        num_idle = 0
+        while not self._is_over(here) and num_idle < patience:
             tried = self._flipped(here, here.step_s)
             num_idle += 1
             if tried is not None and better(here, tried) is tried:
@@ -162,9 +168,9 @@ class Walk:
         return here
 
     def _kicked(self, here: Scored) -> Scored:
-        """Some flips further, whatever they cost."""
-        num_taken, until = 0, self.num_left - self.patience
-        while num_taken < NUM_KICKS and self.num_left > max(0, until):
+        """Some flips further, if that many fit."""
+        num_taken, until = 0, max(0, self.num_left - LATER_PATIENCE)
+        while num_taken < NUM_KICKS and self.num_left > until:
             tried = self._flipped(here)
             if tried is not None and tried.fits:
                 here, num_taken = tried, num_taken + 1
@@ -196,7 +202,7 @@ class Flips:
     def _draw(self, decisions: Mapping[int, Decision]) -> Decisions:
         """Some values decided anew, or two of them each as the other was."""
         num = self.random.choices((1, 2, 3), NUM_VALUES)[0]
-        values = list(dict.fromkeys(self.random.choices(self.terrain.evictable, cum_weights=self.weights, k=num)))
+        values = list(dict.fromkeys(self._pick() for _ in range(num)))
         changed = {value: self.random.choice(self._others(value, decisions[value])) for value in values}
         if len(values) > 1 and self.random.random() < EXCHANGES:
             one, other = values[:2]
@@ -205,6 +211,10 @@ class Flips:
             ):
                 changed |= {one: decisions[other], other: decisions[one]}
         return changed
+
+    def _pick(self) -> int:
+        weights = self.weights if self.random.random() < BY_BYTES else None
+        return self.random.choices(self.terrain.evictable, cum_weights=weights)[0]
 
     def _others(self, value: int, decision: Decision) -> list[Decision]:
         choices: list[Decision] = ["keep", "swap"]

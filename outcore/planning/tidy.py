@@ -128,8 +128,8 @@ class _Search:
         changed = self.flips.draw(here)
         if changed is None:
             return None
-        tried = score_if_it_can_fit(self.terrain, self.machine, self.budget, {**here.decisions, **changed})
         most_s = min(self.first.step_s * (1 + FAR), self.best_s, height)
+        tried = score_if_it_can_fit(self.terrain, self.machine, self.budget, {**here.decisions, **changed}, most_s)
         return tried if tried is not None and tried.fits and tried.step_s < most_s else None
 
     def _note(self, tried: Scored, page_bytes: int) -> None:

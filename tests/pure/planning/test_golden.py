@@ -40,11 +40,16 @@ def test_hybrid_stays_as_fast_as_it_was(memory_gib: int, at_most: float) -> None
     assert made.in_core_step_s * 0.999 <= made.bound_step_s <= timeline.step_s
 
 
-def test_a_few_large_values_do_not_end_the_search_early() -> None:
-    """Ten values of 1.5 GiB each have nearly everything: with flips of one and two of them it ended at +33 %."""
-    trace = Trace.load(GOLDEN / "r3d18_nhwc.trace.json")
-    made = plan(trace, MACHINE, Budget(int(0.92 * 12 * GIB), 74 * GIB))
-    assert made.predicted_step_s / made.in_core_step_s - 1 <= 0.13
+@pytest.mark.parametrize(
+    ("name", "memory_gib", "at_most"), [("r3d18_nhwc", 0.92 * 12, 0.16), ("vgg16_nhwc", 0.92 * 14, 0.064)]
+)
+def test_a_few_large_values_do_not_end_the_search_early(name: str, memory_gib: float, at_most: float) -> None:
+    """R3D-18: ten values of 1.5 GiB have nearly everything; flips of one or two of all values, drawn evenly, ended at
+    +31 %. VGG-16: several starts, walks from near the best, exchanges and flips of three each have their part in it
+    (+6.5 to +6.8 % without one of them)."""
+    trace = Trace.load(GOLDEN / f"{name}.trace.json")
+    made = plan(trace, MACHINE, Budget(int(memory_gib * GIB), 74 * GIB))
+    assert made.predicted_step_s / made.in_core_step_s - 1 <= at_most
 
 
 def test_a_plan_that_wants_far_too_many_pages_has_neighbours_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from outcore.planning import PLANNERS, lower, plan, simulate, verify
 from outcore.planning import hybrid as hybrid_planner
 from outcore.planning.bound import bound_step_s
 from outcore.planning.market import Market
-from outcore.planning.scoring import score, stored_fits
+from outcore.planning.scoring import score, score_if_it_can_fit, stored_fits
 from outcore.planning.terrain import terrain_of
 from outcore.values import Budget, Decision, Machine, Op, Plan, Storage, Tick, Trace, Value
 from tests.pure.planning.random_steps import MACHINES, chain, steps
@@ -70,6 +70,29 @@ def test_however_little_work_is_allowed_the_market_is_asked_until_an_offer_fits(
     hybrid_planner.hybrid(terrain_of(trace), MACHINE, budget, lambda what, part: None)
     assert asked[-1] in forced
     assert len(asked) < len(hybrid_planner.OFFERS) + len(hybrid_planner.FORCED)
+
+
+@pytest.mark.parametrize("speed", [1.0, 2.0])
+def test_what_takes_too_long_without_any_wait_is_known_before_it_is_lowered(speed: float) -> None:
+    trace, machine, budget = chain(), replace(MACHINE, speed=speed), Budget(10**6, 10**6)
+    terrain = terrain_of(trace)
+    decisions: dict[int, Decision] = dict.fromkeys(terrain.evictable, "keep")
+    decisions |= {value: "recompute" for value in terrain.evictable if terrain.recomputable[value]}
+    scored = score(terrain, machine, budget, decisions)
+    assert scored.step_s > terrain.total_s / speed  # and nothing is swapped: this is all there is to it
+    assert score_if_it_can_fit(terrain, machine, budget, decisions, scored.step_s * 1.001) is not None
+    assert score_if_it_can_fit(terrain, machine, budget, decisions, scored.step_s * 0.999) is None
+
+
+def test_walks_that_lead_nowhere_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no flip fits at all, so that each walk ends where it began."""
+    trace, drawn = chain(), list[int]()
+    kept = plan(trace, MACHINE, Budget(1000, 1000), "keep-all")
+    budget = Budget(kept.predicted_peak_bytes - 1, 1000)
+    monkeypatch.setattr(hybrid_planner, "bound_step_s", lambda *asked: 0.0)  # nothing is good enough
+    monkeypatch.setattr(hybrid_planner.Flips, "draw", lambda self, scored: drawn.append(1))
+    hybrid_planner.hybrid(terrain_of(trace), MACHINE, budget, lambda what, part: None)
+    assert 0 < len(drawn) < hybrid_planner.MAX_FLIPS / 2
 
 
 def all_decisions(trace: Trace, budget: Budget) -> list[dict[int, Decision]]:
