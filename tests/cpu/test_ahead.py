@@ -44,7 +44,13 @@ def test_a_step_after_one_that_started_over_begins_with_an_empty_cache(monkeypat
     """As the plan's first ones did: what starts over leaves behind may make every step start over. Not without end."""
     emptied: list[bool] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
-    for restarts, num in (([0, 0], 0), ([1, 0, 0], 1), ([2, 1, 0, 0, 1], 3), ([1] * 9, allocator.MOST_EMPTIED)):
+    for restarts, num in (
+        ([0, 0], 0),
+        ([1, 0, 0], 1),
+        ([2, 1, 0, 0, 1], 3),
+        ([1] * 9, 4),
+        ([1] * 4 + [0] + [1] * 9, 8),
+    ):
         emptied.clear()
         steps(monkeypatch, restarts)
         assert len(emptied) == num
