@@ -148,7 +148,7 @@ class Walk:
         num_values, best = len(self.terrain.evictable), offers[0]
         for start in [scored for scored in offers if scored.fits][:NUM_STARTS]:
             best = better(best, self._descend(start, max(MIN_PATIENCE, 4 * num_values)))
-        num_idle, max_idle = 0, min(MAX_IDLE_WALKS, 2 * num_values)
+        num_idle, max_idle = 0, min(MAX_IDLE_WALKS, num_values)
         while not self._is_over(best) and num_idle < max_idle:
             reached = self._descend(self._kicked(best), max(LATER_PATIENCE, num_values))
             num_idle = 0 if reached.step_s < best.step_s else num_idle + 1
