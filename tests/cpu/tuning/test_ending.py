@@ -223,7 +223,8 @@ def test_a_larger_batch_ends_too_where_none_raced(
 
     monkeypatch.setattr(Race, "between", win)
     monkeypatch.setattr(Ending, "best", see)
-    tuned(disk=tmp_path, batch=kept, learning_rate="find", train_s=0.4, trial_s=4.0)
+    # Enough data that twice of any batch is at most a quarter of it: the clock decides which batch is advised.
+    tuned(dataset=stripes(1024), disk=tmp_path, batch=kept, learning_rate="find", train_s=0.4, trial_s=4.0)
     ((soonest, others),) = asked
     is_larger = kept is None and soonest == raced[-1]
     assert [other for other in others if other > raced[-1]] == [2 * soonest] * is_larger
