@@ -380,8 +380,8 @@ def test_memory_that_creeps_is_planned_for_each_time(monkeypatch: pytest.MonkeyP
     always_restarts(monkeypatch)
     monkeypatch.setattr(tidy, "MOST_S", 0.2)  # every room is planned for anew many times
     torch.manual_seed(0)
-    model = nn.Sequential(*[part for _ in range(12) for part in (nn.Linear(512, 512), nn.Tanh())])
-    x, ooc = torch.randn(4096, 512), limit(model, 120 * MIB)
+    model = nn.Sequential(*[part for _ in range(12) for part in (nn.Linear(128, 128), nn.Tanh())])
+    x, ooc = torch.randn(16384, 128), limit(model, 100 * MIB)
     ooc._tries_rooms = True
     really, extra = ooc._before_bytes, [0]
     monkeypatch.setattr(ooc, "_before_bytes", lambda inputs: really(inputs) + extra[0])
