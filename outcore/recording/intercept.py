@@ -15,12 +15,15 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from outcore.running.switches import Switches, switches
+
 _TORCH = Path(torch.__file__).parent
 _BETWEEN = (str(Path(__file__).parents[1]), str(_TORCH / "_dynamo"), str(_TORCH / "_compile.py"))
 
 
 class Listener(Protocol):
     wants_ops: bool  # False: it has seen all it needs of this step's
+    switches: Switches  # that the step began with
 
     def op(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any: ...
     def pack(self, tensor: torch.Tensor) -> Any: ...
@@ -74,9 +77,11 @@ class Interception:
         self._mode: Any = None
         self._early = False  # the mode is entered with the step, not with the first forward
         self._depth = 0
+        self._switches = switches()
 
     def start(self) -> None:
         """Sets the saved-tensor hooks."""
+        self._switches = switches()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._hooks.__enter__()
         self._depth = torch._C._len_torch_dispatch_stack()
@@ -99,6 +104,7 @@ class Interception:
     def listen(self, listener: Listener, *, ops: bool) -> None:
         """From here on `listener` gets the packs and unpacks and, with `ops`, the ops."""
         self._listener = listener
+        listener.switches = self._switches
         if ops:
             if self._mode is None:
                 self._push()

@@ -37,6 +37,7 @@ from outcore.running.signatures import (
     tensors_in,
 )
 from outcore.running.store import Store
+from outcore.running.switches import changed, switches
 from outcore.values import Op, Storage, Tick, Trace, Value
 
 _MARK = "_outcore_recorded"
@@ -100,6 +101,7 @@ class Recorder:
         self._twins: dict[int, Twin] = {}
         self._proofs: Proofs = {}
         self._passes = Passes(device, on_refused)
+        self.switches = switches()  # that the step began with
         self._calls: dict[Hashable, int] = {}  # what was called on which values -> the op that did it first
         self._written_into: set[int] = set()  # values that a function of somebody's own got back, and may write into
         self._unsaid: set[int] = set()  # values that were written into without becoming others: running statistics
@@ -186,6 +188,8 @@ class Recorder:
         plain = all(is_plain(tensor) for tensor in tensors_in((*args, *kwargs.values())))
         forward = not in_backward()
         replay = replay_kind(func, args, kwargs) if plain and (torch.is_grad_enabled() or not forward) else "no"
+        if changed(self.switches, switches(few=signature_of(func).is_simple)):
+            replay = "no"
         recipe = capture(index, func, args, kwargs, self._cell_of) if forward and replay != "no" else None
         live_before = self._live_bytes
         unseen_bytes = self._unseen_bytes()

@@ -36,6 +36,7 @@ from outcore.running.program import Moves, PlannedTick, Program
 from outcore.running.replay import Call, Held, Recipe, below_everything, capture
 from outcore.running.signatures import OpOverload, outputs_of, signature_of, tensors_in
 from outcore.running.store import Store
+from outcore.running.switches import changed, switches
 from outcore.units import format_bytes
 from outcore.values import Action
 
@@ -82,6 +83,7 @@ class Execution:
         self._cells: dict[int, weakref.ref[Cell]] = {}
         self._recipes: dict[int, weakref.ref[Recipe]] = {}
         self._calls: dict[int, Call] = {}  # of ops that have echoes
+        self.switches = switches()  # that the step began with
         self._marked: Marked = []
         kinds = ("wait_out", "wait_in", "rerun") if log is not None else ()
         self._stopwatches = {kind: Clock(store.device, spin=False) for kind in kinds}
@@ -144,6 +146,9 @@ class Execution:
         op = self.program.captured[index]
         reads = iter(op.reads)
         recipe = capture(index, func, args, kwargs, lambda tensor: self._source(next(reads, -1), tensor))
+        if changed(self.switches, recipe.switches):
+            self.leave_plan(f"op {index} ({func}) runs under other switches than the step began with")
+            return recipe.signature.call(*args, **kwargs)
         recipe.twin = op.twin
         result = recipe.signature.call(*args, **kwargs)
         fresh, overwritten = outputs_of(func, args, kwargs, result, len(op.writes))
@@ -171,7 +176,7 @@ class Execution:
             elif (cell := self._find(value)) is not None:
                 cell.name(result, self._marked)
             return result
-        self._calls[index] = Call(args, kwargs)
+        self._calls[index] = Call(func, args, kwargs)
         if index in self.program.captured:
             return self._capture(index, func, args, kwargs)
         result = signature_of(func).call(*args, **kwargs)

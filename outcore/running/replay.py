@@ -5,6 +5,7 @@ Exactness:
 - it runs below autograd, autocast and every mode, with the very arguments the kernel got the first time, and with grad
   mode as it was (some kernels look at it);
 - a random op gets back the generator state it started from;
+- switches that change what a kernel computes (TF32, cuDNN, the default dtype) must be as they were (`switches`);
 - batch normalisation in training writes running statistics on the side: it gets scratch in their place, so they change
   once per step, not twice;
 - batch normalisation can be applied again from the statistics it saved, in one pass instead of three, where a check on
@@ -37,6 +38,7 @@ from outcore.running.signatures import (
     signature_of,
     tensors_in,
 )
+from outcore.running.switches import Switches, changed, switches
 
 
 class Ref:
@@ -91,6 +93,7 @@ class Recipe:
         "reads",
         "result",
         "signature",
+        "switches",
         "twin",
     )
 
@@ -103,6 +106,7 @@ class Recipe:
         self.reads: list[Cell] = []
         self.held: list[Held] = []
         self.grad_mode = torch.is_grad_enabled()
+        self.switches: Switches = switches(few=self.signature.is_simple)
         self.twin = False
         self.inner: tuple[Recipe, ...] = ()  # run before it, for it alone, and in the same pass where that can be done
         self.result: View | None = None  # of a pass, as it must lie
@@ -115,6 +119,11 @@ class Recipe:
         for cell in self.sources():
             refuse_changed(cell, self.func)
         for recipe in (*self.inner, self):
+            if how := changed(recipe.switches, switches(few=recipe.signature.is_simple)):
+                raise ReplayError(
+                    f"{recipe.func} cannot be recomputed: {how} since the forward; switch it before the step begins or "
+                    "after it ends, or use planner='swap'"
+                )
             for held in recipe.held:
                 if state_of(held.tensor) != held.state:
                     raise _changed(held.tensor, self.func)
@@ -310,17 +319,20 @@ def _exactly(arg: Any) -> Hashable:
 class Call:
     """What an operator was called on, to find out whether another call is the same. It holds no tensor."""
 
-    __slots__ = ("key", "storages")
+    __slots__ = ("func", "key", "storages", "switches")
 
-    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def __init__(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         tensors = [tensor for tensor in tensors_in((*args, *kwargs.values())) if tensor.layout is torch.strided]
         self.storages = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+        self.func, self.switches = func, switches(few=signature_of(func).is_simple)
         self.key = [_told(arg) for arg in args], {name: _told(arg) for name, arg in kwargs.items()}
 
     def is_same(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """On the same tensors, unchanged since, and all else alike? A storage that is gone may have left its address to
         another."""
-        return all(storage() is not None for storage in self.storages) and Call(args, kwargs).key == self.key
+        other = Call(self.func, args, kwargs)
+        known = all(storage() is not None for storage in self.storages)
+        return known and other.key == self.key and not changed(self.switches, other.switches)
 
     def reads(self, storages: set[int]) -> bool:
         """Any of them, by their addresses?"""

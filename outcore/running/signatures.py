@@ -23,6 +23,22 @@ _STATISTICS: dict[str, int | None] = {
     "aten::_batch_norm_with_update": None,
     "aten::batch_norm_with_update": None,
 }
+# Frequent ones that have one kernel a device, though they are not marked as working number by number.
+_SIMPLE = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_fused_rms_norm",
+        "_log_softmax",
+        "_softmax",
+        "_to_copy",
+        "cat",
+        "copy_",
+        "embedding",
+        "max_pool2d_with_indices",
+        "native_dropout",
+        "native_layer_norm",
+    )
+)
 # Not the same bits twice on a GPU, though no tag says so: atomics, and dropout from a state of the op's own.
 _NONDETERMINISTIC = frozenset(
     {
@@ -121,6 +137,7 @@ class Signature:
         "call",
         "func",
         "is_random",
+        "is_simple",
         "name",
         "names_out",
         "statistics",
@@ -136,6 +153,8 @@ class Signature:
         self.call: Callable[..., Any] = func._op  # what `func(...)` calls, without a frame of Python around it
         self.name = str(func)  # `aten.relu_.default`
         self.is_random = torch.Tag.nondeterministic_seeded in func.tags
+        # Number by number, or statistics and the like in one way: no switch chooses between libraries or precisions.
+        self.is_simple = torch.Tag.pointwise in func.tags or schema.name in (*_STATISTICS, *_SIMPLE)
         # Collectives write into what they are given, and their schemas do not say so.
         self.writes_unsaid = schema.name.startswith(("c10d::", "_c10d_functional::"))
         # Positions of the arguments that are or contain tensors, and of those that the schema says are written.
