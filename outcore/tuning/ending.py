@@ -6,10 +6,11 @@ user says how long they mean to train, trainings of that length are run, and onl
 
 The best rate at the end has been above the soonest one's, so at its batch once, twice and four times the rate run (as
 long as the higher one is better), then other batches, twice the soonest one's first where none larger raced, at no
-lower rate than the best one's says, then the rates on both sides of the best. All train for the same seconds of
-compute. At most `NUM_LENGTHS` trainings' worth is run where trainings are long; where they are short, each runs from up
-to `NUM_ORDERS` starts, with other samples held out each time: of a few hundred held-out samples one alone is a tenth or
-more of a point, and those that were held out in the race chose the field already.
+lower rate than the best one's says, then the rates on both sides of the best. A batch beyond one that ended below the
+best is not trained: neither half where twice was better, nor four times where twice was not. All train for the same
+seconds of compute. At most `NUM_LENGTHS` trainings' worth is run where trainings are long; where they are short, each
+runs from up to `NUM_ORDERS` starts, with other samples held out each time: of a few hundred held-out samples one alone
+is a tenth or more of a point, and those that were held out in the race chose the field already.
 
 Where the target is an accuracy, ends are compared by the mean probability that held-out samples give to their right
 class. Accuracy counts whole samples and is too coarse for a few hundred of them; the loss is smooth but goes its own
@@ -89,13 +90,22 @@ class Ending:
         if not self.ended:
             return None
         moved = 1.0 if self._has_failed(self._leader()) else self._leader().factor / soonest.factor
-        for other in others[:MOST_OTHERS]:
-            self._trains(self._with_batch_of(other, moved))
+        for _ in range(MOST_OTHERS):
+            other = next((one for one in others if self._may_lead(one.batch)), None)
+            if other is not None:
+                self._trains(self._with_batch_of(other, moved))
         while (beside := self._beside()) is not None and self._has_time(len(self.orders)):
             self._trains(beside)
         self._compare_again()
         leader = min(self.ended, key=lambda runner: (self._is_at_the_edge(runner), self._left(runner)))
         return None if self._has_failed(leader) else self._middle(leader)
+
+    def _may_lead(self, batch: int) -> bool:
+        """None of its size has ended, nor one between it and the best one's, if any learnt."""
+        leader, ended = self._leader(), {runner.batch for runner in self.ended}
+        low, high = sorted((batch, leader.batch))
+        beyond = not self._has_failed(leader) and any(low < other < high for other in ended)
+        return batch not in ended and not beyond
 
     def _with_batch_of(self, other: Runner, moved: float) -> Runner:
         """At the leader's rate, times the square root of how much larger its batch is: few rates of it were raced. Or

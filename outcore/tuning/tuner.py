@@ -57,7 +57,7 @@ NUM_PLUNGE_STEPS = 60  # at most, before noise is measured
 PLUNGED = 0.3  # of the loss at the start
 LARGEST = 1 << 16
 NAMES = ("today's setting", "the advice", "half its batch", "a quarter of its batch")  # in a race
-LARGER = "twice the soonest one's batch"  # in a training as long as the user's
+LARGER = {2: "twice the soonest one's batch", 4: "four times the soonest one's batch"}  # in as long a training
 
 
 @dataclass(frozen=True)
@@ -454,7 +454,7 @@ class Tuner:
     ) -> Advice:
         """What is best after a training as long as the user's; what was soonest at the target stays beside it."""
         ending = Ending.after(race, length_s, END_SHARE * self.asked.trial_s)
-        larger = [_runner(LARGER, named[LARGER])] if LARGER in named else []
+        larger = [_runner(name, named[name]) for name in LARGER.values() if name in named]
         with self._anew():
             best = ending.best(winner.runner, [*larger, *race.best_of_other_batches(winner.runner)])
         found, soonest = taken, _soonest(taken) if taken.num_steps else None
@@ -496,12 +496,16 @@ class Tuner:
         return [self._with_rate(self._at(advice, choosing, size), says_why=False) for size in sizes]
 
     def _larger(self, taken: Advice, choosing: Choosing, race: Race) -> dict[str, Advice]:
-        """Twice the batch that is soonest, where none larger raced: noise grows while a network learns, and the batch
-        that gets furthest at first may be too small in the end."""
-        batch, most = 2 * taken.effective_batch, self._largest(None) // 4
-        if not self.asked.free or batch > most or any(ran.runner.batch > taken.effective_batch for ran in race.ran):
+        """Twice and four times the batch that is soonest, where none larger raced: noise grows while a network learns,
+        and the batch that gets furthest at first may be too small in the end."""
+        batch, most = taken.effective_batch, self._largest(None) // 4
+        if not self.asked.free or any(ran.runner.batch > batch for ran in race.ran):
             return {}
-        return {LARGER: self._with_rate(self._at(taken, choosing, batch), says_why=False)}
+        return {
+            name: self._with_rate(self._at(taken, choosing, times * batch), says_why=False)
+            for times, name in LARGER.items()
+            if times * batch <= most
+        }
 
     def _like_today(self, advice: Advice, choosing: Choosing) -> Advice:
         """The advice, if it were to train on as today."""

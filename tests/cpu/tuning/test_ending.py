@@ -113,6 +113,35 @@ def test_a_batch_that_leads_says_nothing_of_how_far_the_soonest_rate_was_moved(f
     assert next(runner.lr for runner in ending.ended if runner.batch == 16) == pytest.approx(0.02)
 
 
+LARGER = [replace(SOONEST, name=f"{times} times", batch=64 * times) for times in (2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("best_batch", "tried"),
+    [(256, [64, 128, 256]), (128, [64, 128, 256]), (64, [64, 128, 32]), (32, [64, 128, 32])],
+)
+def test_batches_grow_as_long_as_the_larger_one_is_better_and_shrink_only_where_it_is_not(
+    best_batch: int, tried: list[int]
+) -> None:
+    def end(runner: Runner, order: int) -> float:
+        best_lr = 0.01 * (runner.batch / 64) ** 0.5
+        sizes = abs(torch.tensor(runner.batch / best_batch).log2().item())
+        return 0.1 + 0.05 * sizes + abs(torch.tensor(runner.lr / best_lr).log2().item()) / 100
+
+    ending = ending_of(end)
+    best = ending.best(SOONEST, [*LARGER, OTHER, replace(OTHER, batch=16)])
+    assert best is not None
+    assert list(dict.fromkeys(runner.batch for runner in ending.ended)) == tried
+    assert best.runner.batch == best_batch
+
+
+def test_where_none_learnt_yet_all_others_may() -> None:
+    ending = ending_of(lambda runner, order: 0.1 if runner.batch == 16 else 2.0)
+    best = ending.best(SOONEST, [OTHER, replace(OTHER, batch=16)])
+    assert best is not None
+    assert best.runner.batch == 16
+
+
 def test_where_the_soonest_failed_other_batches_run_as_they_raced() -> None:
     """But not below what one of them, which did not fail, says."""
     ending = ending_of(lambda runner, order: 2.0 if runner.batch == 64 else 0.2 + abs(runner.lr - 0.01))
@@ -222,13 +251,14 @@ def test_a_larger_batch_ends_too_where_none_raced(
 
     monkeypatch.setattr(Race, "between", win)
     monkeypatch.setattr(Ending, "best", see)
-    # Enough data that twice of any batch is at most a quarter of it: the clock decides which batch is advised.
-    tuned(dataset=stripes(1024), disk=tmp_path, batch=kept, learning_rate="find", train_s=0.4, trial_s=4.0)
+    # Enough data that four times any batch is at most a quarter of it: the clock decides which batch is advised.
+    tuned(dataset=stripes(2048), disk=tmp_path, batch=kept, learning_rate="find", train_s=0.4, trial_s=4.0)
     ((soonest, others),) = asked
     is_larger = kept is None and soonest == raced[-1]
-    assert [other for other in others if other > raced[-1]] == [2 * soonest] * is_larger
+    larger = [2 * soonest, 4 * soonest] if is_larger else []
+    assert [other for other in others if other > raced[-1]] == larger
     assert is_larger == (kept is None and largest_wins)
-    assert others[:is_larger] == [2 * soonest] * is_larger  # before all others
+    assert others[: len(larger)] == larger  # before all others
 
 
 def test_without_a_target_ends_are_compared_by_the_loss(tmp_path: Any) -> None:
