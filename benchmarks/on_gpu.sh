@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU machine, in parts with a time limit each, in the order in which a doubt should stop it:
 #
-#   bash benchmarks/on_gpu.sh check speed curve1 curve2 curve3 peers fit cores matmul tuning accuracy
-#   seconds, about:           190   350   490    400    310    420   130 290   100    290    340
+#   bash benchmarks/on_gpu.sh check exact speed curve1 curve2 curve3 peers fit cores matmul tuning accuracy
+#   seconds, about:           190   500   350   490    400    310    420   130 290   100    290    340
 #
 # Results and logs go to $OUT (default: benchmarks/results), one file a part. `cores` uses all CPU cores, the others but
 # `check` the whole GPU: run nothing beside them. MNIST and CIFAR-10 are looked for in $DATA (default: .carry), which
@@ -36,6 +36,17 @@ for part in "${@:-check}"; do
             --out "$out/exactness_llama.json" &
         run same_numbers 150 python -m pytest -q --tb=short -rs -p no:cacheprovider tests/gpu/test_same_numbers.py \
             -k "transformer or bert or llama or autocast" &
+        wait
+        ;;
+    exact) # every network at full size, bit for bit, and what no CPU can test; nothing here is timed, so two at a time
+        run exactness_1 580 python -m benchmarks.exactness --networks llama,vgg16_nhwc,r3d18_nhwc --no-repeat \
+            --out "$out/exactness_1.json" &
+        {
+            run gpu_tests 150 python -m pytest -q --tb=short -rs -p no:cacheprovider tests/gpu/tuning tests/gpu/elastic \
+                tests/gpu/test_fused.py tests/gpu/test_switches.py tests/gpu/test_echoes.py
+            run exactness_2 430 python -m benchmarks.exactness --networks resnet50,resnet152,vit_l --no-repeat \
+                --out "$out/exactness_2.json"
+        } &
         wait
         ;;
     speed) # every network at its budget in the README
