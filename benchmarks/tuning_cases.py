@@ -36,7 +36,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {
 }
 DEFAULT_BATCH = 32
 NUM_LOOKS = 16  # evaluations per epoch of today's batch, and in that time of any other
-RATE_S, WINDOW = 0.3, 320  # for how long steps of a batch are timed, and how many samples at a time
+RATE_S, LEAST_ROUNDS, WINDOW = 0.3, 5, 320  # for how long steps of a batch are timed, how many samples at a time
 
 
 # --- what is trained --------------------------------------------------------------------------------------------------
@@ -93,18 +93,30 @@ class Case:
         return self.num_epochs * self.num_train / self.rate(DEFAULT_BATCH)
 
     def rate(self, batch: int) -> float:
-        """Samples per second of training steps, as fast as they go."""
+        """Samples per second of training steps, as fast as they go. Another batch takes turns with today's, and only
+        how they compare counts: a machine's speed is another a minute later."""
         if batch not in self.rates:
-            net = self.net(0)
-            optimizer, batches = self.make_optimizer(net.parameters()), self.batches(batch, 0)
-            window(net, optimizer, batches, 3)
-            least_s, began_s = math.inf, time.monotonic()
-            while time.monotonic() - began_s < RATE_S:
-                start_s = self.now_s()
-                window(net, optimizer, batches, max(1, WINDOW // batch))
-                least_s = min(least_s, (self.now_s() - start_s) / max(1, WINDOW // batch))
-            self.rates[batch] = batch / least_s
+            sizes = dict.fromkeys((batch, DEFAULT_BATCH))
+            timed = {size: self._timed_steps(size) for size in sizes}
+            least_s, began_s = dict.fromkeys(sizes, math.inf), time.monotonic()
+            rounds = 0
+            while rounds < LEAST_ROUNDS or time.monotonic() - began_s < RATE_S * len(sizes):
+                rounds += 1
+                for size, steps in timed.items():
+                    least_s[size] = min(least_s[size], next(steps))
+            usual = self.rates.setdefault(DEFAULT_BATCH, DEFAULT_BATCH / least_s[DEFAULT_BATCH])
+            self.rates[batch] = usual * (batch / DEFAULT_BATCH) * least_s[DEFAULT_BATCH] / least_s[batch]
         return self.rates[batch]
+
+    def _timed_steps(self, batch: int) -> Iterator[float]:
+        """Seconds a step, of a few steps at a time, without end."""
+        net, num = self.net(0), max(1, WINDOW // batch)
+        optimizer, batches = self.make_optimizer(net.parameters()), self.batches(batch, 0)
+        window(net, optimizer, batches, 3)
+        while True:
+            start_s = self.now_s()
+            window(net, optimizer, batches, num)
+            yield (self.now_s() - start_s) / num
 
     def now_s(self) -> float:
         if self.device == "cuda":
