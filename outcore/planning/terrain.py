@@ -233,7 +233,7 @@ def _recomputable(trace: Trace, packs: dict[int, list[int]]) -> list[bool]:
         for read in op.reads:
             storage = trace.values[read].storage
             if trace.storages[storage].external:
-                possible = last_write[storage] <= op.slot
+                possible = last_write[storage] < op.slot  # nor by itself: statistics of fake quantisation
             elif read in packs:
                 possible = read in sources and op.slot > sources[read]
             else:

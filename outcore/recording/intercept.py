@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from outcore.running.switches import Switches, switches
 
 _TORCH = Path(torch.__file__).parent
+_FUNCTIONS, _FUNCTORCH = str(_TORCH / "autograd" / "function.py"), str(_TORCH / "_functorch")
 _BETWEEN = (str(Path(__file__).parents[1]), str(_TORCH / "_dynamo"), str(_TORCH / "_compile.py"))
 
 
@@ -137,8 +138,9 @@ class Interception:
         """Python looks at no further op: each costs tens of microseconds, and a backward has thousands. The engine's
         threads take over the modes of the thread that calls `backward()`, so this must happen before, in the forward:
         what is taken off in a backward that saves something itself is back when its node ends, and nobody's any more.
-        A mode that the user entered since stays where it is, and then so does ours."""
-        if torch._C._len_torch_dispatch_stack() == self._depth + 1 and not in_backward():
+        A mode that the user entered since stays where it is, and then so does ours. Inside a vmap it stays, too: that
+        puts the thread back to how it was when it began, with a mode."""
+        if torch._C._len_torch_dispatch_stack() == self._depth + 1 and not in_backward() and not _in_functorch():
             self._mode.__exit__(None, None, None)
             self._mode = None
 
@@ -155,6 +157,21 @@ def called_by_engine() -> bool:
     while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
         frame = frame.f_back
     return frame is None or frame.f_code.co_name == "_engine_run_backward"
+
+
+def called_by_function() -> bool:
+    """Is what is being saved saved by a custom autograd function, not by an op? Then that is the nearest Python."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename == _FUNCTIONS and frame.f_code.co_name == "apply"
+
+
+def _in_functorch() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.startswith(_FUNCTORCH):
+        frame = frame.f_back
+    return frame is not None
 
 
 def in_backward() -> bool:

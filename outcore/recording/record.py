@@ -20,16 +20,28 @@ from typing import Any, TypeVar
 
 import torch
 
-from outcore.recording.intercept import called_by_engine, in_backward
+from outcore.recording.intercept import called_by_engine, called_by_function, in_backward
 from outcore.recording.passes import Passes
 from outcore.recording.twin import Proofs, Twin
-from outcore.running.cells import Cell, Handle, Kept, Marked, View, check_unchanged, clear_marks, is_plain
+from outcore.running.cells import (
+    Cell,
+    Handle,
+    Kept,
+    Marked,
+    View,
+    as_bytes,
+    check_unchanged,
+    clear_marks,
+    is_plain,
+    version_of,
+)
 from outcore.running.clock import Clock
 from outcore.running.execute import SMALL_BYTES, bring, swap_out_now
 from outcore.running.replay import Recipe, below_everything, capture, has_twin
 from outcore.running.signatures import (
     UNFILLED,
     OpOverload,
+    Signature,
     outputs_of,
     reads_of,
     replay_kind,
@@ -98,12 +110,19 @@ class Recorder:
         self._cells: dict[int, weakref.ref[Cell]] = {}
         self._marked: Marked = []
         self._clock = Clock(device)
+        self._drops = device.type == "cuda"  # what is quickly made again: to fill and pin host memory takes seconds
         self._twins: dict[int, Twin] = {}
         self._proofs: Proofs = {}
         self._passes = Passes(device, on_refused)
         self.switches = switches()  # that the step began with
         self._calls: dict[Hashable, int] = {}  # what was called on which values -> the op that did it first
         self._written_into: set[int] = set()  # values that a function of somebody's own got back, and may write into
+        self._rewritten: set[int] = (
+            set()
+        )  # values that no op wrote into, and that changed in or after a custom function
+        self._remade_from: dict[
+            int, list[weakref.ref[Cell]]
+        ] = {}  # storages from outside -> what was dropped and reads it
         self._unsaid: set[int] = set()  # values that were written into without becoming others: running statistics
         self._node = -1  # of autograd's graph, whose ops are running, by its number
         self._node_values: set[int] = set()  # what they read and made
@@ -179,6 +198,7 @@ class Recorder:
         """Runs and notes it. What a forward makes with gradients off is never made again: that is the inside of a
         custom function, where kernels of other makers write into what an op has just made, and nobody sees it."""
         self._slot += 1
+        self._rescue(signature_of(func), args, kwargs)
         index = len(self._ops)
         read = [tensor for tensor in reads_of(func, args, kwargs) if tensor.layout is torch.strided]
         reads = tuple(self._value_of(tensor) for tensor in read)
@@ -328,6 +348,12 @@ class Recorder:
         if storage.external or not storage.movable or storage.bytes < SMALL_BYTES or self._is_unfilled(value):
             return self._watch_handle(Kept(tensor, pack, self), tick)
         cell = self._cell_of(tensor)
+        foreign = called_by_function() or cell.version != version_of(tensor)
+        if foreign and not self._can_be_made(cell, tensor):
+            self._rewritten.add(value)
+            cell = Cell(value, tensor)
+            cell.name(tensor, self._marked)
+            self._cells[value] = weakref.ref(cell)
         handle = self._watch_handle(Handle(cell, tensor, pack, self), tick)
         if cell.parcel is None:
             with below_everything():
@@ -353,20 +379,76 @@ class Recorder:
         return self._add_value(len(self._storages) - 1, -1)
 
     def _put_away(self, cell: Cell, tensor: torch.Tensor) -> None:
-        if self.device.type == "cuda" and _quickly_made(cell, self.budget_bytes):
+        if self._drops and _quickly_made(cell, self.budget_bytes) and self._notes_sources(cell):
             return
         cell.hold(tensor)
         if swap_out_now(cell, self.store):
             cell.recipe = None
             cell.name(tensor, self._marked)
-        elif _rerunnable(cell):
+        elif _rerunnable(cell) and self._notes_sources(cell):
             cell.data = None
             cell.name(tensor, self._marked)
+
+    def _notes_sources(self, cell: Cell) -> bool:
+        """What it would be made from, of what was there before the step. False: one of these has changed since."""
+        todo, seen, found = [cell], set(), set()
+        while todo:
+            recipe = todo.pop().recipe
+            if recipe is None or id(recipe) in seen:
+                continue
+            seen.add(id(recipe))
+            todo.extend(source for source in recipe.reads if source.parcel is None and source.data is None)
+            found |= {source.value for source in recipe.reads}
+        storages = {value: self._values[value].storage for value in found}
+        outside = {value: storage for value, storage in storages.items() if self._storages[storage].external}
+        if any(self._storages[storage].current != value or value in self._unsaid for value, storage in outside.items()):
+            return False
+        for storage in outside.values():
+            self._remade_from.setdefault(storage, []).append(weakref.ref(cell))
+        return True
+
+    def _rescue(self, signature: Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """What is to be made again from a tensor that was there before the step, and that an op is about to write into
+        (a queue of keys, a codebook, running statistics), is made now. Versions do not tell: `x.data` has its own."""
+        if not self._remade_from:
+            return
+        written = signature.written_of(args, kwargs) + tensors_in(args[at] for at in signature.scratch(args))
+        if signature.writes_unsaid:
+            written = tensors_in((*args, *kwargs.values()))
+        storages = {self._storage_of(tensor) for tensor in written if tensor.layout is torch.strided}
+        for mark in [mark for storage in storages for mark in self._remade_from.pop(storage, ())]:
+            cell = mark()
+            if cell is not None and cell.data is None and cell.parcel is None:
+                with below_everything():
+                    bring(cell)
+                    swap_out_now(cell, self.store)
+                cell.recipe = None
+        if storages:
+            self._reset_peak()
+
+    def _can_be_made(self, cell: Cell, tensor: torch.Tensor) -> bool:
+        """Would the program get back what it saves? A kernel that is no op may have written into it: Liger's cross
+        entropy puts the gradient where the logits were. Asked of what custom functions save, or say they wrote into."""
+        if cell.data is not None or (cell.parcel is None and cell.recipe is None):
+            return True  # it is what is there
+        if cell.parcel is None and not (_quickly_made(cell, self.budget_bytes) and self._notes_sources(cell)):
+            return False
+        try:
+            with below_everything():
+                same = torch.equal(as_bytes(bring(cell)), as_bytes(tensor))
+        except torch.OutOfMemoryError:
+            self._on_refused()
+            same = False
+        cell.let_go()
+        self._reset_peak()
+        return same
 
     def unpack(self, handle: Handle | Kept) -> torch.Tensor:
         self._slot += 1
         value = self._pack_values[handle.pack]
-        if isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction):
+        node = torch._C._current_autograd_node()
+        is_function = isinstance(node, torch.autograd.function.BackwardCFunction)
+        if is_function:
             self._written_into.add(value)
         if isinstance(handle, Kept):
             self._add_tick("unpack", value, handle.pack, handle.tensor)
@@ -377,6 +459,8 @@ class Recorder:
             data = bring(handle.cell)
             tensor = handle.view.of(data)
         tick = self._add_tick("unpack", value, handle.pack, tensor)
+        if is_function:
+            self._see_whether_it_changes(node, value, tensor)
         if not present:
             storage = self._values[value].storage
             data.untyped_storage().__dict__[_MARK] = (self._serial, storage)
@@ -384,6 +468,17 @@ class Recorder:
             handle.cell.let_go()
         self._reset_peak()
         return tensor
+
+    def _see_whether_it_changes(self, node: Any, value: int, tensor: torch.Tensor) -> None:
+        """Until its backward is over: kernels of others use what they saved as memory, and no version tells."""
+        given, before = [tensor], _checksum(tensor)
+
+        def compare(*_: Any) -> None:
+            hook.remove()
+            if _checksum(given.pop()) != before:
+                self._rewritten.add(value)
+
+        hook = node.register_hook(compare)
 
     def _unpacked_died(self, tick: dict[str, Any]) -> None:
         tick["dies"] = self._slot
@@ -423,7 +518,10 @@ class Recorder:
         for index, twin in self._twins.items():
             self._ops[index] |= twin.verdict()
         for op in self._ops:
-            if not self._unsaid.isdisjoint(op["reads"]):  # no version says what it read
+            # No version says what it read; or what it made or read was written into by what is no op.
+            if not self._unsaid.isdisjoint(op["reads"]) or not self._rewritten.isdisjoint(
+                (*op["reads"], *op["writes"])
+            ):
                 op |= {"replay": "no", "repeats": -1}
         self._find_passes(seconds)
         self._forget_repeats()
@@ -443,6 +541,11 @@ class Recorder:
             model=self.name,
             recorded_at=date.today().isoformat(),
         )
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    with below_everything():
+        return int(as_bytes(tensor).sum(dtype=torch.int64))
 
 
 def _quickly_made(cell: Cell, budget_bytes: int) -> bool:

@@ -194,6 +194,8 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.grad_fn is None:
         return tensor
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor.detach()  # what lies below Python is not all of it
     guard = _GUARDS.pop() if _GUARDS else torch._C._ForceDispatchKeyGuard(_COUNTED, _UNSEEN)
     with guard:
         alone = tensor.detach()
@@ -224,4 +226,6 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
         and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor._is_zerotensor()  # it has bytes and no memory
     )

@@ -130,9 +130,8 @@ class Execution:
                 result = self._capture(index, func, args, kwargs)
             else:
                 result = signature.call(*args, **kwargs)
-                if signature.writes_lists:
-                    for tensor in tensors_in(args[position] for position in signature.written if position < len(args)):
-                        forget_cell(tensor)  # their version counters move when what they made has been saved already
+                for tensor in signature.written_of(args, kwargs) if signature.written else ():
+                    forget_cell(tensor)  # of lists, versions move when what was made has been saved; of `x.data` never
             if index == program.last_watched:
                 self.wants_ops = not (self._stops_watching and self.on_plan)
         if self.meter is not None:
@@ -260,14 +259,13 @@ class Execution:
             return Kept(tensor, -1, self)
         if not tensor.requires_grad and tensor.is_floating_point():  # noise, say, that is saved before it is drawn
             return Kept(tensor, -1, self)
-        cell = cell_of(tensor)
-        if cell is None:
-            cell = Cell(-1, tensor)
-            cell.hold(tensor)
+        # Never a cell that was put away before: views that share a storage may count versions for themselves
+        # (`unsafe_chunk`, of which recurrent networks are made), and what was written since is not in it.
+        cell = Cell(-1, tensor)
+        cell.hold(tensor)
         handle = Handle(cell, tensor, -1, self)
-        if cell.data is not None and cell.parcel is None:
-            with below_everything():
-                swap_out_now(cell, self.store)
+        with below_everything():
+            swap_out_now(cell, self.store)
         return handle
 
     def _is_outside(self, tensor: torch.Tensor) -> bool:
