@@ -22,6 +22,7 @@ import torch
 
 from outcore.recording.intercept import called_by_engine, called_by_function, in_backward
 from outcore.recording.passes import Passes
+from outcore.recording.remaking import checksum, quickly_made, rerunnable, values_read
 from outcore.recording.twin import Proofs, Twin
 from outcore.running.cells import (
     Cell,
@@ -33,6 +34,7 @@ from outcore.running.cells import (
     check_unchanged,
     clear_marks,
     is_plain,
+    shape_of,
     version_of,
 )
 from outcore.running.clock import Clock
@@ -53,7 +55,6 @@ from outcore.running.switches import changed, switches
 from outcore.values import Op, Storage, Tick, Trace, Value
 
 _MARK = "_outcore_recorded"
-_HANDFUL = 16  # ops
 _ROUND_BYTES = 512  # the CUDA allocator's grain
 H = TypeVar("H", Handle, Kept)
 
@@ -216,6 +217,8 @@ class Recorder:
         started = self._clock.start()
         result = func(*args, **kwargs)
         self._clock.stop(started)
+        if not all(is_plain(tensor) for tensor in tensors_in((result,))):
+            replay, recipe = "no", None
         fresh, overwritten = outputs_of(func, args, kwargs, result)
         fresh = [tensor for tensor in fresh if tensor.layout is torch.strided]
         made = sum(self._count(tensor) for tensor in fresh)
@@ -240,7 +243,7 @@ class Recorder:
                 "reads": reads,
                 "writes": tuple(writes),
                 "workspace_bytes": workspace_bytes,
-                "replay": replay if all(is_plain(tensor) for tensor in tensors_in((result,))) else "no",
+                "replay": replay,
                 "module": self._modules.current,
                 "repeats": repeats,
                 "joins": not forward and self._joins(func, args, reads, writes),
@@ -339,7 +342,7 @@ class Recorder:
 
     def pack(self, tensor: torch.Tensor) -> Handle | Kept:
         self._slot += 1
-        strided = tensor.layout is torch.strided
+        strided = tensor.layout is torch.strided and not tensor.is_nested
         value = self._value_of(tensor) if strided else self._odd_value(tensor)
         pack, self._num_packs = self._num_packs, self._num_packs + 1
         self._pack_values.append(value)
@@ -379,27 +382,19 @@ class Recorder:
         return self._add_value(len(self._storages) - 1, -1)
 
     def _put_away(self, cell: Cell, tensor: torch.Tensor) -> None:
-        if self._drops and _quickly_made(cell, self.budget_bytes) and self._notes_sources(cell):
+        if self._drops and quickly_made(cell, self.budget_bytes) and self._notes_sources(cell):
             return
         cell.hold(tensor)
         if swap_out_now(cell, self.store):
             cell.recipe = None
             cell.name(tensor, self._marked)
-        elif _rerunnable(cell) and self._notes_sources(cell):
+        elif rerunnable(cell) and self._notes_sources(cell):
             cell.data = None
             cell.name(tensor, self._marked)
 
     def _notes_sources(self, cell: Cell) -> bool:
         """What it would be made from, of what was there before the step. False: one of these has changed since."""
-        todo, seen, found = [cell], set(), set()
-        while todo:
-            recipe = todo.pop().recipe
-            if recipe is None or id(recipe) in seen:
-                continue
-            seen.add(id(recipe))
-            todo.extend(source for source in recipe.reads if source.parcel is None and source.data is None)
-            found |= {source.value for source in recipe.reads}
-        storages = {value: self._values[value].storage for value in found}
+        storages = {value: self._values[value].storage for value in values_read(cell)}
         outside = {value: storage for value, storage in storages.items() if self._storages[storage].external}
         if any(self._storages[storage].current != value or value in self._unsaid for value, storage in outside.items()):
             return False
@@ -431,7 +426,7 @@ class Recorder:
         entropy puts the gradient where the logits were. Asked of what custom functions save, or say they wrote into."""
         if cell.data is not None or (cell.parcel is None and cell.recipe is None):
             return True  # it is what is there
-        if cell.parcel is None and not (_quickly_made(cell, self.budget_bytes) and self._notes_sources(cell)):
+        if cell.parcel is None and not (quickly_made(cell, self.budget_bytes) and self._notes_sources(cell)):
             return False
         try:
             with below_everything():
@@ -471,11 +466,11 @@ class Recorder:
 
     def _see_whether_it_changes(self, node: Any, value: int, tensor: torch.Tensor) -> None:
         """Until its backward is over: kernels of others use what they saved as memory, and no version tells."""
-        given, before = [tensor], _checksum(tensor)
+        given, before = [tensor], checksum(tensor)
 
         def compare(*_: Any) -> None:
             hook.remove()
-            if _checksum(given.pop()) != before:
+            if checksum(given.pop()) != before:
                 self._rewritten.add(value)
 
         hook = node.register_hook(compare)
@@ -491,7 +486,7 @@ class Recorder:
             "value": value,
             "pack": pack,
             "dies": dies,
-            "shape": tuple(tensor.shape),
+            "shape": tuple(shape_of(tensor)),
             "dtype": str(tensor.dtype).removeprefix("torch."),
         }
         self._ticks.append(tick)
@@ -541,41 +536,6 @@ class Recorder:
             model=self.name,
             recorded_at=date.today().isoformat(),
         )
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    with below_everything():
-        return int(as_bytes(tensor).sum(dtype=torch.int64))
-
-
-def _quickly_made(cell: Cell, budget_bytes: int) -> bool:
-    """Do a handful of ops make it from what is swapped or outside, all of them together in a quarter of the budget?"""
-    todo, seen, num_bytes = [cell], set(), 0
-    while todo:
-        wanted = todo.pop()
-        if wanted.recipe is None:
-            return False
-        if id(wanted) not in seen:
-            seen.add(id(wanted))
-            sources = wanted.recipe.reads
-            todo.extend(source for source in sources if source.parcel is None and source.data is None)
-            num_bytes += wanted.num_bytes + sum(source.num_bytes for source in sources if source.parcel is not None)
-        if len(seen) > _HANDFUL or 4 * num_bytes > budget_bytes:
-            return False
-    return True
-
-
-def _rerunnable(cell: Cell) -> bool:
-    """Can it be rerun at all, from what is there now?"""
-    todo, seen = [cell], set()
-    while todo:
-        recipe = todo.pop().recipe
-        if recipe is None:
-            return False
-        if id(recipe) not in seen:
-            seen.add(id(recipe))
-            todo.extend(source for source in recipe.reads if source.parcel is None and source.data is None)
-    return True
 
 
 class ModuleNames:

@@ -218,6 +218,11 @@ def check_unchanged(version: int, tensor: torch.Tensor) -> None:
         )
 
 
+def shape_of(tensor: torch.Tensor) -> torch.Size:
+    """Nested tensors have none."""
+    return torch.Size() if tensor.is_nested else tensor.shape
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """A strided tensor with a storage of its own kind: what may be moved or rebuilt byte by byte."""
     return (

@@ -28,6 +28,7 @@ from outcore.running.cells import (
     clear_marks,
     forget_cell,
     is_plain,
+    shape_of,
     state_of,
 )
 from outcore.running.clock import Clock
@@ -223,10 +224,10 @@ class Execution:
 
     def pack(self, tensor: torch.Tensor) -> Handle | Kept:
         tick = next(self._ticks, None)
-        if tick is None or not tick.is_pack or tensor.dtype is not tick.dtype or tensor.shape != tick.shape:
+        if tick is None or not tick.is_pack or tensor.dtype is not tick.dtype or shape_of(tensor) != tick.shape:
             if self.on_plan:
                 self.leave_plan(
-                    f"autograd saved {tensor.dtype} {tuple(tensor.shape)} where the plan has another tensor"
+                    f"autograd saved {tensor.dtype} {tuple(shape_of(tensor))} where the plan has another tensor"
                 )
             return self._pack_unplanned(tensor)
         if not tick.needs_cell:

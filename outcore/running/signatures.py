@@ -23,6 +23,7 @@ _STATISTICS: dict[str, int | None] = {
     "aten::_batch_norm_with_update": None,
     "aten::batch_norm_with_update": None,
 }
+_CONVOLUTIONS = ("aten::convolution", "aten::_convolution", "aten::cudnn_convolution")
 # Frequent ones that have one kernel a device, though they are not marked as working number by number.
 _SIMPLE = frozenset(
     f"aten::{name}"
@@ -33,8 +34,10 @@ _SIMPLE = frozenset(
         "_to_copy",
         "cat",
         "copy_",
+        "cudnn_batch_norm",
         "embedding",
         "max_pool2d_with_indices",
+        "native_batch_norm",
         "native_dropout",
         "native_layer_norm",
     )
@@ -153,8 +156,8 @@ class Signature:
         self.call: Callable[..., Any] = func._op  # what `func(...)` calls, without a frame of Python around it
         self.name = str(func)  # `aten.relu_.default`
         self.is_random = torch.Tag.nondeterministic_seeded in func.tags
-        # Number by number, or statistics and the like in one way: no switch chooses between libraries or precisions.
-        self.is_simple = torch.Tag.pointwise in func.tags or schema.name in (*_STATISTICS, *_SIMPLE)
+        # One kernel a device: no switch chooses between libraries or precisions.
+        self.is_simple = torch.Tag.pointwise in func.tags or schema.name in _SIMPLE
         # Collectives write into what they are given, and their schemas do not say so.
         self.writes_unsaid = schema.name.startswith(("c10d::", "_c10d_functional::"))
         # Positions of the arguments that are or contain tensors, and of those that the schema says are written.
@@ -201,6 +204,8 @@ def replay_kind(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -
         return "no"
     if any(isinstance(arg, torch.Generator) for arg in args):
         return "no"
+    if func._schema.name in _CONVOLUTIONS and torch._C._get_cudnn_benchmark() and args[0].device.type == "cuda":
+        return "no"  # cuDNN tries its algorithms in every thread anew: a backward's may come upon another one
     return "random" if signature_of(func).is_random else "pure"
 
 

@@ -15,6 +15,10 @@ import torch
 
 _GETTERS = {  # of torch._C: what they tell
     "_get_mkldnn_enabled": "torch.backends.mkldnn.enabled",
+    "_get_mkldnn_deterministic": "torch.backends.mkldnn.deterministic",
+    "_get_nnpack_enabled": "torch.backends.nnpack.enabled",
+    "_get_cpu_allow_fp16_reduced_precision_reduction": "the reduced precision of fp16 products on the CPU",
+    "_get_linalg_preferred_backend": "the preferred library of linear algebra",
     "_get_deterministic_algorithms": "torch.use_deterministic_algorithms",
     "_get_cudnn_enabled": "torch.backends.cudnn.enabled",
     "_get_cudnn_benchmark": "torch.backends.cudnn.benchmark",

@@ -1,0 +1,338 @@
+"""More programs that had other numbers than plain PyTorch, or broke it, without a word; a second review found them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
+from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
+
+from outcore.limit import limit
+from outcore.recording.record import Recorder
+from tests.cpu.test_silent_faults import assert_same, data, gradients
+
+PLANNERS = ["recompute-all", "swap-all", "keep-all"]
+
+
+@pytest.fixture
+def drops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: while a step is recorded, what is quickly made again is not swapped."""
+    monkeypatch.setattr(Recorder, "_drops", property(lambda self: True, lambda self, given: None), raising=False)
+
+
+def state_after(model: nn.Module) -> list[Tensor]:
+    return [buffer.clone() for buffer in model.buffers()]
+
+
+def check(
+    make: Callable[[], nn.Module], loss_of: Callable[[nn.Module, int], Tensor], planner: str, **memory: Any
+) -> None:
+    """Gradients and buffers, over steps that update buffers."""
+    plain, model = make(), make()
+    model.load_state_dict(plain.state_dict())
+    wanted = gradients(plain, lambda step: loss_of(plain, step), None, 5)
+    ooc = limit(model, memory.get("memory", "100%"), planner=planner)
+    got = gradients(model, lambda step: loss_of(model, step), ooc, 5)
+    ooc.close()
+    for one, other in zip([*wanted, *state_after(plain)], [*got, *state_after(model)], strict=True):
+        assert torch.equal(one, other)
+
+
+class Recurrent(nn.Module):
+    """Gates are chunks of one storage, each with a version counter of its own, and written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gru, self.changes = nn.Linear(32, 32), nn.GRU(32, 48), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        out: Tensor = self.gru(x * x if self.changes else x)[0]
+        return out
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_gates_that_are_chunks_of_one_storage_in_a_step_that_leaves_its_plan(planner: str) -> None:
+    torch.manual_seed(0)
+    model = Recurrent()
+
+    def loss_of(step: int) -> Tensor:
+        model.changes = step == 3
+        out: Tensor = model(data(step, 12, 32, 32)).square().mean()
+        return out
+
+    plain = gradients(model, loss_of, None, 6)
+    ooc = limit(model, "100%", planner=planner)
+    got = gradients(model, loss_of, ooc, 6)
+    assert all(torch.equal(one, other) for one, other in zip(plain, got, strict=True))
+    assert any(kind.num_left for kind in ooc.kinds.values())
+    ooc.close()
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_statistics_that_their_own_op_reads_and_writes(planner: str) -> None:
+    class Quantised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.fake = nn.Linear(64, 64), FusedMovingAvgObsFakeQuantize()
+            self.second = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.second(torch.tanh(self.fake(self.first(x)))).sigmoid()
+            return out
+
+    check(Quantised, lambda model, step: model(data(step, 128, 64)).square().sum(), planner)
+
+
+class PutsGradient(torch.autograd.Function):
+    """As Liger's cross entropy: a kernel that is no op puts the gradient where the logits were."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        numbers = logits.detach().numpy()
+        loss = float((numbers**2).sum())
+        numbers[...] = 2 * numbers
+        ctx.save_for_backward(logits.detach())
+        return torch.tensor(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grads[0]
+
+
+class UsesAsMemory(torch.autograd.Function):
+    """As Liger's SwiGLU: its backward writes what it computes into what it saved, by a kernel that is no op."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        numbers = x.detach().numpy()
+        numbers[...] = 2 * numbers * grads[0].numpy()
+        return torch.from_numpy(numbers.copy())
+
+
+class Foreign(nn.Module):
+    def __init__(self, last: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = nn.Linear(64, 64), nn.Linear(64, 64), last
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.second(torch.tanh(self.first(x)))
+        apply: Any = self.last.apply
+        out: Tensor = apply(h) if self.last is PutsGradient else apply(h).sum() + h.exp().sum()
+        return out
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("last", [PutsGradient, UsesAsMemory])
+def test_kernels_that_write_into_what_a_custom_function_saves(last: Any, planner: str) -> None:
+    check(lambda: Foreign(last), lambda model, step: model(data(step, 256, 64)), planner)
+
+
+@pytest.mark.usefixtures("drops")
+def test_a_kernel_that_wrote_into_what_is_saved_while_it_is_recorded() -> None:
+    check(lambda: Foreign(PutsGradient), lambda model, step: model(data(step, 256, 64)), "swap-all")
+
+
+def test_what_a_custom_function_saves_unchanged_may_be_made_again() -> None:
+    """That is found out while it is recorded: else no network with custom functions would recompute much."""
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return 2 * ctx.saved_tensors[0] * grads[0]
+
+    torch.manual_seed(0)
+    first, second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = first, second
+
+        def forward(self, x: Tensor) -> Tensor:
+            square: Any = Square.apply
+            out: Tensor = self.second(square(torch.tanh(self.first(x))).sin())
+            return out
+
+    model = Net()
+    ooc = limit(model, "100%", planner="recompute-all")
+    plain = gradients(model, lambda step: model(data(step, 256, 64)).sum(), None)
+    got = gradients(model, lambda step: model(data(step, 256, 64)).sum(), ooc)
+    assert all(torch.equal(one, other) for one, other in zip(plain, got, strict=True))
+    assert ooc.plan is not None
+    assert ooc.trace is not None
+    tanh = next(op for op in ooc.trace.ops if op.name == "aten.tanh.default").writes[0]
+    assert ooc.plan.decisions[tanh] == "recompute"
+    ooc.close()
+
+
+class Queue(nn.Module):
+    """As MoCo: what is compared with a queue, which then takes what came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(64, 64)
+        self.queue = nn.Buffer(torch.randn(64, 512))
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = torch.tanh(self.first(x))
+        out: Tensor = (keys @ self.queue.clone().detach()).logsumexp(1)
+        with torch.no_grad():
+            self.queue[:, :32] = keys[:32].T
+        return out
+
+
+class Codebook(nn.Module):
+    """As a VQ-VAE with moving averages: a codebook is read, and moved by its `.data` before what it gave is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.codes = nn.Buffer(torch.randn(32, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.tanh(self.first(x))
+        nearest = torch.cdist(z, self.codes).argmin(1)
+        quantised = F.embedding(nearest, self.codes)
+        with torch.no_grad():
+            self.codes.data.mul_(0.9).add_(F.one_hot(nearest, 32).float().T @ z, alpha=0.01)
+        out: Tensor = self.second(z + (quantised - z).detach()) * quantised
+        return out
+
+
+class Twice(nn.Module):
+    """Statistics are read in a pass that does not train, and then written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(64, 64), nn.BatchNorm1d(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm.eval()
+        one = torch.tanh(self.norm(self.first(x)))
+        self.norm.train()
+        out: Tensor = one * torch.tanh(self.norm(self.first(2 * x)))
+        return out
+
+
+@pytest.mark.usefixtures("drops")
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("make", [Queue, Codebook, Twice])
+def test_buffers_that_a_step_reads_and_then_changes(make: Callable[[], nn.Module], planner: str) -> None:
+    check(make, lambda model, step: model(data(step, 256, 64)).square().sum(), planner)
+
+
+class Batched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.layers[0](x)).sin()
+        weights = torch.stack([layer.weight for layer in self.layers])  # type: ignore[misc]
+        out: Tensor = torch.func.vmap(lambda w, x: torch.tanh(x @ w), in_dims=(0, None))(weights, h).mean(0)
+        return out
+
+
+def test_the_last_op_that_is_looked_at_before_a_vmap() -> None:
+    """Our mode was taken off inside it, and the thread could not compute any more, for good."""
+    model = Batched()
+    ooc = limit(model, "100%", planner="recompute-all")
+    gradients(model, lambda step: model(data(step, 512, 64)).square().mean(), ooc, 2)
+    trace, plan = ooc.trace, ooc.plan
+    ooc.close()
+    assert trace is not None
+    assert plan is not None
+    first = next(
+        value for value in plan.decisions if trace.ops[trace.values[value].producer].name == "aten.sin.default"
+    )
+    plan = replace(plan, decisions={value: "recompute" if value == first else "keep" for value in plan.decisions})
+    wanted = gradients(model, lambda step: model(data(step, 512, 64)).square().mean(), None, 8)
+    ooc = limit(model, "100%", plan=plan)
+    got = gradients(model, lambda step: model(data(step, 512, 64)).square().mean(), ooc, 8)
+    ooc.close()
+    assert all(torch.equal(one, other) for one, other in zip(wanted, got, strict=True))
+    assert float(torch.ones(3).sum()) == 3
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_tensors_that_are_more_than_what_lies_below_python(planner: str) -> None:
+    """A wrapper, and ragged batches of both layouts: kept, as they are."""
+    torch.manual_seed(0)
+    weight, other = nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(64, 64))
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.other = weight, other
+
+        def forward(self, x: Tensor) -> Tensor:
+            pair: Any = TwoTensor(x @ self.weight, x @ self.other).sin().cos()
+            parts = [x[:100] @ self.weight, x[100:] @ self.other]
+            strided = torch.nested.as_nested_tensor(parts).sin()
+            jagged = torch.nested.as_nested_tensor(parts, layout=torch.jagged).sin()
+            rest = torch.cat([*strided.unbind(), *jagged.unbind()])
+            out: Tensor = (pair.a * pair.b).tanh().sum() + rest.tanh().sum()
+            return out
+
+    model = Odd()
+    assert_same(model, lambda step: model(data(step, 256, 64)), planner)
+
+
+def test_tangents_that_have_bytes_and_no_memory() -> None:
+    """An efficient zero of forward-mode differentiation; swapping it read where nothing is."""
+    zero = torch._efficientzerotensor((64, 64))
+    model = nn.Linear(64, 64)
+
+    class Saves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(zero)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return grads[0] * 2 + ctx.saved_tensors[0].sum()
+
+    double: Any = Saves.apply
+    assert_same(model, lambda step: double(model(data(step, 64, 64))).sum(), "swap-all")
+
+
+def test_a_saved_result_that_only_some_steps_write_into() -> None:
+    """Through `.data`, whose versions are its own; the op that does it is looked at."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(64, 64), nn.Linear(64, 64)
+    model = nn.ModuleList([first, last])
+
+    def loss_of(step: int) -> Tensor:
+        x = data(step, 256, 64)
+        y, other = torch.tanh(first(x)), first(x) + 1
+        (y if step >= 3 else other).data.mul_(0.5)
+        out: Tensor = (last(y.sin()) * other).square().sum()
+        return out
+
+    assert_same(model, loss_of, "recompute-all")
