@@ -132,8 +132,11 @@ class Foreign(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.second(torch.tanh(self.first(x)))
-        apply: Any = self.last.apply
-        out: Tensor = apply(h) if self.last is PutsGradient else apply(h).sum() + h.exp().sum()
+        apply: Callable[[Tensor], Tensor] = self.last.apply
+        if self.last is PutsGradient:
+            return apply(h)
+        grown = h.exp()  # made before, so asked for after
+        return apply(h).sum() + grown.sum()
         return out
 
 
@@ -141,6 +144,15 @@ class Foreign(nn.Module):
 @pytest.mark.parametrize("last", [PutsGradient, UsesAsMemory])
 def test_kernels_that_write_into_what_a_custom_function_saves(last: Any, planner: str) -> None:
     check(lambda: Foreign(last), lambda model, step: model(data(step, 256, 64)), planner)
+
+
+def test_what_a_backward_uses_as_memory_is_read_by_no_rerun() -> None:
+    model = Foreign(UsesAsMemory)
+    ooc = limit(model, "100%", planner="recompute-all")
+    gradients(model, lambda step: model(data(step, 256, 64)), ooc, 2)
+    assert ooc.trace is not None
+    assert {op.name: op.replay for op in ooc.trace.ops}["aten.exp.default"] == "no"
+    ooc.close()
 
 
 @pytest.mark.usefixtures("drops")
@@ -233,9 +245,9 @@ class Twice(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.norm.eval()
         one = torch.tanh(self.norm(self.first(x)))
+        other = self.norm(self.first(x).sin())
         self.norm.train()
-        out: Tensor = one * torch.tanh(self.norm(self.first(2 * x)))
-        return out
+        return one.sum(1) + torch.tanh(self.norm(self.first(2 * x))).sum(1) + torch.tanh(other).sum(1)
 
 
 @pytest.mark.usefixtures("drops")
@@ -305,13 +317,12 @@ def test_tensors_that_are_more_than_what_lies_below_python(planner: str) -> None
 
 def test_tangents_that_have_bytes_and_no_memory() -> None:
     """An efficient zero of forward-mode differentiation; swapping it read where nothing is."""
-    zero = torch._efficientzerotensor((64, 64))
     model = nn.Linear(64, 64)
 
     class Saves(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(zero)
+            ctx.save_for_backward(torch._efficientzerotensor((64, 64)))
             return x * 2
 
         @staticmethod
@@ -322,17 +333,27 @@ def test_tangents_that_have_bytes_and_no_memory() -> None:
     assert_same(model, lambda step: double(model(data(step, 64, 64))).sum(), "swap-all")
 
 
-def test_a_saved_result_that_only_some_steps_write_into() -> None:
-    """Through `.data`, whose versions are its own; the op that does it is looked at."""
-    torch.manual_seed(0)
-    first, last = nn.Linear(64, 64), nn.Linear(64, 64)
-    model = nn.ModuleList([first, last])
+class Sometimes(nn.Module):
+    """Through `.data`, whose versions are its own, what is saved is written into in some steps and not in others."""
 
-    def loss_of(step: int) -> Tensor:
-        x = data(step, 256, 64)
-        y, other = torch.tanh(first(x)), first(x) + 1
-        (y if step >= 3 else other).data.mul_(0.5)
-        out: Tensor = (last(y.sin()) * other).square().sum()
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.changes = nn.Linear(64, 64), nn.Linear(64, 64), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.sin(self.first(x))
+        aside = torch.ones_like(h)
+        (h if self.changes else aside).data.mul_(0.5)
+        out: Tensor = torch.tanh(self.last(torch.tanh(h) * h))
         return out
 
-    assert_same(model, loss_of, "recompute-all")
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_a_saved_result_that_only_some_steps_write_into(planner: str) -> None:
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        model.changes = step >= 3  # type: ignore[assignment]
+        out: Tensor = model(data(step, 256, 64)).square().sum()
+        return out
+
+    check(Sometimes, loss_of, planner)
