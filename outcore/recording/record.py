@@ -411,15 +411,15 @@ class Recorder:
         if signature.writes_unsaid:
             written = tensors_in((*args, *kwargs.values()))
         storages = {self._storage_of(tensor) for tensor in written if tensor.layout is torch.strided}
-        for mark in [mark for storage in storages for mark in self._remade_from.pop(storage, ())]:
-            cell = mark()
-            if cell is not None and cell.data is None and cell.parcel is None:
-                with below_everything():
-                    bring(cell)
-                    swap_out_now(cell, self.store)
-                cell.recipe = None
-        if storages:
-            self._reset_peak()
+        cells = dict.fromkeys(mark() for storage in storages for mark in self._remade_from.pop(storage, ()))
+        lost = [cell for cell in cells if cell is not None and cell.data is None and cell.parcel is None]
+        for cell in lost:
+            with below_everything():
+                bring(cell)
+                swap_out_now(cell, self.store)
+            cell.recipe = None
+        if lost:
+            self._reset_peak()  # what this took is not the step's
 
     def _can_be_made(self, cell: Cell, tensor: torch.Tensor) -> bool:
         """Would the program get back what it saves? A kernel that is no op may have written into it: Liger's cross

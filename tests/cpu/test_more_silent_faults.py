@@ -136,7 +136,7 @@ class Foreign(nn.Module):
         if self.last is PutsGradient:
             return apply(h)
         grown = h.exp()  # made before, so asked for after
-        return apply(h).sum() + grown.sum()
+        out: Tensor = apply(h).sum() + grown.sum()
         return out
 
 
