@@ -22,7 +22,7 @@ import torch
 
 from outcore.recording.intercept import called_by_engine, called_by_function, in_backward
 from outcore.recording.passes import Passes
-from outcore.recording.remaking import checksum, quickly_made, rerunnable, values_read
+from outcore.recording.remaking import checksum, has_same_bytes, quickly_made, rerunnable, values_read
 from outcore.recording.twin import Proofs, Twin
 from outcore.running.cells import (
     Cell,
@@ -30,7 +30,6 @@ from outcore.running.cells import (
     Kept,
     Marked,
     View,
-    as_bytes,
     check_unchanged,
     clear_marks,
     is_plain,
@@ -430,7 +429,7 @@ class Recorder:
             return False
         try:
             with below_everything():
-                same = torch.equal(as_bytes(bring(cell)), as_bytes(tensor))
+                same = has_same_bytes(bring(cell), tensor)
         except torch.OutOfMemoryError:
             self._on_refused()
             same = False
