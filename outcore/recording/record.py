@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from outcore.errors import ReplayError
 from outcore.recording.intercept import called_by_engine, called_by_function, in_backward
 from outcore.recording.passes import Passes
-from outcore.recording.remaking import checksum, has_same_bytes, quickly_made, rerunnable, values_read
+from outcore.recording.remaking import checksum, has_same_bytes, let_go_all, quickly_made, rerunnable, values_read
 from outcore.recording.twin import Proofs, Twin
 from outcore.running.cells import (
     Cell,
@@ -117,12 +118,9 @@ class Recorder:
         self.switches = switches()  # that the step began with
         self._calls: dict[Hashable, int] = {}  # what was called on which values -> the op that did it first
         self._written_into: set[int] = set()  # values that a function of somebody's own got back, and may write into
-        self._rewritten: set[int] = (
-            set()
-        )  # values that no op wrote into, and that changed in or after a custom function
-        self._remade_from: dict[
-            int, list[weakref.ref[Cell]]
-        ] = {}  # storages from outside -> what was dropped and reads it
+        self._rewritten: set[int] = set()  # values that changed in or after a custom function, and by no op
+        self._read_by_recipes: set[int] = set()  # values
+        self._remade_from: dict[int, list[weakref.ref[Cell]]] = {}  # storage from outside -> what is made from it again
         self._unsaid: set[int] = set()  # values that were written into without becoming others: running statistics
         self._node = -1  # of autograd's graph, whose ops are running, by its number
         self._node_values: set[int] = set()  # what they read and made
@@ -211,6 +209,7 @@ class Recorder:
         if changed(self.switches, switches(few=signature_of(func).is_simple)):
             replay = "no"
         recipe = capture(index, func, args, kwargs, self._cell_of) if forward and replay != "no" else None
+        self._read_by_recipes.update(reads if recipe is not None else ())
         live_before = self._live_bytes
         unseen_bytes = self._unseen_bytes()
         started = self._clock.start()
@@ -414,8 +413,9 @@ class Recorder:
         lost = [cell for cell in cells if cell is not None and cell.data is None and cell.parcel is None]
         for cell in lost:
             with below_everything():
-                bring(cell)
-                swap_out_now(cell, self.store)
+                data = bring(cell)
+                if not swap_out_now(cell, self.store):
+                    cell.hold(data)
             cell.recipe = None
         if lost:
             self._reset_peak()  # what this took is not the step's
@@ -425,15 +425,16 @@ class Recorder:
         entropy puts the gradient where the logits were. Asked of what custom functions save, or say they wrote into."""
         if cell.data is not None or (cell.parcel is None and cell.recipe is None):
             return True  # it is what is there
-        if cell.parcel is None and not (quickly_made(cell, self.budget_bytes) and self._notes_sources(cell)):
+        if cell.parcel is None and not (quickly_made(cell, 2 * self.budget_bytes) and self._notes_sources(cell)):
             return False
         try:
             with below_everything():
                 same = has_same_bytes(bring(cell), tensor)
-        except torch.OutOfMemoryError:
-            self._on_refused()
+        except (torch.OutOfMemoryError, ReplayError) as error:  # or the function was called under other switches
+            if isinstance(error, torch.OutOfMemoryError):
+                self._on_refused()
             same = False
-        cell.let_go()
+        let_go_all(cell)
         self._reset_peak()
         return same
 
@@ -453,7 +454,7 @@ class Recorder:
             data = bring(handle.cell)
             tensor = handle.view.of(data)
         tick = self._add_tick("unpack", value, handle.pack, tensor)
-        if is_function:
+        if is_function and value in self._read_by_recipes:
             self._see_whether_it_changes(node, value, tensor)
         if not present:
             storage = self._values[value].storage
@@ -464,13 +465,16 @@ class Recorder:
         return tensor
 
     def _see_whether_it_changes(self, node: Any, value: int, tensor: torch.Tensor) -> None:
-        """Until its backward is over: kernels of others use what they saved as memory, and no version tells."""
-        given, before = [tensor], checksum(tensor)
+        """Until its backward is over: kernels of others use what they saved as memory, and no version tells. Asked only
+        where a rerun might read it: it is held for as long."""
+        given, before = [tensor.untyped_storage()], checksum(tensor.untyped_storage())
+        self._reset_peak()
 
         def compare(*_: Any) -> None:
             hook.remove()
             if checksum(given.pop()) != before:
                 self._rewritten.add(value)
+            self._reset_peak()
 
         hook = node.register_hook(compare)
 

@@ -13,13 +13,20 @@ _PIECE_BYTES = 1 << 26
 
 def has_same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     """All of their storages, a piece at a time: comparing takes as much memory again."""
-    pieces = zip(as_bytes(one).split(_PIECE_BYTES), as_bytes(other).split(_PIECE_BYTES))
-    return all(torch.equal(a, b) for a, b in pieces)
+    a, b = as_bytes(one), as_bytes(other)
+    pieces = zip(a.split(_PIECE_BYTES), b.split(_PIECE_BYTES))
+    return a.shape == b.shape and all(torch.equal(x, y) for x, y in pieces)
 
 
-def checksum(tensor: torch.Tensor) -> int:
+def checksum(storage: torch.UntypedStorage) -> list[int]:
+    """Sums of its words, in sixteen parts. Words of 64 bits: a sum of shorter ones makes long ones of all, first."""
     with below_everything():
-        return int(as_bytes(tensor).sum(dtype=torch.int64))
+        everything = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        num_words = len(everything) // 8
+        words, rest = everything[: 8 * num_words].view(torch.int64), everything[8 * num_words :]
+        parts = words.split(max(1, -(-num_words // 16)))
+        sums: list[int] = torch.stack([rest.sum(dtype=torch.int64), *(part.sum() for part in parts)]).tolist()
+    return sums
 
 
 def quickly_made(cell: Cell, budget_bytes: int) -> bool:
@@ -63,3 +70,16 @@ def values_read(cell: Cell) -> set[int]:
         todo.extend(source for source in recipe.reads if source.parcel is None and source.data is None)
         found |= {source.value for source in recipe.reads}
     return found
+
+
+def let_go_all(cell: Cell) -> None:
+    """What was brought to make it, in vain."""
+    todo, seen = [cell], set()
+    while todo:
+        wanted = todo.pop()
+        if id(wanted) in seen:
+            continue
+        seen.add(id(wanted))
+        if wanted.parcel is not None or wanted.recipe is not None:
+            wanted.let_go()
+        todo.extend(wanted.recipe.reads if wanted.recipe is not None else ())

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from outcore.running.cells import (
     Handle,
     Kept,
     Marked,
+    View,
     cell_of,
     check_unchanged,
     clear_marks,
@@ -86,6 +87,7 @@ class Execution:
         self._calls: dict[int, Call] = {}  # of ops that have echoes
         self.switches = switches()  # that the step began with
         self._marked: Marked = []
+        self._views: weakref.WeakKeyDictionary[Cell, Hashable] = weakref.WeakKeyDictionary()  # of cells without a plan
         kinds = ("wait_out", "wait_in", "rerun") if log is not None else ()
         self._stopwatches = {kind: Clock(store.device, spin=False) for kind in kinds}
         self._places: dict[int, torch.UntypedStorage] = {}
@@ -260,13 +262,17 @@ class Execution:
             return Kept(tensor, -1, self)
         if not tensor.requires_grad and tensor.is_floating_point():  # noise, say, that is saved before it is drawn
             return Kept(tensor, -1, self)
-        # Never a cell that was put away before: views that share a storage may count versions for themselves
-        # (`unsafe_chunk`, of which recurrent networks are made), and what was written since is not in it.
-        cell = Cell(-1, tensor)
-        cell.hold(tensor)
+        # No cell of another view: those that share a storage may count versions for themselves (`unsafe_chunk`, of
+        # which recurrent networks are made), and what was written through one since the cell was put away is not in it.
+        cell, view = cell_of(tensor), View(tensor).key()
+        if cell is None or self._views.get(cell) != view:
+            cell = Cell(-1, tensor)
+            cell.hold(tensor)
+            self._views[cell] = view
         handle = Handle(cell, tensor, -1, self)
-        with below_everything():
-            swap_out_now(cell, self.store)
+        if cell.data is not None and cell.parcel is None:
+            with below_everything():
+                swap_out_now(cell, self.store)
         return handle
 
     def _is_outside(self, tensor: torch.Tensor) -> bool:

@@ -15,6 +15,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from outcore.limit import limit
 from outcore.recording.record import Recorder
+from outcore.recording.remaking import checksum, has_same_bytes
+from outcore.running.store import Store
 from tests.cpu.test_silent_faults import assert_same, data, gradients
 
 PLANNERS = ["recompute-all", "swap-all", "keep-all"]
@@ -196,6 +198,48 @@ def test_what_a_custom_function_saves_unchanged_may_be_made_again() -> None:
     tanh = next(op for op in ooc.trace.ops if op.name == "aten.tanh.default").writes[0]
     assert ooc.plan.decisions[tanh] == "recompute"
     ooc.close()
+
+
+class Squared(nn.Module):
+    """A custom function, called under other switches than the ops before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Conv2d(4, 8, 3), UsesAsMemory
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        apply: Callable[[Tensor], Tensor] = self.last.apply
+        with torch.backends.mkldnn.flags(enabled=False):
+            return apply(h)
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_a_custom_function_under_other_switches(planner: str) -> None:
+    check(Squared, lambda model, step: model(data(step, 8, 4, 16, 16)).sum(), planner)
+
+
+@pytest.mark.usefixtures("drops")
+def test_what_is_made_in_time_stays_where_nothing_can_be_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue's copy is made before the queue is written into, and there is no room for it on the host."""
+    monkeypatch.setattr(Store, "send", lambda self, data, tiers=("host", "disk"): None)
+    check(Queue, lambda model, step: model(data(step, 256, 64)).square().sum(), "keep-all")
+
+
+def test_a_storage_is_told_from_another_by_its_sums() -> None:
+    one = torch.arange(1001, dtype=torch.uint8)
+    other = one.clone()
+    assert checksum(one.untyped_storage()) == checksum(other.untyped_storage())
+    assert has_same_bytes(one, other)
+    other[1000] += 1
+    assert checksum(one.untyped_storage()) != checksum(other.untyped_storage())
+    assert not has_same_bytes(one, other)
+    assert not has_same_bytes(one, one[:8].clone())
+    turned = torch.randn(256).flip(0)
+    assert checksum(turned.untyped_storage()) != checksum(turned.flip(0).untyped_storage())
+    assert checksum(torch.empty(0).untyped_storage()) == checksum(torch.empty(0).untyped_storage())
 
 
 class Queue(nn.Module):
