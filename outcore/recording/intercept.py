@@ -153,18 +153,22 @@ def _unpack(handle: Any) -> torch.Tensor:
 def called_by_engine() -> bool:
     """Is the op that came to our mode autograd's own, with no Python of anybody's between the two? On a GPU the engine
     has threads of its own, and there is none at all; else there is the function that called it."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
-        frame = frame.f_back
+    frame = _caller()
     return frame is None or frame.f_code.co_name == "_engine_run_backward"
 
 
 def called_by_function() -> bool:
     """Is what is being saved saved by a custom autograd function, not by an op? Then that is the nearest Python."""
+    frame = _caller()
+    return frame is not None and frame.f_code.co_filename == _FUNCTIONS and frame.f_code.co_name == "apply"
+
+
+def _caller() -> FrameType | None:
+    """The nearest Python that is neither ours nor the compiler's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename == _FUNCTIONS and frame.f_code.co_name == "apply"
+    return frame
 
 
 def _in_functorch() -> bool:

@@ -145,7 +145,6 @@ class Signature:
         "names_out",
         "statistics",
         "tensors",
-        "writes_lists",
         "writes_unsaid",
         "written",
     )
@@ -165,7 +164,6 @@ class Signature:
         self.written = tuple(
             i for i, arg in enumerate(schema.arguments) if arg.alias_info is not None and arg.alias_info.is_write
         )
-        self.writes_lists = any(str(schema.arguments[i].type) == "List[Tensor]" for i in self.written)
         # Names of the arguments that are written and never given by position: `out=...`.
         self.names_out = tuple(argument.name for argument in schema.arguments if argument.is_out)
         self.statistics = schema.name in _STATISTICS and (_STATISTICS[schema.name],)

@@ -110,13 +110,19 @@ class PutsGradient(torch.autograd.Function):
         return gradient * grads[0]
 
 
-class UsesAsMemory(torch.autograd.Function):
-    """As Liger's SwiGLU: its backward writes what it computes into what it saved, by a kernel that is no op."""
-
+class Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return 2 * ctx.saved_tensors[0] * grads[0]
+
+
+class UsesAsMemory(Square):
+    """As Liger's SwiGLU: its backward writes what it computes into what it saved, by a kernel that is no op."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -164,16 +170,6 @@ def test_a_kernel_that_wrote_into_what_is_saved_while_it_is_recorded() -> None:
 
 def test_what_a_custom_function_saves_unchanged_may_be_made_again() -> None:
     """That is found out while it is recorded: else no network with custom functions would recompute much."""
-
-    class Square(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x)
-            return x * x
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            return 2 * ctx.saved_tensors[0] * grads[0]
 
     torch.manual_seed(0)
     first, second = nn.Linear(64, 64), nn.Linear(64, 64)
