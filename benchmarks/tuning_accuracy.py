@@ -198,10 +198,10 @@ def by_search(case: Case, num_trials: int, limit_s: float, start: list[tuple[int
     def train_one(batch: int, lr: float) -> Iterator[tuple[float, float]]:
         if time.monotonic() - wall_s > limit_s:
             raise TimeoutError("the section's time is over")
-        for found in train(case, Setting(batch, lr), SEARCH_SEED):
+        for look in train(case, Setting(batch, lr), SEARCH_SEED):
             if time.monotonic() - wall_s > limit_s + GRACE_S:
                 raise TimeoutError("the section's time is over")
-            yield found
+            yield look.second, look.accuracy
 
     usual_lr = OPTIMIZERS[case.optimizer][1]
     found = search(

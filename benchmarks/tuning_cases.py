@@ -2,8 +2,9 @@
 
 Seconds are those of training alone, evaluations left out. On the CPU they are seconds of this process on one thread, so
 that a neighbour's load does not count. What is the same for all methods is the time they train, that of today's batch
-for `num_epochs` epochs, or with `same="epochs"` the number of samples. Time is turned into samples beforehand, by the
-least seconds that steps of a batch take, so that a learning rate can end at zero.
+for `num_epochs` epochs, or with `same="epochs"` the number of samples. How far a training has come, and with it its
+learning rate, goes by its own clock: a batch whose steps were timed beforehand, a minute earlier or one by one, got a
+tenth more or less time than the others.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ import math
 import statistics
 import tarfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from outcore.elastic.digits import accuracy as accuracy_of
 from outcore.elastic.digits import lenet, load_digits
 from outcore.tuning.adaptive import Adaptive
 from outcore.tuning.annealing import is_end, rate_factor
@@ -37,6 +38,9 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {
 DEFAULT_BATCH = 32
 NUM_LOOKS = 16  # evaluations per epoch of today's batch, and in that time of any other
 RATE_S, LEAST_ROUNDS, WINDOW = 0.3, 5, 320  # for how long steps of a batch are timed, how many samples at a time
+LEAST_STEPS = 8  # at a time, on a GPU: its host goes ahead of it
+AHEAD = 2  # steps that it may be ahead while a training looks at the clock
+ANNEALED = 0.33  # of a training: over its last part the rate falls to zero
 
 
 # --- what is trained --------------------------------------------------------------------------------------------------
@@ -110,7 +114,7 @@ class Case:
 
     def _timed_steps(self, batch: int) -> Iterator[float]:
         """Seconds a step, of a few steps at a time, without end."""
-        net, num = self.net(0), max(1, WINDOW // batch)
+        net, num = self.net(0), max(1 if self.device == "cpu" else LEAST_STEPS, WINDOW // batch)
         optimizer, batches = self.make_optimizer(net.parameters()), self.batches(batch, 0)
         window(net, optimizer, batches, 3)
         while True:
@@ -228,41 +232,88 @@ class Setting:
     soonest: Setting | None = None  # to the target, where the setting itself is for the whole time
 
 
-def train(case: Case, setting: Setting, seed: int) -> Iterator[tuple[float, float]]:
-    """`(seconds of training, test accuracy)` several times an epoch, until the case's number of samples; and whenever
-    a length is over, since that is when one looks."""
+class Look(NamedTuple):
+    """At a network in training."""
+
+    second: float  # of training
+    accuracy: float
+    probability: float  # of the right class, in the mean
+    num_samples: int  # trained so far
+
+
+class Clock:
+    """Seconds of training alone, looks left out; on a GPU its host waits for it to be no more than two steps behind."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.before_s = case, 0.0
+        self.marks: deque[torch.cuda.Event] = deque()
+        self.began_s = case.now_s()
+
+    def stepped(self) -> float:
+        """After a step: seconds so far."""
+        if self.case.device == "cpu":
+            return self.before_s + self.case.now_s() - self.began_s
+        self.marks.append(torch.cuda.Event())
+        self.marks[-1].record()
+        if len(self.marks) > AHEAD:
+            self.marks.popleft().synchronize()
+        return self.before_s + time.perf_counter() - self.began_s
+
+    def pause(self) -> float:
+        self.before_s += self.case.now_s() - self.began_s
+        return self.before_s
+
+    def go_on(self) -> None:
+        self.began_s = self.case.now_s()
+
+
+def train(case: Case, setting: Setting, seed: int) -> Iterator[Look]:
+    """Looks several times an epoch, until the case's time or number of samples is over; and whenever a length is over,
+    since that is when one looks."""
     net = case.net(seed)
     optimizer = case.make_optimizer(net.parameters(), setting.lr)
     if setting.beta2 is not None:
         for group in optimizer.param_groups:
             group["betas"] = (group["betas"][0], setting.beta2)
-    num_samples = case.num_samples(setting.batch)
-    apart = num_samples / round(NUM_LOOKS * case.num_epochs)
+    whole = case.train_s if case.same == "seconds" else case.num_samples(setting.batch)
+    apart = 1 / round(NUM_LOOKS * case.num_epochs)
     adaptive = _adaptive(net, optimizer, setting) if setting.largest_batch else None
     source = case.batches(setting.batch, seed)
     batches = adaptive.batches(source) if adaptive is not None else source
-    seen, next_look, trained_s = 0, apart, 0.0
-    began_s = case.now_s()
+    num_samples, done, num_looks, clock = 0, 0.0, 0, Clock(case)
     for num_steps, (x, y) in enumerate(batches):
         factor = rate_factor(num_steps, setting.num_steps, setting.num_warm_up_steps)
         if not setting.num_steps:
-            factor *= min(1.0, (num_samples - seen) / num_samples / 0.33)
+            factor *= min(1.0, (1 - done) / ANNEALED)
         for group in optimizer.param_groups:
             group["lr"] = setting.lr * factor
         F.cross_entropy(net(x), y).backward()
-        seen += len(y)
+        num_samples += len(y)
         if adaptive is not None:
             adaptive.step()
         else:
             optimizer.step()
             optimizer.zero_grad()
-        if seen >= min(next_look, num_samples) or is_end(num_steps + 1, setting.num_steps):
-            trained_s += case.now_s() - began_s
-            yield trained_s, accuracy_of(net, case.test_x, case.test_y)
-            next_look += apart if seen >= next_look else 0
-            began_s = case.now_s()
-        if seen >= num_samples:
+        done = (clock.stepped() if case.same == "seconds" else num_samples) / whole
+        if done >= min(1.0, (num_looks + 1) * apart) or is_end(num_steps + 1, setting.num_steps):
+            yield Look(clock.pause(), *looked(net, case.test_x, case.test_y), num_samples)
+            num_looks = int(done / apart)
+            clock.go_on()
+        if done >= 1:
             return
+
+
+@torch.no_grad()
+def looked(net: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
+    """The accuracy, and the mean probability of the right class."""
+    net.eval()
+    right, probability = 0, 0.0
+    for x, y in zip(torch.split(images, 1000), torch.split(labels, 1000)):
+        out = net(x)
+        right += int((out.argmax(1) == y).sum())
+        probability += float(out.softmax(1).gather(1, y.unsqueeze(1)).sum())
+    net.train()
+    return right / len(labels), probability / len(labels)
 
 
 def _adaptive(net: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting) -> Adaptive:
@@ -274,18 +325,20 @@ def _adaptive(net: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting
 def run(case: Case, setting: Setting, seed: int, *, ends: bool = True, most_s: float = math.inf) -> Row:
     """Trains as long as the case wants, or until `most_s`; with `ends=False` no longer than to its target."""
     case.rate(setting.batch)  # after this, kernels of this batch size are loaded and chosen
-    curve: list[tuple[float, float]] = []
-    for second, found in train(case, setting, seed):
-        curve.append((second, found))
-        if (not ends and found >= case.target) or second > most_s:
+    looks: list[Look] = []
+    for look in train(case, setting, seed):
+        looks.append(look)
+        if (not ends and look.accuracy >= case.target) or look.second > most_s:
             break
-    reached = next((second for second, found in curve if found >= case.target), None)
-    whole = (ends or reached is None) and curve[-1][0] <= most_s
+    last = looks[-1]
+    reached = next((look.second for look in looks if look.accuracy >= case.target), None)
+    whole = (ends or reached is None) and last.second <= most_s
     return {
         "seed": seed,
         "to_target_s": reached,
-        "final_accuracy": statistics.fmean(found for _, found in curve[-3:]) if whole else None,
-        "trained_s": curve[-1][0],
-        "num_epochs": case.num_samples(setting.batch) / case.num_train,
-        "curve": [(round(second, 4), round(found, 4)) for second, found in curve],
+        "final_accuracy": statistics.fmean(look.accuracy for look in looks[-3:]) if whole else None,
+        "final_probability": last.probability if whole else None,
+        "trained_s": last.second,
+        "num_epochs": last.num_samples / case.num_train,
+        "curve": [(round(look.second, 4), round(look.accuracy, 4)) for look in looks],
     }

@@ -16,7 +16,7 @@ import torch
 from outcore.errors import TuningError
 from outcore.tuning.climbing import Climb, round_batch
 from outcore.tuning.curve import KNEE_SHARE, Curve, Planned, Point, Predicted, swap_s_per_byte
-from outcore.tuning.probing import BUSY_S, Bench, Measured, Tell
+from outcore.tuning.probing import BUSY_S, SHORT_S, Bench, Measured, Tell
 from outcore.tuning.scaling import Family
 
 NUM_CONFIRMED = 4  # batches that are tried with real steps, at most
@@ -40,6 +40,7 @@ class Choosing:
     swap_s_per_byte: float = 0.0  # beyond what the simulator knows, as measured
     known: dict[int, Measured] = field(default_factory=dict)  # batches of which real steps ran on the way
     compared: set[int] = field(default_factory=set)  # batches that took turns
+    looped: set[int] = field(default_factory=set)  # batches that were timed in a loop
 
     @classmethod
     def start(cls, bench: Bench, family: Family, measured: Iterable[Measured] = ()) -> Choosing:
@@ -147,6 +148,16 @@ class Choosing:
             self.beyond_s[batch] = found.step_s
             self._learn_swapping()
         return self.curve.point(batch)
+
+    def loop(self, batch: int) -> None:
+        """Where a training with this batch is to be counted in seconds: on CUDA those of a short step are taken in a
+        loop."""
+        point = self.curve.point(batch)
+        is_short = self.bench.device.type == "cuda" and self.curve.seconds(batch) < SHORT_S
+        if is_short and point.in_core and batch not in self.looped:
+            self.looped.add(batch)
+            peak_bytes = point.measured_peak_bytes or point.peak_bytes
+            self.curve = self.curve.measured(batch, self.bench.loop_s(batch), peak_bytes)
 
     def _learn_swapping(self) -> None:
         simulated = [self.predicted[batch].point for batch in self.beyond_s]

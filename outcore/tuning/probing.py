@@ -40,6 +40,7 @@ NUM_TIMED, TIMED_S = 3, 0.2  # real steps that are timed: at least so many, and 
 NUM_LONG_TIMED = 2  # of steps that take as long each
 BRIEF_S = 0.05  # for steps whose times tell little
 SHORT_S, SHORT_TIMED_S = 0.05, 0.5  # on CUDA such a step waits for its host, whom much else disturbs: timed so long
+NUM_LOOPS, NUM_IN_LOOP = 9, 12  # times that steps in a loop are timed, and how many of them at a time
 NUM_TRIED = 6  # steps until one was watched under a plan
 NUM_ROUNDS = 2  # of timing recorded batches in turn
 NUM_IN_TURN = 4, 8  # rounds of timing those from which one is chosen, at least and at most
@@ -183,6 +184,19 @@ class Bench:
         start_s = self._now()
         self._step(ooc, data)
         return self._now() - start_s
+
+    def loop_s(self, batch: int) -> float:
+        """Seconds of a step with everything kept, in a loop that waits for nothing, as a user's does: there the host
+        goes ahead of a GPU. Waited for one by one, and looked at, short steps take up to half as long again, those of
+        a small batch more than those of a large one. The median: a host's usual speed, rather than its best."""
+        data, times = self.samples.any_batch(batch), list[float]()
+        for _ in range(1 + NUM_LOOPS):  # the first one is not counted
+            start_s = self._now()
+            for _ in range(NUM_IN_LOOP):
+                loss_of(self.model, self.loss_fn, data).backward()
+                self._advance()
+            times.append((self._now() - start_s) / NUM_IN_LOOP)
+        return statistics.median(times[1:])
 
     def time_again(self, measured: Sequence[Measured], *, for_s: float = 0.0) -> list[Measured]:
         """Recorded batches in turn, several times: a machine that is busy for a while slows all of them alike."""

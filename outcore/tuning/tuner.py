@@ -409,6 +409,7 @@ class Tuner:
             self.why.append("not compared with today's setting: a function's samples cannot be held out")
             return advice
         try:
+            advice = self._timed(advice, choosing)
             today = self._like_today(advice, choosing)
             advised = [advice, *self._smaller(advice, choosing)]
             race = self._race(choosing)
@@ -516,17 +517,16 @@ class Tuner:
         """The advice with another effective batch, and the rate left as it is."""
         if batch <= choosing.curve.largest_in_core:
             choosing.lay_out([batch], self.tell)
+            choosing.loop(batch)
         micro_batch, peak_bytes = self._peak(choosing, choosing.curve, micro_batch_for(batch)(choosing.curve), batch)
-        curve, accumulation = choosing.curve, batch // micro_batch
-        return replace(
-            advice,
-            micro_batch=micro_batch,
-            accumulation=accumulation,
-            samples_per_s=curve.rate(micro_batch, accumulation),
-            step_s=curve.seconds(micro_batch, accumulation),
-            peak_bytes=peak_bytes,
-            curve=curve,
-        )
+        found = replace(advice, micro_batch=micro_batch, accumulation=batch // micro_batch, peak_bytes=peak_bytes)
+        return self._timed(found, choosing)
+
+    def _timed(self, advice: Advice, choosing: Choosing) -> Advice:
+        """With the seconds of a training's steps, whatever its batch was chosen by."""
+        choosing.loop(advice.micro_batch)
+        curve, way = choosing.curve, (advice.micro_batch, advice.accumulation)
+        return replace(advice, samples_per_s=curve.rate(*way), step_s=curve.seconds(*way), curve=curve)
 
     def _anew(self) -> AbstractContextManager[None]:
         """Steps that were timed left momentum behind, at a rate of zero: what trains begins without."""

@@ -101,6 +101,29 @@ def test_all_train_for_the_same_time() -> None:
     assert case.num_samples(96) == 48
 
 
+def test_a_clock_says_how_far_a_training_is() -> None:
+    """Whatever steps of its batch seemed to take beforehand."""
+    case = small_case()
+    case.rates = {32: 48 / 0.4, 8: 1e9, 96: 1.0}  # today's batch takes 0.4 s for half an epoch
+    for batch in (8, 96):
+        rates: list[float] = []
+        made = case.make_optimizer
+
+        def make(parameters: Any, lr: float | None = None, made: Any = made, rates: Any = rates) -> Any:
+            optimizer = made(parameters, lr)
+            optimizer.register_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+            return optimizer
+
+        case.make_optimizer = make  # type: ignore[method-assign]
+        looks = list(train(case, Setting(batch, 0.01), 0))
+        assert looks[-1].second == pytest.approx(0.4, rel=0.25)
+        assert len(looks) == 8
+        assert looks[-1].num_samples == batch * len(rates)
+        assert rates[0] == rates[len(rates) // 2] == 0.01
+        assert rates[-1] < 0.005
+        case.make_optimizer = made  # type: ignore[method-assign]
+
+
 def test_pairs_are_seeds_that_both_have() -> None:
     ends = {"outcore": [0.98, 0.97, 0.99, 0.5], "other": [0.97, 0.97, 0.97]}
     rows = [

@@ -98,6 +98,15 @@ def test_one_batch_lies_in_memory_at_a_time_and_every_other_step_counts(
     assert [8, 8, 16, 16] * least == turns[-4 * least :]
 
 
+def test_steps_in_a_loop_are_those_of_a_training_and_change_nothing(bench: Bench) -> None:
+    before = [parameter.clone() for parameter in bench.model.parameters()]
+    found = {batch: bench.loop_s(batch) for batch in (4, 32)}
+    assert found[4] < found[32]
+    assert found[32] < bench.record(32).step_s * 2
+    assert all(torch.equal(old, new) for old, new in zip(before, bench.model.parameters()))
+    assert all(parameter.grad is None for parameter in bench.model.parameters())
+
+
 def chosen(
     said: dict[int, float], true: dict[int, float], edge: int, fast: dict[int, float] | None = None
 ) -> tuple[int, list[Any], Curve]:
