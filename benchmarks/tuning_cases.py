@@ -246,17 +246,17 @@ class Clock:
 
     def __init__(self, case: Case) -> None:
         self.case, self.before_s = case, 0.0
-        self.marks: deque[torch.cuda.Event] = deque()
+        num = 0 if case.device == "cpu" else AHEAD + 1
+        self.marks = deque(torch.cuda.Event() for _ in range(num))  # recorded in turn
         self.began_s = case.now_s()
 
     def stepped(self) -> float:
         """After a step: seconds so far."""
         if self.case.device == "cpu":
             return self.before_s + self.case.now_s() - self.began_s
-        self.marks.append(torch.cuda.Event())
-        self.marks[-1].record()
-        if len(self.marks) > AHEAD:
-            self.marks.popleft().synchronize()
+        self.marks[0].record()
+        self.marks.rotate(-1)
+        self.marks[0].synchronize()  # of two steps ago; of none at first
         return self.before_s + time.perf_counter() - self.began_s
 
     def pause(self) -> float:
