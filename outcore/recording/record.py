@@ -308,14 +308,15 @@ class Recorder:
         value = self._value_of(tensor)
         mark = self._cells.get(value)
         cell = mark() if mark is not None else None
+        if cell is not None and cell.version != version_of(tensor) and not self._can_be_made(cell, tensor):
+            self._rewritten.add(value)  # a custom function's kernel wrote into it, and the function said so
+            cell = None
         if cell is None:
             cell = Cell(value, tensor)
             if self._storages[self._values[value].storage].external:
                 cell.hold(tensor)
             else:
-                cell.name(
-                    tensor, self._marked
-                )  # made by something we cannot run again; it can be brought back once it is swapped
+                cell.name(tensor, self._marked)  # cannot be made again; it can be brought back once it is swapped
             self._cells[value] = weakref.ref(cell)
         return cell
 
@@ -349,8 +350,7 @@ class Recorder:
         if storage.external or not storage.movable or storage.bytes < SMALL_BYTES or self._is_unfilled(value):
             return self._watch_handle(Kept(tensor, pack, self), tick)
         cell = self._cell_of(tensor)
-        foreign = called_by_function() or cell.version != version_of(tensor)
-        if foreign and not self._can_be_made(cell, tensor):
+        if called_by_function() and not self._can_be_made(cell, tensor):
             self._rewritten.add(value)
             cell = Cell(value, tensor)
             cell.name(tensor, self._marked)

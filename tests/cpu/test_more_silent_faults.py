@@ -132,6 +132,35 @@ class UsesAsMemory(Square):
         return torch.from_numpy(numbers.copy())
 
 
+class Thrice(torch.autograd.Function):
+    """A kernel that is no op writes in place, and the function says so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        numbers = x.detach().numpy()
+        numbers *= 3
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return 3 * grads[0]
+
+
+class InPlace(nn.Module):
+    """What is saved is made from what was written into, which itself is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        apply: Any = Thrice.apply
+        out: Tensor = self.second(apply(self.first(x)).tanh()).sum()
+        return out
+
+
 class Foreign(nn.Module):
     def __init__(self, last: Any) -> None:
         super().__init__()
@@ -166,6 +195,16 @@ def test_what_a_backward_uses_as_memory_is_read_by_no_rerun() -> None:
 @pytest.mark.usefixtures("drops")
 def test_a_kernel_that_wrote_into_what_is_saved_while_it_is_recorded() -> None:
     check(lambda: Foreign(PutsGradient), lambda model, step: model(data(step, 256, 64)), "swap-all")
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_what_is_made_from_what_a_kernel_wrote_into(planner: str) -> None:
+    check(InPlace, lambda model, step: model(data(step, 256, 64)), planner)
+
+
+@pytest.mark.usefixtures("drops")
+def test_what_is_made_from_what_a_kernel_wrote_into_while_it_is_recorded() -> None:
+    check(InPlace, lambda model, step: model(data(step, 256, 64)), "swap-all")
 
 
 def test_what_a_custom_function_saves_unchanged_may_be_made_again() -> None:
