@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from outcore.errors import BudgetTooSmall, OutcoreError, PlanMismatch
-from outcore.planning import PLANNERS, lower, simulate, verify
+from outcore.planning import AS_IT_IS, PLANNERS, lower, simulate, verify
 from outcore.planning import plan as make_plan
 from outcore.planning.crowd import Crowd
 from outcore.planning.echoes import step_of
@@ -223,7 +223,7 @@ class Limited:
         if kind.trace is None and not kind.unplanned:
             self._know_parameters()
             where = self.model, self.store, self.device, before_bytes, self.budget.device_bytes
-            self._run = Recorder(*where, on_refused=self._refusals.excuse)
+            self._run = Recorder(*where, on_refused=self._refusals.excuse, reruns=self.planner not in AS_IT_IS)
             self._interception.listen(self._run, ops=True)
             return
         grown = kind.plan is not None and before_bytes > kind.plan.before_bytes + MIB

@@ -89,8 +89,10 @@ class Recorder:
         *,
         name: str = "",
         on_refused: Callable[[], None] = lambda: None,
+        reruns: bool = True,
     ) -> None:
         self._on_refused = on_refused  # memory, to what is no op of the step
+        self._reruns = reruns  # False: the user asked that each bit be itself
         self.budget_bytes = budget_bytes
         self.store = store
         self.device = device
@@ -380,13 +382,13 @@ class Recorder:
         return self._add_value(len(self._storages) - 1, -1)
 
     def _put_away(self, cell: Cell, tensor: torch.Tensor) -> None:
-        if self._drops and quickly_made(cell, self.budget_bytes) and self._notes_sources(cell):
+        if self._drops and self._reruns and quickly_made(cell, self.budget_bytes) and self._notes_sources(cell):
             return
         cell.hold(tensor)
         if swap_out_now(cell, self.store):
             cell.recipe = None
             cell.name(tensor, self._marked)
-        elif rerunnable(cell) and self._notes_sources(cell):
+        elif self._reruns and rerunnable(cell) and self._notes_sources(cell):
             cell.data = None
             cell.name(tensor, self._marked)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
+from outcore.errors import ReplayError
 from outcore.limit import limit
 from outcore.recording.record import Recorder
 from outcore.recording.remaking import checksum, has_same_bytes
@@ -194,7 +196,7 @@ def test_what_a_backward_uses_as_memory_is_read_by_no_rerun() -> None:
 
 @pytest.mark.usefixtures("drops")
 def test_a_kernel_that_wrote_into_what_is_saved_while_it_is_recorded() -> None:
-    check(lambda: Foreign(PutsGradient), lambda model, step: model(data(step, 256, 64)), "swap-all")
+    check(lambda: Foreign(PutsGradient), lambda model, step: model(data(step, 256, 64)), "hybrid")
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
@@ -204,7 +206,7 @@ def test_what_is_made_from_what_a_kernel_wrote_into(planner: str) -> None:
 
 @pytest.mark.usefixtures("drops")
 def test_what_is_made_from_what_a_kernel_wrote_into_while_it_is_recorded() -> None:
-    check(InPlace, lambda model, step: model(data(step, 256, 64)), "swap-all")
+    check(InPlace, lambda model, step: model(data(step, 256, 64)), "hybrid")
 
 
 def test_what_a_custom_function_saves_unchanged_may_be_made_again() -> None:
@@ -260,7 +262,7 @@ def test_a_custom_function_under_other_switches(planner: str) -> None:
 def test_what_is_made_in_time_stays_where_nothing_can_be_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The queue's copy is made before the queue is written into, and there is no room for it on the host."""
     monkeypatch.setattr(Store, "send", lambda self, data, tiers=("host", "disk"): None)
-    check(Queue, lambda model, step: model(data(step, 256, 64)).square().sum(), "keep-all")
+    check(Queue, lambda model, step: model(data(step, 256, 64)).square().sum(), "hybrid")
 
 
 def test_a_storage_is_told_from_another_by_its_sums() -> None:
@@ -330,10 +332,37 @@ class Twice(nn.Module):
 
 
 @pytest.mark.usefixtures("drops")
-@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("planner", ["recompute-all", "hybrid", "swap"])
 @pytest.mark.parametrize("make", [Queue, Codebook, Twice])
 def test_buffers_that_a_step_reads_and_then_changes(make: Callable[[], nn.Module], planner: str) -> None:
     check(make, lambda model, step: model(data(step, 256, 64)).square().sum(), planner)
+
+
+@pytest.mark.usefixtures("drops")
+@pytest.mark.parametrize("planner", ["keep-all", "swap", "swap-all"])
+def test_who_asks_that_nothing_be_made_again_has_it_so_from_the_first_step_on(planner: str) -> None:
+    """A backward under another default type is refused, and told of these planners."""
+
+    def gradients_of(planner: str, num_steps: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+        ooc = limit(model, "100%", planner=planner) if planner else None
+        for step in range(num_steps):
+            with ooc.step() if ooc is not None else nullcontext():
+                loss = model(data(step, 256, 64)).sum()
+                torch.set_default_dtype(torch.float64)
+                try:
+                    loss.backward()
+                finally:
+                    torch.set_default_dtype(torch.float32)
+        if ooc is not None:
+            ooc.close()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    with pytest.raises(ReplayError, match="planner='swap'"):
+        gradients_of("hybrid", 1)
+    plain = gradients_of("", 3)
+    assert all(torch.equal(one, other) for one, other in zip(plain, gradients_of(planner, 3), strict=True))
 
 
 class Batched(nn.Module):
