@@ -117,7 +117,7 @@ def short(found: dict[str, Any]) -> dict[str, Any]:
 
 @click.command()
 @click.option("--networks", default="resnet50,llama", show_default=True)
-@click.option("--steps", default=12, show_default=True, help="Enough for the plan to settle.")
+@click.option("--steps", default=16, show_default=True, help="Enough for the plan to settle.")
 @click.option("--planners", default="hybrid", show_default=True)
 @click.option("--repeat/--no-repeat", default=True, help="Run in-core twice, to show that it repeats itself.")
 @click.option("--out", type=click.Path(path_type=Path), default=None)

@@ -19,9 +19,19 @@ import click
 
 from benchmarks.networks import BUDGETS_GIB
 from benchmarks.prediction import judged
-from benchmarks.slowdown import OURS
+from benchmarks.slowdown import FIELDS, OURS
 
 RESULTS = Path(__file__).parent / "results"
+NOTE = (
+    "Each row with its run and the commit that ran; slowdown is against the in-core step of its own process; hard "
+    "cap = memory_gib for our rows, none for the others, which hold it as the budget they stand beside. step_s "
+    "waits for the device after every step, loop_step_s does not (older rows have none); num_alloc_retries counts "
+    "over num_steps steps of each kind. VGG-16 and R3D-18 ran with channels last (_nhwc) in 12 GiB, see "
+    "docs/design/002-planning.md for the 6 GiB of the issue; in the default layout (run Y) cuDNN is refused its "
+    "workspaces in every step and takes other algorithms, so that those numbers are not the ones of a run with "
+    "more memory. accumulate:4 and compile give other numbers. curves: every row of runs at several budgets, one "
+    "process a network. earlier_rows: what later runs replaced; earlier_note: what was said of these."
+)
 Row = dict[str, Any]
 
 
@@ -38,7 +48,7 @@ def main(folder: Path, run: str, commit: str | None, results: Path) -> None:
     num = 0
     for path in sorted(folder.rglob("slowdown_*.json")):
         part = path.stem.split("_")[1]
-        rows = [{**row, "run": run, "commit": commit} for row in json.loads(path.read_text())["rows"]]
+        rows = [whole(row) | {"run": run, "commit": commit} for row in json.loads(path.read_text())["rows"]]
         measured = [row for row in rows if row.get("step_s") is not None]
         num += len(measured)
         if part.startswith("curve") and measured:
@@ -47,12 +57,17 @@ def main(folder: Path, run: str, commit: str | None, results: Path) -> None:
         replace_rows(kept, measured)
     if not num:
         raise click.ClickException(f"{folder} has no measured rows in files named slowdown_<part>_<network>.json")
-    kept |= {"date": date.today().isoformat(), "commit": commit}
+    kept |= {"date": date.today().isoformat(), "commit": commit, "note": NOTE}
     after = results / f"slowdown_h200_{date.today():%Y%m%d}.json"
     after.write_text(json.dumps(kept, indent=1))
     predicted = results / after.name.replace("slowdown", "prediction")
     predicted.write_text(json.dumps(predictions(kept, after.name), indent=1))
     print(f"{num} rows of run {run} ({commit}) into {after.name}; now `make tables`, and commit")
+
+
+def whole(row: Row) -> Row:
+    """With every field, None where it has nothing to say."""
+    return dict.fromkeys(FIELDS) | row
 
 
 def is_quoted(row: Row) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import outcore
-from benchmarks.slowdown import about, hardware
+from benchmarks.slowdown import FIELDS, about, hardware
 
 GPU_BATCHES = {"resnet50": 128, "vit_l": 32, "llama": 8, "resnet152": 64}
 
@@ -78,7 +78,8 @@ def main(networks: str, pairs: int, out: Path | None) -> None:
     found = gpu_networks(networks.split(",")) if torch.cuda.is_available() else small_networks()
     rows = []
     for name, (model, loss_of) in found.items():
-        rows.append({"network": name, "method": "hybrid", "memory_gib": None, **compare(model, loss_of, pairs)})
+        row = dict.fromkeys(FIELDS) | {"network": name, "method": "hybrid", "batch": GPU_BATCHES.get(name)}
+        rows.append(row | compare(model, loss_of, pairs))
         print(f"{name:20} plain {rows[-1]['in_core_step_s']:.4f} s, ours {rows[-1]['slowdown']:+.2%}", flush=True)
     out = out or Path(f"benchmarks/results/overhead_{hardware()}_{date.today():%Y%m%d}.json")
     out.write_text(json.dumps({"question": "overhead", **about(), "rows": rows}, indent=1))

@@ -18,7 +18,6 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import date
 from functools import partial
 from importlib.metadata import version
@@ -37,6 +36,7 @@ from outcore.values import Budget, Machine, Trace
 
 Row = dict[str, Any]
 Job = Callable[[], Row]
+NOT_HERE = ("v100_pcie3", "v100_nvlink2", "rtx4090_pcie4", "gh200_c2c")
 MACHINES_GIB = 15  # of a 16 GB device, what is left beside its context
 
 
@@ -44,7 +44,8 @@ def measure(trace: Trace, machine: Machine, memory_gib: float, planner: str, hos
     """One plan: made, lowered, verified, simulated."""
     name, _, batch = trace.model.partition("_")
     row: Row = {"network": name, "batch": int(batch.split()[0] or 0), "memory_gib": memory_gib, "method": planner}
-    row |= {"machine": machine.name, "num_ops": len(trace.ops), "step_s": None, **more}
+    row |= {"machine": machine.name, "num_ops": len(trace.ops), "torch": trace.torch, **more}
+    row |= dict.fromkeys(("step_s", "peak_gib", "in_core_step_s", "predicted_step_s", "predicted_peak_gib"))
     started_s, started_cpu_s = time.perf_counter(), time.process_time()
     try:
         made = plan(trace, machine, Budget(int(memory_gib * GIB), host_gib * GIB), planner)
@@ -127,28 +128,9 @@ def _measure_repeated(trace: Trace, num_times: int, memory_gib: float) -> Row:
 
 
 def machines() -> list[Machine]:
-    """Published figures. `speed` is the ratio of memory bandwidths to the H200's 4.8 TB/s: most ops move bytes."""
-    given = ("device_bytes", "host_bytes", "swap_out_bytes_per_s", "swap_in_bytes_per_s", "speed", "duplex_share")
-    here = replace(h200(), given=given, measured_at="", duplex_share=1.0)
-
-    def with_link(name: str, device: str, device_gib: int, link: float, speed: float) -> Machine:
-        return replace(
-            here,
-            name=name,
-            device=device,
-            device_bytes=device_gib * GIB,
-            swap_out_bytes_per_s=link,
-            swap_in_bytes_per_s=link,
-            speed=speed,
-        )
-
-    return [
-        h200(),
-        with_link("V100 16 GB, PCIe 3 x16", "cuda V100", 16, 12e9, 0.9 / 4.8),
-        with_link("V100 16 GB, NVLink 2 (POWER9)", "cuda V100", 16, 65e9, 0.9 / 4.8),
-        with_link("RTX 4090 24 GB, PCIe 4 x16", "cuda RTX 4090", 24, 25e9, 1.008 / 4.8),
-        with_link("Grace-Hopper 96 GB, NVLink-C2C", "cuda GH200", 96, 400e9, 4.0 / 4.8),
-    ]
+    """The H200 as measured, and others as published: `given` in their files names what was not measured. `speed` is the
+    ratio of memory bandwidths to the H200's 4.8 TB/s: most ops move bytes."""
+    return [h200(), *(Machine.load(Path(__file__).parent / "machines" / f"{name}.machine.json") for name in NOT_HERE)]
 
 
 def machine_jobs(folder: Path) -> list[Job]:
@@ -233,7 +215,11 @@ def about() -> Row:
 def main(section: str, folder: Path, out: Path | None, seconds: float) -> None:
     """Gap to the bound and solve time of all planners on recorded steps."""
     console = Console(width=160)
+    path = out or Path(__file__).parent / "results" / f"planners_recorded-h200_{date.today():%Y%m%d}.json"
     results: Row = {"question": "planners", "simulated": True, **about(), "rows": [], "errors": []}
+    if section != "all" and path.exists():  # the other sections stay
+        before = json.loads(path.read_text())
+        results["rows"] = [{"commit": before["commit"], **row} for row in before["rows"] if row["section"] != section]
     for name in SECTIONS if section == "all" else [section]:
         try:
             jobs = SECTIONS[name](folder)
@@ -241,10 +227,10 @@ def main(section: str, folder: Path, out: Path | None, seconds: float) -> None:
             results["errors"].append(f"{name}: {error}")
             continue
         rows, errors = run_section(console, jobs, time.perf_counter() + seconds)
-        results["rows"] += [{"section": name, **row} for row in rows]
+        results["rows"] += [{"section": name, **row, "commit": results["commit"]} for row in rows]
         results["errors"] += [f"{name}: {error}" for error in errors]
         show(console, name, rows)
-    path = out or Path(__file__).parent / "results" / f"planners_recorded-h200_{date.today():%Y%m%d}.json"
+    results["rows"].sort(key=lambda row: [*SECTIONS].index(row["section"]))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1))
     for problem in results["errors"]:

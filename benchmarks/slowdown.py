@@ -31,6 +31,17 @@ GIB = 1024**3
 SLOW_S = 1.5  # of slower steps three tell enough
 MOST_WARM = 45  # steps until a plan is final
 OURS = ("hybrid", "pooch", "swap", "swap-all")
+FIELDS = (  # every row of every question has these, None where there is nothing to say
+    "network",
+    "batch",
+    "memory_gib",
+    "method",
+    "step_s",
+    "in_core_step_s",
+    "peak_gib",
+    "predicted_step_s",
+    "predicted_peak_gib",
+)
 
 
 @click.command()
@@ -100,7 +111,7 @@ def run_in_process_of_its_own(
     process.wait()
     timer.cancel()
     if time.monotonic() >= deadline:
-        rows.append({"network": name, "method": "", "error": f"stopped after {limit_s:.0f} s"})
+        rows.append({**dict.fromkeys(FIELDS), "network": name, "method": "", "error": f"stopped after {limit_s:.0f} s"})
     return rows
 
 
@@ -126,7 +137,8 @@ def run_method(
 ) -> dict[str, Any]:
     import torch
 
-    row: dict[str, Any] = {"network": name, "batch": 0, "memory_gib": memory_gib, "method": method, "step_s": None}
+    row: dict[str, Any] = dict.fromkeys(FIELDS)
+    row |= {"network": name, "batch": 0, "memory_gib": memory_gib, "method": method}
     row["cudnn_workspace_mib"] = os.environ.get("CUDNN_CONV_WSCAP_DBG")  # none: as much as it likes
     total = torch.cuda.get_device_properties(0).total_memory
     capped = method in OURS
@@ -372,7 +384,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{row['network']:10} {row['method']:14} {row['memory_gib']:6.1f} {row['step_s']:8.4f} "
             f"{100 * row.get('slowdown', 0):+6.1f}% {100 * row.get('loop_slowdown', 0):+8.1f}% "
             f"{row['peak_gib']:7.2f} {row['reserved_gib']:8.2f} "
-            f"{row.get('predicted_step_s', 0):8.4f} {row.get('predicted_peak_gib', 0):10.2f}"
+            f"{row.get('predicted_step_s') or 0:8.4f} {row.get('predicted_peak_gib') or 0:10.2f}"
         )
 
 

@@ -117,9 +117,10 @@ NOT_WAITING = (
     "gives other numbers; its own in-core is the row `compile`, and `compile-budget` was asked for the budget's share "
     "of activations (`:0`: for none). `accumulate:4` cuts the batch in four and sums the gradients: other numbers too "
     "(BatchNorm sees a quarter of the batch); where that is all right, it is the cheapest way out. The plot's solid "
-    "lines join one run's budgets ([with their figures](docs/figures.md#time-against-budget-measured)), which for "
-    "ResNet-50 is a later run than the table's; broken lines are simulated: the default planner on recorded steps, "
-    "without cuDNN's workspaces."
+    "lines join one run's budgets ([with their figures](docs/figures.md#time-against-budget-measured)), of an earlier "
+    "run and version than the table's rows where those lie beside them; broken lines are simulated: the default "
+    "planner on recorded steps, without cuDNN's workspaces. Times are medians of ten steps, of three where a step "
+    "takes longer than 1.5 s."
 )
 
 
@@ -312,6 +313,19 @@ def _fit(result: Result) -> str:
     return markdown(("largest", "budget GiB", "method", "found", "samples/s there"), rows)
 
 
+def _exactness(result: Result) -> str:
+    def rows() -> Iterator[tuple[str, ...]]:
+        for row in result["rows"]:
+            ours, passes = row["ours"], sum(row["ours"].get("num_fused", {}).values())
+            peaks = tuple(f"{side['peak_gib']:.1f}" for side in (row["in_core"], ours))
+            same = "yes" if row["bitwise_equal"] else f"NO: {', '.join(row.get('differs', []))}"
+            counts = str(row["num_steps"]), str(ours["num_digests"]), f"{ours['num_twins']} and {passes}"
+            yield row["network"], f"{row['memory_gib']:g}", *counts, *peaks, same
+
+    headings = ("network", "budget GiB", "steps", "tensors compared", "norms re-applied, ops in one pass")
+    return markdown((*headings, "in-core GiB", "ours GiB", "bitwise equal"), rows())
+
+
 # What stands on docs/figures.md: section -> the question whose results fill it, and how.
 SECTIONS: dict[str, tuple[str, Callable[[Result], str]]] = {
     "machines": ("planners", _machines),
@@ -322,6 +336,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str]]] = {
     "budgets": ("slowdown", _budgets),
     "prediction": ("prediction", _prediction),
     "fit": ("fit", _fit),
+    "exactness": ("exactness", _exactness),
 }
 FIGURES = tuple(dict.fromkeys(question for question, _ in SECTIONS.values()))
 
@@ -334,7 +349,7 @@ def simulated_curves(found: list[Result]) -> dict[str, Curve]:
     """Network -> (peak GiB, % over in-core) of the default planner at several budgets, on its recorded step."""
     curves: dict[str, Curve] = {}
     for row in (row for result in found if result["question"] == "planners" for row in result["rows"]):
-        if row["method"] == "hybrid" and "ideal" in row and "predicted_peak_gib" in row:
+        if row["method"] == "hybrid" and "ideal" in row and row.get("predicted_peak_gib") is not None:
             curve = curves.setdefault(RECORDED.get(row["network"], row["network"]), [])
             curve.append((row["predicted_peak_gib"], 100 * row["over_in_core"]))
     return {network: sorted(curve) for network, curve in curves.items() if len(curve) > 1}
