@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU machine, in parts with a time limit each, in the order in which a doubt should stop it:
 #
-#   bash benchmarks/on_gpu.sh check exact speed curve1 curve2 curve3 peers fit cores matmul tuning accuracy
-#   seconds, about:           190   500   350   490    400    310    420   130 290   100    290    340
+#   bash benchmarks/on_gpu.sh check exact speed pieces recording curve1 curve2 curve3 peers fit cores matmul tuning accuracy
+#   seconds, about:           190   230   480   40     150       490    400    310    420   130 290   100    290    340
+#
+# `peers:vit_l` (or another network) is `peers` for that one; `exact` ran in 222 s, with tests beside it.
 #
 # Results and logs go to $OUT (default: benchmarks/results), one file a part. `cores` uses all CPU cores, the others but
 # `check` the whole GPU: run nothing beside them. MNIST and CIFAR-10 are looked for in $DATA (default: .carry), which
@@ -52,10 +54,16 @@ for part in "${@:-check}"; do
     speed) # every network at its budget in the README
         slowdown resnet152 70 in-core,hybrid --traces "$out"
         slowdown resnet50 84 in-core,hybrid --traces "$out"
-        slowdown llama 130 in-core,hybrid --traces "$out"
-        slowdown vgg16_nhwc 50 in-core,hybrid
-        slowdown r3d18_nhwc 50 in-core,hybrid
-        slowdown vit_l 80 in-core,hybrid
+        slowdown llama 190 in-core,hybrid --traces "$out"
+        slowdown vgg16_nhwc 75 in-core,hybrid
+        slowdown r3d18_nhwc 60 in-core,hybrid
+        slowdown vit_l 115 in-core,hybrid
+        ;;
+    pieces)
+        run pieces 60 python -m benchmarks.pieces --out "$out/pieces.json"
+        ;;
+    recording)
+        run recording 170 python -m benchmarks.recording --out "$out/recording.json"
         ;;
     curve1)
         slowdown resnet50 230 in-core,checkpoint,hybrid --curve
@@ -69,10 +77,9 @@ for part in "${@:-check}"; do
         slowdown resnet152 180 in-core,checkpoint,hybrid --curve
         slowdown r3d18_nhwc 140 in-core,checkpoint,hybrid --curve
         ;;
-    peers)
-        run slowdown_peers 420 python -m benchmarks.slowdown --networks resnet50 --limit-s 415 \
-            --methods in-core,hybrid,checkpoint,selective,compile-budget,compile,pooch,swap,swap-all,trl-offload,save_on_cpu \
-            --out "$out/slowdown_peers.json"
+    peers | peers:*)
+        network=${part#peers} network=${network#:} part=peers
+        slowdown "${network:-resnet50}" 420 in-core,hybrid,checkpoint,selective,compile-budget,compile,pooch,swap,swap-all,trl-offload,save_on_cpu
         ;;
     fit)
         run fit 130 python -m benchmarks.fit --questions batch --limit-s 60 \
