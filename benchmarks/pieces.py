@@ -52,7 +52,8 @@ class Convolution:
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         ones = [1] * (x.ndim - 2)
-        return torch.ops.aten.convolution(x, weight, None, ones, ones, ones, False, [0] * len(ones), 1)
+        made: Tensor = torch.ops.aten.convolution(x, weight, None, ones, ones, ones, False, [0] * len(ones), 1)
+        return made
 
     def backward(self, gradient: Tensor, x: Tensor, weight: Tensor, *, of_weight: bool) -> Tensor:
         ones, wanted = [1] * (x.ndim - 2), [not of_weight, of_weight, False]

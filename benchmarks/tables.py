@@ -41,6 +41,7 @@ def main(results: Path, readme: Path, plot: Path, figures: Path, check: bool) ->
         shown = [(table(result), result) for result in more if result["question"] == question]
         parts = [f"{text}\n\n{conditions(result)}" for text, result in shown if text]
         after[figures] = fill(after[figures], name, "\n\n".join(parts) or NONE_YET)
+    after[figures] = fill(after[figures], "accuracy", accuracy_tables(results))
     if check:
         stale = [path.name for path in before if before[path] != after[path]]
         sys.exit(f"{' and '.join(stale)} is not what the results say; run `make tables`" if stale else 0)
@@ -324,6 +325,61 @@ def _exactness(result: Result) -> str:
 
     headings = ("network", "budget GiB", "steps", "tensors compared", "norms re-applied, ops in one pass")
     return markdown((*headings, "in-core GiB", "ours GiB", "bitwise equal"), rows())
+
+
+ACCURACY = (  # the newest of each data set
+    "tuning-accuracy-larger-digits_cpu2_20261117.json",
+    "tuning-accuracy-larger-mnist_cpu2_20261117.json",
+    "tuning-accuracy-clock-cifar10_h200_20261117.json",
+)
+
+
+def accuracy_tables(folder: Path) -> str:
+    """Seconds to a target of every method, seed by seed, and how ends compare."""
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        for name in ACCURACY:
+            found = (
+                json.loads((folder / name).read_text())["sections"]["accuracy"]["rows"]
+                if (folder / name).exists()
+                else []
+            )
+            ends = {(row["data"], row["optimizer"]): row for row in found if row["method"] == "ends"}
+            for row in found:
+                if row["method"] not in ("ends", "search, fastest") and (row["runs"] or "error" in row):
+                    yield _accuracy(row, ends.get((row["data"], row["optimizer"])))
+
+    headings = (
+        "data",
+        "optimizer",
+        "method",
+        "setting",
+        "target",
+        "seconds to it",
+        "in the end",
+        "against the search's best",
+    )
+    made = [*rows()]
+    return markdown(headings, iter(made)) if made else NONE_YET
+
+
+def _accuracy(row: Row, ends: Row | None) -> tuple[str, ...]:
+    head = (
+        row["data"],
+        row["optimizer"],
+        f"**{row['method']}**" if row["method"].startswith("outcore") else row["method"],
+    )
+    if "batch" not in row:
+        error = row["error"].partition(":")[0]
+        return (*head, "", "", {"ModuleNotFoundError": "not installed there"}.get(error, error), "", "")
+    runs = [run["to_target_s"] for run in row["runs"]][:3]
+    seconds = ", ".join("never" if second is None else f"{second:.2f}" for second in runs)
+    final = f"{100 * row['mean_final_accuracy']:.1f} %" if row.get("mean_final_accuracy") else ""
+    compared = ""
+    if row["method"] == "outcore" and ends is not None:
+        low, high = ends["low_points"], ends["high_points"]
+        compared = f"{ends['mean_points']:+.2f} points ({low:+.2f} to {high:+.2f}, {ends['num_pairs']} pairs)"
+    return (*head, f"{row['batch']} at {row['lr']:.2g}", f"{100 * row['target']:g} %", seconds, final, compared)
 
 
 # What stands on docs/figures.md: section -> the question whose results fill it, and how.

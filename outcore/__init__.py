@@ -6,6 +6,7 @@ machine needs no torch.
 
 from __future__ import annotations
 
+import random
 import sys
 from importlib import import_module
 from types import ModuleType
@@ -87,8 +88,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'outcore' has no attribute {name!r}")
-    home = _HOMES[name]
+    home, drawn = _HOMES[name], random.getstate()
     found = import_module(f"outcore.{name}") if home == "outcore" else getattr(import_module(home), name)
+    random.setstate(drawn)  # rich draws a number when it is imported, which would be the user's next one
     globals()[name] = found
     return found
 

@@ -113,7 +113,8 @@ def num_warm_up_steps(rule: str, num_first_steps: int, batch: float, first_batch
 
 
 def beta2_for(beta2: float, batch: float, first_batch: float) -> float:
-    """The decay per step that forgets as much per sample as `beta2` does at `first_batch`. For momentum too."""
+    """The decay per step that forgets as much per sample as `beta2` does at `first_batch`. Momentum stays: with
+    it a rate would change its meaning, and rates are measured with the momentum that there is."""
     _check_batches(batch, first_batch)
     return float(beta2 ** (batch / first_batch))
 

@@ -121,3 +121,9 @@ def test_plan_and_explain_work_where_torch_is_not(tmp_path: Path) -> None:
 def test_importing_outcore_does_not_import_torch() -> None:
     code = "import sys, outcore, outcore.cli, outcore.planning; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, timeout=60, check=False).returncode == 0
+
+
+def test_what_a_user_draws_next_does_not_depend_on_us() -> None:
+    """Rich draws a number when it is imported, and `outcore.tune` imports it when it is first asked for."""
+    asked = "import random; random.seed(0); before = random.getstate(); import outcore; outcore.tune; outcore.limit"
+    subprocess.run([sys.executable, "-c", f"{asked}; assert random.getstate() == before"], check=True)

@@ -31,7 +31,7 @@ def run(folder: Path, *args: str) -> tuple[int, str]:
     readme, plot = folder / "README.md", folder / "docs" / "results.svg"
     figures = folder / "figures.md"
     if not figures.exists():
-        figures.write_text("".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in SECTIONS))
+        figures.write_text("".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in (*SECTIONS, "accuracy")))
     options = ["--results", str(folder), "--readme", str(readme), "--plot", str(plot), "--figures", str(figures), *args]
     return CliRunner().invoke(main, options).exit_code, readme.read_text()
 
