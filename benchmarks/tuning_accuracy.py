@@ -350,7 +350,8 @@ class Contest:
 
     def search(self, num_trials: int) -> None:
         advised, case = self.rows["outcore"].get("setting"), self.case
-        start = [(advised.batch, advised.lr)] if advised is not None else []
+        alone = _asked(self.settings, "search_alone", False)
+        start = [(advised.batch, advised.lr)] if advised is not None and not alone else []
         try:
             fastest, best = by_search(case, num_trials, max(0.6 * self.left_s, 5.0), start)
         except Exception as error:
@@ -507,6 +508,7 @@ def main() -> None:
     parser.add_argument("--brief", action="store_true", help="as on a GPU: peers' further runs stop at their target")
     parser.add_argument("--num-pairs", type=int, help=f"seeds whose ends are compared with the search's [{NUM_PAIRS}]")
     parser.add_argument("--num-trials", type=int, help="runs of the Optuna search, 0: none [16]")
+    parser.add_argument("--search-alone", action="store_true", help="it is not told of the advice to begin with")
     parser.add_argument(
         "--limit-s",
         type=float,
