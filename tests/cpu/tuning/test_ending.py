@@ -55,7 +55,30 @@ def test_rates_above_the_soonest_run_and_then_whatever_lies_beyond_the_best(best
     assert best.runner.lr == pytest.approx(best_lr)
     assert [runner.lr / 0.01 for runner in ending.ended] == pytest.approx(rates)
     assert len(ending.race.ran) <= NUM_LENGTHS
-    assert ending.told(best).endswith(f"best in the end is {best.runner.told}")
+    assert f"best in the end is {best.runner.told}" in ending.told(best)
+
+
+@pytest.mark.parametrize(
+    ("steepness", "length_s", "make", "warms_up"),
+    [
+        (0.01, 1.0, torch.optim.SGD, False),
+        (1.0, 1.0, torch.optim.SGD, True),  # twice the rate is far behind
+        (0.01, 9.0, torch.optim.SGD, True),  # the trainings were shorter than the user's
+        (0.01, 1.0, torch.optim.Adam, True),
+    ],
+)
+def test_a_rate_far_from_the_edge_needs_no_warm_up(
+    steepness: float, length_s: float, make: Any, warms_up: bool
+) -> None:
+    ending = ending_of(lambda runner, order: 0.1 + steepness * abs(runner.lr - 0.02) / 0.02, length_s)
+    ending.race.optimizer = make(ending.race.model.parameters(), lr=0.01)
+    ended = ending.race.run
+    ending.race.run = lambda *given: replace(ended(*given), num_warm_up_steps=6)  # type: ignore[method-assign]
+    best = ending.best(SOONEST, [])
+    assert best is not None
+    assert best.runner.lr == pytest.approx(0.02)
+    assert best.num_warm_up_steps == (6 if warms_up else 0)
+    assert ("without a warm-up" in ending.told(best)) == (not warms_up)
 
 
 @pytest.mark.parametrize(("length_s", "limit_s", "taken"), [(1.0, 18.0, 0.04), (1.0, 6.0, 0.04), (3.0, 6.0, 0.02)])
@@ -229,7 +252,9 @@ def test_tune_says_what_is_best_in_the_end_and_what_is_soonest(tmp_path: Any) ->
     assert f"with a batch of {soonest.effective_batch} at a rate of {soonest.learning_rate:.3g}" in said
     told = [why for why in advice.why if "; best in the end" in why]
     assert len(told) == 1  # it may name an edge between "end" and "is": the clock decides which rates failed
-    assert told[0].endswith(f" (batch {advice.effective_batch}, rate {advice.learning_rate:.3g})")
+    best = told[0].rpartition("; best in the end")[2]
+    assert f" (batch {advice.effective_batch}, rate {advice.learning_rate:.3g})" in best
+    assert ("without a warm-up" not in best) or advice.num_warm_up_steps == 0
 
 
 @pytest.mark.parametrize(("kept", "largest_wins"), [(None, True), (None, False), (32, True)])
