@@ -23,7 +23,15 @@ import torch
 from outcore.errors import ReplayError
 from outcore.recording.intercept import called_by_engine, called_by_function, in_backward
 from outcore.recording.passes import Passes
-from outcore.recording.remaking import checksum, has_same_bytes, let_go_all, quickly_made, rerunnable, values_read
+from outcore.recording.remaking import (
+    HANDFUL,
+    checksum,
+    has_same_bytes,
+    let_go_all,
+    quickly_made,
+    rerunnable,
+    values_read,
+)
 from outcore.recording.twin import Proofs, Twin
 from outcore.running.cells import (
     Cell,
@@ -427,7 +435,8 @@ class Recorder:
         entropy puts the gradient where the logits were. Asked of what custom functions save, or say they wrote into."""
         if cell.data is not None or (cell.parcel is None and cell.recipe is None):
             return True  # it is what is there
-        if cell.parcel is None and not (quickly_made(cell, 2 * self.budget_bytes) and self._notes_sources(cell)):
+        can_tell = cell.parcel is not None or quickly_made(cell, 2 * self.budget_bytes, HANDFUL)
+        if not can_tell or (cell.parcel is None and not self._notes_sources(cell)):
             return False
         try:
             with below_everything():

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
 from outcore.running.cells import Cell, as_bytes
 from outcore.running.replay import below_everything
 
-_HANDFUL = 16  # ops
+HANDFUL = 16  # ops
 _PIECE_BYTES = 1 << 26
 
 
@@ -29,19 +30,23 @@ def checksum(storage: torch.UntypedStorage) -> list[int]:
     return sums
 
 
-def quickly_made(cell: Cell, budget_bytes: int) -> bool:
-    """Do a handful of ops make it from what is swapped or outside, all of them together in a quarter of the budget?"""
-    todo, seen, num_bytes = [cell], set(), 0
+def quickly_made(cell: Cell, budget_bytes: int, most_products: int = 1) -> bool:
+    """Do a handful of ops make it from what is swapped or outside, all of them together in a quarter of the budget, and
+    one product (or convolution, or attention) among them at most? Each value is made by itself: with more, those at the
+    end of a chain would make its beginning again and again, up to eight times the forward in all."""
+    todo, seen, products, num_bytes = [cell], set(), set(), 0
     while todo:
         wanted = todo.pop()
         if wanted.recipe is None:
             return False
         if id(wanted) not in seen:
             seen.add(id(wanted))
+            if wanted.recipe.func._overloadpacket in flop_registry:
+                products.add(id(wanted.recipe))
             sources = wanted.recipe.reads
             todo.extend(source for source in sources if source.parcel is None and source.data is None)
             num_bytes += wanted.num_bytes + sum(source.num_bytes for source in sources if source.parcel is not None)
-        if len(seen) > _HANDFUL or 4 * num_bytes > budget_bytes:
+        if len(seen) > HANDFUL or len(products) > most_products or 4 * num_bytes > budget_bytes:
             return False
     return True
 

@@ -1,0 +1,51 @@
+"""What a recorded step does besides: on a GPU it makes again what is quickly made, and not over and over."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
+
+from outcore.limit import limit
+from outcore.recording.record import Recorder
+from outcore.running.replay import Recipe
+
+
+def block(width: int) -> nn.Module:
+    return nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+
+
+def convolutions(width: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
+
+
+@pytest.mark.parametrize("memory", ["32MiB", "1GiB"])
+@pytest.mark.parametrize(("part", "shape"), [(block, (8, 32, 64)), (convolutions, (8, 16, 24, 24))])
+def test_products_are_made_again_about_once(
+    part: Any, shape: Any, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven times with chains of any kind: each of their values is made by itself."""
+    monkeypatch.setattr(Recorder, "_drops", property(lambda self: True, lambda self, given: None), raising=False)
+    num: Counter[bool] = Counter()
+    run = Recipe._run_alone
+
+    def counted(self: Recipe, *, in_place: bool) -> tuple[list[Tensor], list[Tensor]]:
+        num[self.func._overloadpacket in flop_registry] += 1
+        return run(self, in_place=in_place)
+
+    monkeypatch.setattr(Recipe, "_run_alone", counted)
+    torch.manual_seed(0)
+    width = shape[-1] if part is block else shape[1]
+    model = nn.Sequential(*(part(width) for _ in range(8)))
+    ooc = limit(model, memory)
+    with ooc.step():
+        model(torch.randn(shape)).sum().backward()
+    assert ooc.trace is not None
+    names = [op.name.split(".")[1] for op in ooc.trace.ops if op.phase == "forward"]
+    num_products = sum(getattr(torch.ops.aten, name) in flop_registry for name in names)
+    assert 0 < num[True] <= 2 * num_products
+    ooc.close()
