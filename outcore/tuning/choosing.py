@@ -7,6 +7,7 @@ curve is read through what they showed, until both are measured. A batch is only
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -71,6 +72,13 @@ class Choosing:
         if known is not None and found.point.in_core:
             self.curve = self.curve.measured(batch, known.step_s, known.peak_bytes)
         return point
+
+    def look_at_accumulating(self) -> None:
+        """Which micro-batches fit while gradients are accumulated: one that fits alone may not."""
+        accumulating = self.bench.planned(self.planned.family, accumulating=True)
+        sizes = [point.micro_batch for point in self.curve.fitting]
+        num = bisect.bisect_left(sizes, True, key=lambda size: accumulating.at(size).plan is None)
+        self.curve = replace(self.curve, most_accumulating=sizes[num - 1] if num else 0)
 
     def _best_rate(self) -> float:
         return max(point.samples_per_s for point in self.curve.points)
@@ -207,6 +215,7 @@ def micro_batch_for(effective: int) -> Pick:
         whole = [point.micro_batch for point in curve.fitting if effective % point.micro_batch == 0]
         if not whole:
             raise TuningError(f"no micro-batch that divides {effective} fits the memory; raise it or free the batch")
+        whole = [size for size in whole if size == effective or curve.accumulates(size)] or whole
         rates = {size: curve.rate(size, effective // size) for size in whole}
         return next(size for size in whole if rates[size] >= KNEE_SHARE * max(rates.values()))
 
@@ -214,10 +223,14 @@ def micro_batch_for(effective: int) -> Pick:
 
 
 def ways_to(curve: Curve, largest: int) -> dict[int, int]:
-    """Effective batch -> its micro-batch: each that fits by itself, and multiples of the knee."""
+    """Effective batch -> its micro-batch: each that fits by itself, and multiples of the knee, or of the fastest one
+    below it that fits while gradients are accumulated."""
     knee = curve.knee.micro_batch
     alone = {point.micro_batch: point.micro_batch for point in curve.fitting if point.micro_batch <= largest}
-    return alone | {knee * 2**power: knee for power in range(7) if knee * 2**power <= largest}
+    sizes = [size for size in alone if size <= knee and curve.accumulates(size)]
+    size = max(sizes, key=lambda size: (size == knee, curve.rate(size)), default=0)
+    multiples = {size * 2**power: size for power in range(7) if 0 < size * 2**power <= largest}
+    return alone | multiples if size == knee else multiples | alone
 
 
 def single_curve(bench: Bench, climb: Climb) -> Curve:

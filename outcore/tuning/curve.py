@@ -65,6 +65,11 @@ class Curve(Saved):
     largest_in_core: int = 0  # 0: not even the smallest batch is in-core
     probed: tuple[int, ...] = ()  # batches that were recorded
     device: str = ""
+    most_accumulating: int | None = None  # the largest micro-batch that fits besides gradients; None: all that fit do
+
+    def accumulates(self, micro_batch: int) -> bool:
+        """Whether it fits while the gradients of those before it are there."""
+        return self.most_accumulating is None or micro_batch <= self.most_accumulating
 
     def seconds(self, micro_batch: int, accumulation: int = 1) -> float:
         """Of an effective batch of `accumulation` micro-batches: measured, or predicted and corrected by the nearest

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -43,7 +43,7 @@ from outcore.tuning.samples import Samples
 from outcore.tuning.starts import MakeModel, Starts
 from outcore.tuning.state import anew, untouched
 from outcore.tuning.targets import Target, num_held_out
-from outcore.units import format_seconds
+from outcore.units import format_bytes, format_seconds
 
 FIRST_BATCH = 32  # where no batch is given: noise and learning rate are looked at here
 RANGE_BATCH = 256  # for the range test: a large batch shows the rate, not the noise
@@ -56,7 +56,8 @@ NOISE_BATCH, NUM_MICRO = 32, 64  # fewer, or smaller, and the noise scale is off
 NUM_PLUNGE_STEPS = 60  # at most, before noise is measured
 PLUNGED = 0.3  # of the loss at the start
 LARGEST = 1 << 16
-NAMES = ("today's setting", "the advice", "half its batch", "a quarter of its batch")  # in a race
+NAMES = ("today's setting", "the advice")  # in a race
+SMALLER = {2: "half its batch", 4: "a quarter of its batch"}
 LARGER = {2: "twice the soonest one's batch", 4: "four times the soonest one's batch"}  # in as long a training
 
 
@@ -245,11 +246,13 @@ class Tuner:
         if effective is not None:
             batches = divisors(effective, smallest)
             choosing.lay_out(batches, self.tell)
+            choosing.look_at_accumulating()
             return self._settled(choosing, micro_batch_for(effective))
         choosing.lay_out(batches, self.tell)
         if not choosing.curve.fitting and self.normalises:
             raise cannot_run_one(self.bench.budget.device_bytes)
         choosing.lay_out(refined(choosing.curve), self.tell)
+        choosing.look_at_accumulating()
         return self._settled(choosing, lambda curve: curve.knee.micro_batch)
 
     def _settled(self, choosing: Choosing, pick: Callable[[Curve], int]) -> tuple[Curve, Choosing, int]:
@@ -262,12 +265,17 @@ class Tuner:
         if choosing is None or effective == micro_batch:
             return micro_batch, point.measured_peak_bytes or point.peak_bytes
         accumulating = self.bench.planned(choosing.planned.family, accumulating=True)
-        for size in sorted((p.micro_batch for p in curve.fitting if p.micro_batch <= micro_batch), reverse=True):
+        smaller = [point.micro_batch for point in curve.fitting if point.micro_batch <= micro_batch]
+        for size in [size for size in reversed(smaller) if effective % size == 0]:
             found = accumulating.at(size)
-            if effective % size == 0 and found.plan is not None:
+            if found.plan is not None:
                 return size, found.point.peak_bytes
+        budget, room = self.bench.budget.device_bytes, self.bench.room.device_bytes
+        needed_bytes = found.point.peak_bytes * budget / room
         raise TuningError(
-            f"gradients of {effective} samples cannot be accumulated in this memory, whatever the micro-batch; raise it"
+            f"a batch of {effective} does not fit at once, and while gradients of {size} samples at a time are "
+            f"accumulated it needs {format_bytes(needed_bytes)}, where memory is {format_bytes(budget)}; raise it to "
+            f"{format_bytes(1.02 * needed_bytes)} or lower the batch"
         )
 
     # -- the effective batch ------------------------------------------------------------------------------------------
@@ -411,9 +419,8 @@ class Tuner:
         try:
             advice = self._timed(advice, choosing)
             today = self._like_today(advice, choosing)
-            advised = [advice, *self._smaller(advice, choosing)]
+            named = dict(zip(NAMES, (today, advice))) | self._smaller(advice, choosing)
             race = self._race(choosing)
-            named = dict(zip(NAMES, (today, *advised)))
             runners = [_runner(name, way) for name, way in named.items()]
             with self._anew():
                 winner = race.between(replace(runners[0], warms_up=False), runners[1:], RACE_SHARE * self.asked.trial_s)
@@ -488,13 +495,13 @@ class Tuner:
         self.why.append(f"{goal} {how}: train {num_steps} steps, the rate falling to zero over the last third")
         return replace(advice, num_steps=num_steps, target=goal, target_s=num_steps * advice.step_s)
 
-    def _smaller(self, advice: Advice, choosing: Choosing) -> list[Advice]:
+    def _smaller(self, advice: Advice, choosing: Choosing) -> dict[str, Advice]:
         """The advice with half and a quarter of its batch: goodput is a rule of thumb."""
         batch, least = advice.effective_batch, 2 if self.normalises else 1
         if not self.asked.free:
-            return []
-        sizes = [batch // part for part in (2, 4) if batch % part == 0 and batch // part >= least]
-        return [self._with_rate(self._at(advice, choosing, size), says_why=False) for size in sizes]
+            return {}
+        parts = [part for part in SMALLER if batch % part == 0 and batch // part >= least]
+        return self._others(advice, choosing, {SMALLER[part]: batch // part for part in parts})
 
     def _larger(self, taken: Advice, choosing: Choosing, race: Race) -> dict[str, Advice]:
         """Twice and four times the batch that is soonest, where none larger raced: noise grows while a network learns,
@@ -502,11 +509,16 @@ class Tuner:
         batch, most = taken.effective_batch, self._largest(None) // 4
         if not self.asked.free or any(ran.runner.batch > batch for ran in race.ran):
             return {}
-        return {
-            name: self._with_rate(self._at(taken, choosing, times * batch), says_why=False)
-            for times, name in LARGER.items()
-            if times * batch <= most
-        }
+        larger = {name: times * batch for times, name in LARGER.items() if times * batch <= most}
+        return self._others(taken, choosing, larger)
+
+    def _others(self, advice: Advice, choosing: Choosing, batches: dict[str, int]) -> dict[str, Advice]:
+        """The advice with other effective batches and their rates; those that do not fit are left out."""
+        found: dict[str, Advice] = {}
+        for name, batch in batches.items():
+            with suppress(TuningError):
+                found[name] = self._with_rate(self._at(advice, choosing, batch), says_why=False)
+        return found
 
     def _like_today(self, advice: Advice, choosing: Choosing) -> Advice:
         """The advice, if it were to train on as today."""
