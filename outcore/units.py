@@ -49,6 +49,11 @@ def _parse_share(size: str, of_bytes: int | None) -> int:
     return int(of_bytes * percent / 100)
 
 
+def two_digits(number: float) -> str:
+    """Of what is known no better: `two_digits(1234.5) == "1200"`."""
+    return f"{float(f'{number:.2g}'):.0f}" if 10 <= number < float("inf") else f"{number:.2g}"
+
+
 def format_bytes(num_bytes: float) -> str:
     """`format_bytes(1536) == "1.50 KiB"`."""
     sign, size = ("-" if num_bytes < 0 else ""), abs(float(num_bytes))

@@ -42,6 +42,7 @@ from outcore.tuning.batches import Regrouped
 from outcore.tuning.goodput import RULES, beta2_for, gain, goodput, lr_factor, warm_up
 from outcore.tuning.noise import Noise, Norms, RunningNoise, squared_length
 from outcore.tuning.shares import mean_over_ranks
+from outcore.units import two_digits
 
 log = logging.getLogger("outcore")
 
@@ -294,9 +295,9 @@ class Adaptive:
     def _change_to(self, batch: int, noise: float, better: float) -> None:
         known = "" if self._times.known(batch) else "at most "
         why = (
-            f"batch {self.batch} -> {batch}: the noise scale is {noise:.0f} samples, so that one step of {batch} is "
-            f"worth {gain(batch, self.batch, noise):.2f} of {self.batch}: {known}{100 * (better - 1):.0f} % more "
-            "progress per second"
+            f"batch {self.batch} -> {batch}: the noise scale is about {two_digits(noise)} samples, so that one step "
+            f"of {batch} is worth {gain(batch, self.batch, noise):.2f} of {self.batch}: {known}"
+            f"{100 * (better - 1):.0f} % more progress per second"
         )
         self._factor_before = self.lr_factor
         before, self.batch = self.batch, batch
@@ -307,7 +308,7 @@ class Adaptive:
     # -- what a user looks at and keeps --------------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        noise = f"{self._noise_scale():.0f} samples" if self.noise else "not measured yet"
+        noise = f"about {two_digits(self._noise_scale())} samples" if self.noise else "not measured yet"
         lines = [
             f"step {self.num_steps}, {self.num_samples} samples: batch {self.batch} in micro-batches of {self._micro}, "
             f"learning rate x {self.lr_factor:.3g} ({self.rule}), noise scale {noise}, worth {self.progress:.0f} steps "

@@ -14,7 +14,7 @@ from outcore.reporting.text import render, rows_table
 from outcore.tuning.annealing import rate_factor
 from outcore.tuning.curve import Curve
 from outcore.tuning.goodput import goodput
-from outcore.units import format_bytes, format_seconds
+from outcore.units import format_bytes, format_seconds, two_digits
 from outcore.values.codec import Saved
 
 MAX_SHARES = 4  # different ones that a table lists
@@ -75,6 +75,7 @@ class Advice(Saved, HasLength):
     num_steps: int = 0  # the rate falling to zero over the last third of them: to the target, or as long as the user
     # means to train, where they said so; 0: not known
     soonest: Soonest | None = None  # only where they said so, and the target was reached: how to come to it first
+    noise_told: str = ""  # the noise scale in words, with how sure it is
     spent_s: float = 0.0  # tuning took
     workers: int = 1
     shares: tuple[int, ...] = ()  # samples of each worker in a step, where there are several
@@ -128,7 +129,7 @@ def advice_table(advice: Advice) -> Table:
     if advice.beta2 is not None:
         rows.append(("beta2", f"{advice.beta2:.5g} (as many samples are remembered as before)"))
     if advice.noise is not None:
-        rows.append(("gradient noise scale", f"{advice.noise:.4g} samples"))
+        rows.append(("gradient noise scale", advice.noise_told or f"about {two_digits(advice.noise)} samples"))
     rows += [
         ("samples per second", f"{advice.samples_per_s:.4g}, a step takes {format_seconds(advice.step_s)}"),
         ("peak memory", f"{format_bytes(advice.peak_bytes)} of {format_bytes(curve.memory_bytes)}"),

@@ -6,15 +6,18 @@ all the equations need (McCandlish et al., arXiv 1812.06162, appendix A). Togeth
 micro-batches: what all of them share cancels, so a few already tell much, where comparing a single micro-batch with
 the accumulated gradient would carry the error of that one. AdaptDL keeps a copy of the last gradient for the case of
 one micro-batch per step; here two are asked for, and no copy is ever made.
+
+How far off the quotient is follows from scalars, too (`scale_error`), and that is what tells when enough were seen:
+a small network's scale was up to 73 % off after 200 steps of training with 64 micro-batches, and 7 % with 4,096.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -24,14 +27,17 @@ from outcore.tuning.batches import LossFn, generators_of, loss_of, size_of
 from outcore.tuning.goodput import moments, noise_scale
 from outcore.tuning.shares import mean_over_ranks
 from outcore.tuning.state import untouched
+from outcore.units import two_digits
 from outcore.values.codec import Saved
 
+UNSURE = 0.5  # of the scale: where its standard error is more than this, only its order is known
 DECAY = 0.95  # of the running moments, per measurement: about the last twenty count
 
 
 @dataclass(frozen=True)
 class Noise(Saved):
-    """`sqr` is |G|^2, `var` is tr(Sigma) of single samples, `scale` their quotient in samples."""
+    """`sqr` is |G|^2, `var` is tr(Sigma) of single samples, `scale` their quotient in samples, `error` the standard
+    error of that, as a share of it."""
 
     KIND: ClassVar[str] = "noise"
 
@@ -39,10 +45,23 @@ class Noise(Saved):
     var: float
     micro_batch: int
     num_micro: int
+    error: float | None = None  # None: not known
+    at_least: bool = False  # the scale may be larger: so many samples cannot show it
 
     @property
     def scale(self) -> float:
         return noise_scale(self.sqr, self.var)
+
+    @property
+    def told(self) -> str:
+        """The scale in words, with the digits it has."""
+        if self.at_least:
+            return f"at least {self.scale:.0f} samples"
+        if self.error is None:
+            return f"about {two_digits(self.scale)} samples"
+        if self.error > UNSURE:
+            return f"very roughly {two_digits(self.scale)} samples, perhaps half or several times as many"
+        return f"about {two_digits(self.scale)} samples, give or take {max(1, round(100 * self.error))} %"
 
 
 class Norms:
@@ -94,26 +113,56 @@ def measure_noise(
     """The noise of gradients at the present parameters, over `num_micro` micro-batches of the size that comes.
 
     `loss_fn(model(x), y)` must be a mean over samples. The model is the same afterwards. With ranks, each measures on
-    its own micro-batches, and all return the mean. Micro-batches of another size than the first are left out.
+    its own micro-batches, and all return the mean, and the error that each would have alone. Micro-batches of another
+    size than the first are left out.
     """
     found = _measure(model, loss_fn, batches, num_micro)
-    sqr, var = mean_over_ranks([found.sqr, found.var], group)
-    return _finite(replace(found, sqr=sqr, var=var))
+    sqr, var, error = mean_over_ranks([found.sqr, found.var, found.error or 0.0], group)
+    return _finite(replace(found, sqr=sqr, var=var, error=error))
 
 
-def noise_here(model: torch.nn.Module, loss_fn: LossFn, batches: Iterable[Any], *, num_micro: int = 16) -> Noise:
-    """The same as this rank alone sees it: the others need not measure too."""
-    return _finite(_measure(model, loss_fn, batches, num_micro))
+def noise_here(
+    model: torch.nn.Module, loss_fn: LossFn, batches: Iterable[Any], *, num_micro: int, error: float, for_s: float
+) -> Noise:
+    """The same as this rank alone sees it: the others need not measure too. From `num_micro` micro-batches, and from
+    more until the scale's error is at most `error` or the measuring has taken `for_s` seconds.
+
+    Gradients of half precision are not summed for longer: their sum would no longer see what is added to it.
+    """
+    if any(parameter.requires_grad and parameter.element_size() < 4 for parameter in model.parameters()):
+        for_s = 0.0
+    return _finite(_measure(model, loss_fn, batches, num_micro, error=error, for_s=for_s))
 
 
-def visible(noise: Noise) -> Noise:
-    """No more than so many samples can show: a scale of as many.
+def visible(noise: Noise, num_samples: int | None = None) -> Noise:
+    """No more than so many samples can show: a scale of as many. `num_samples`: there are no others.
 
     Where it is beyond them, |G|^2 is lost in its own error and comes out near zero or below it, and the scale is
     anything up to infinity.
     """
-    num_samples = noise.micro_batch * noise.num_micro
-    return replace(noise, sqr=max(noise.sqr, noise.var / num_samples)) if noise.var > 0 else noise
+    num_seen = noise.micro_batch * noise.num_micro
+    num_seen = num_seen if num_samples is None else min(num_seen, num_samples)
+    if noise.var <= 0 or noise.sqr > noise.var / num_seen:
+        return noise
+    return replace(noise, sqr=noise.var / num_seen, at_least=True)
+
+
+def scale_error(small: Sequence[float], sums: Sequence[float], micro_batch: int) -> float:
+    """The standard error of a noise scale as a share of it, to first order; infinite where no gradient shows.
+
+    `small` are the squared lengths of the micro-batches' gradients, `sums` those of the running sum after each. Both
+    together tell the product of each gradient with the mean of those before it, |S + g|^2 = |S|^2 + 2 S g + |g|^2: its
+    part in |G|^2. What one micro-batch moves the scale by follows from that and its length. The second half is looked
+    at, where the mean before is known best; what that is still off by makes the error a little larger, not smaller.
+    """
+    num, half = len(small), len(small) // 2
+    sqr, var = moments(sum(small) / num, micro_batch, sums[-1] / num**2, micro_batch * num)
+    if num < 4 or not (0 < sqr < math.inf and 0 < var < math.inf):
+        return math.inf
+    lengths, running = (torch.tensor(found, dtype=torch.float64) for found in (small[half:], sums[half - 1 :]))
+    along = (running.diff() - lengths) / 2 / torch.arange(half, num)
+    moved = micro_batch * (lengths - 2 * along) / var - 2 * along / sqr
+    return float(moved.std()) / math.sqrt(num)
 
 
 def _finite(noise: Noise) -> Noise:
@@ -122,37 +171,68 @@ def _finite(noise: Noise) -> Noise:
     return noise
 
 
-def _measure(model: torch.nn.Module, loss_fn: LossFn, batches: Iterable[Any], num_micro: int) -> Noise:
+def _measure(
+    model: torch.nn.Module,
+    loss_fn: LossFn,
+    batches: Iterable[Any],
+    num_micro: int,
+    *,
+    error: float = math.inf,
+    for_s: float = 0.0,
+) -> Noise:
     if num_micro < 2:
         raise TuningError(f"noise shows between micro-batches, and {num_micro} was asked for; take at least 2")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     alone: AbstractContextManager[Any] = getattr(model, "no_sync", nullcontext)()
     with untouched(model, others=generators_of(batches)), alone:
         model.zero_grad(set_to_none=True)
-        norms = Norms(parameters)
+        seen = _Seen(parameters)
         try:
-            small, micro_batch = _pass_micro_batches(model, loss_fn, batches, num_micro, norms)
+            seen.run(model, loss_fn, batches, num_micro, error, for_s)
         finally:
-            norms.close()
-        large_sqr = float(squared_length(parameters)) / len(small) ** 2
-    small_sqr = float(torch.stack(small).mean())
-    sqr, var = moments(small_sqr, micro_batch, large_sqr, micro_batch * len(small))
-    return Noise(sqr, var, micro_batch, len(small))
+            seen.norms.close()
+        small, sums = seen.lengths()
+    num, micro_batch = len(small), seen.micro_batch
+    if num < 2:
+        raise TuningError(f"{num} whole micro-batch came, noise shows between two; pass more or smaller batches")
+    sqr, var = moments(sum(small) / num, micro_batch, sums[-1] / num**2, micro_batch * num)
+    return Noise(sqr, var, micro_batch, num, scale_error(small, sums, micro_batch))
 
 
-def _pass_micro_batches(
-    model: torch.nn.Module, loss_fn: LossFn, batches: Iterable[Any], num_micro: int, norms: Norms
-) -> tuple[list[torch.Tensor], int]:
-    small: list[torch.Tensor] = []
-    micro_batch = 0
-    for batch in islice(batches, num_micro):
-        micro_batch = micro_batch or size_of(batch)
-        if size_of(batch) == micro_batch:
-            loss_of(model, loss_fn, batch).backward()
-            small.append(norms.take())
-    if len(small) < 2:
-        raise TuningError(f"{len(small)} whole micro-batch came, noise shows between two; pass more or smaller batches")
-    return small, micro_batch
+class _Seen:
+    """The squared lengths of micro-batches' gradients and of their running sum, which `.grad` is."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        self.parameters, self.norms, self.micro_batch = parameters, Norms(parameters), 0
+        self._small: list[torch.Tensor] = []
+        self._sums: list[torch.Tensor] = []
+
+    def run(
+        self,
+        model: torch.nn.Module,
+        loss_fn: LossFn,
+        batches: Iterable[Any],
+        num_micro: int,
+        error: float,
+        for_s: float,
+    ) -> None:
+        end_s, next_look = time.perf_counter() + for_s, num_micro
+        for num, batch in enumerate(batches, 1):
+            self.micro_batch = self.micro_batch or size_of(batch)
+            if size_of(batch) == self.micro_batch:
+                loss_of(model, loss_fn, batch).backward()
+                self._small.append(self.norms.take())
+                self._sums.append(squared_length(self.parameters))
+            if num >= num_micro and time.perf_counter() >= end_s:
+                return
+            if num == next_look:  # seldom: a look waits for the device
+                next_look *= 2
+                if scale_error(*self.lengths(), self.micro_batch) <= error:
+                    return
+
+    def lengths(self) -> tuple[list[float], list[float]]:
+        small, sums = (torch.stack(found).tolist() if found else [] for found in (self._small, self._sums))
+        return small, sums
 
 
 class RunningNoise:

@@ -6,7 +6,7 @@ import math
 
 from outcore.tuning.curve import Curve
 from outcore.tuning.team import Team, Way
-from outcore.units import format_bytes
+from outcore.units import format_bytes, two_digits
 
 MUCH = 0.2  # of a step, spent on communication
 
@@ -91,7 +91,8 @@ def why_team(
     said = [_stays(way.batch, rate_stays=rate_stays)] if kept else []
     if noise is not None:
         said.append(
-            f"the noise scale is {noise:.3g} samples: of all global batches, {way.batch} gets furthest per second"
+            f"at a noise scale of about {two_digits(noise)} samples, of all global batches, {way.batch} gets furthest "
+            "per second"
         )
     if max(way.sizes) > min(way.sizes) + 1:
         said.append(

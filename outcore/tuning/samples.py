@@ -74,6 +74,16 @@ class Samples:
             for start in range(0, len(picked) - size + 1, size):
                 yield self.batch_of(picked[start : start + size])
 
+    def drawn(self, size: int, *, seed: int = 0) -> Iterator[Any]:
+        """Batches of samples drawn one by one, so that some come again: the data set is what gradients are noisy about,
+        however often it is gone through."""
+        if self.num is None:
+            yield from self.shuffled(size)
+            return
+        chance = torch.Generator().manual_seed(seed)
+        while True:
+            yield self.batch_of(torch.randint(self.num, (size,), generator=chance).tolist())
+
     def batch_of(self, indices: Sequence[int]) -> Any:
         return self._there(self._collated(indices))
 

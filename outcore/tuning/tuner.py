@@ -52,7 +52,8 @@ NUM_RANGE_SEEDS = 3
 RANGE_SHARE = 0.3  # of `trial_s`
 RACE_SHARE = 0.5
 END_SHARE = 1.5  # for trainings as long as the user's, where they said how long that is
-NOISE_BATCH, NUM_MICRO = 32, 64  # fewer, or smaller, and the noise scale is off by a factor
+NOISE_BATCH, NUM_MICRO = 32, 64  # at least: fewer, or smaller, and the noise scale is off by a factor
+NOISE_ERROR, NOISE_SHARE = 0.1, 0.1  # of the scale, its standard error; of `trial_s`, until that is reached
 NUM_PLUNGE_STEPS = 60  # at most, before noise is measured
 PLUNGED = 0.3  # of the loss at the start
 LARGEST = 1 << 16
@@ -199,6 +200,7 @@ class Tuner:
             curve=curve,
             why=(),
             noise=noise.scale if noise is not None else None,
+            noise_told=noise.told if noise is not None else "",
             first_batch=first_batch,
         )
         advice = self._with_rate(advice)
@@ -294,9 +296,12 @@ class Tuner:
         with self._anew(), untouched(self.model, self.optimizer):
             if self.asked.starts_anew:
                 self._train_past_the_plunge(min(self.rate_batch, curve.largest_in_core, num // 2))
-            num_micro = max(2, min(NUM_MICRO, num // micro))
-            batches = self.samples.shuffled(micro)
-            return visible(noise_here(self.model, self.asked.loss_fn, batches, num_micro=num_micro))
+            measured = partial(noise_here, num_micro=NUM_MICRO, error=NOISE_ERROR)
+            for_s = NOISE_SHARE * self.asked.trial_s
+            found = measured(self.model, self.asked.loss_fn, self.samples.drawn(micro), for_s=for_s)
+        noise = visible(found, self.samples.num)
+        self.why.append(f"{noise.num_micro} micro-batches of {micro} show a noise scale of {noise.told}")
+        return noise
 
     def _train_past_the_plunge(self, batch: int) -> None:
         """While the loss falls from its plateau all gradients agree: noise is far lower there than ever after."""
@@ -328,8 +333,8 @@ class Tuner:
         choosing.settle(pick, self.tell)
         effective, _ = best_batch(sorted(ways), seconds, first_batch, noise)
         self.why.append(
-            f"the noise scale is {noise:.3g} samples: of all batches, {effective} gets furthest per second; larger "
-            "ones train samples that say little new, smaller ones waste the device"
+            f"at this noise scale, of all batches, {effective} gets furthest per second; larger ones train samples "
+            "that say little new, smaller ones waste the device"
         )
         return effective, ways[effective]
 

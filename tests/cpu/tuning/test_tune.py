@@ -98,6 +98,8 @@ def test_a_free_batch_follows_noise_and_the_rate_follows_the_batch(folder: str) 
     assert generators() == numbers
     assert advice.noise is not None
     assert advice.noise > 0
+    assert advice.noise_told.startswith(("about ", "at least ", "very roughly "))
+    assert any(why.endswith(f"show a noise scale of {advice.noise_told}") for why in advice.why)
     assert advice.rule == "adascale" or advice.effective_batch == 64
     grown = advice.effective_batch > 64
     assert (advice.learning_rate or 0) > 1e-3 if grown else (advice.learning_rate or 1) <= 1e-3
