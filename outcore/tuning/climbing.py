@@ -82,10 +82,11 @@ class Climb:
         return found.followed
 
 
-def climb(bench: Bench, largest: int, tell: Tell) -> Climb:
-    """Records small batches, then runs larger ones until the next would teach nothing new."""
+def climb(bench: Bench, largest: int, tell: Tell, one: tuple[str, str] | None = None) -> Climb:
+    """Records small batches, then runs larger ones until the next would teach nothing new. `one`: why `largest` is
+    1, and what to change about that."""
     began_s, found = time.perf_counter(), Climb(bench, largest, [])
-    _first_step(bench, found, tell)
+    _first_step(bench, found, tell, one)
     while not _is_recorded(found, time.perf_counter() - began_s):
         batch = found.next()
         if batch == found.measured[-1].batch:
@@ -186,8 +187,9 @@ def round_batch(batch: int) -> int:
     return batch if batch < 24 else batch // 8 * 8
 
 
-def _first_step(bench: Bench, found: Climb, tell: Tell) -> None:
+def _first_step(bench: Bench, found: Climb, tell: Tell, one: tuple[str, str] | None) -> None:
     """Two samples; one where two do not fit. Optimizer state is there from here on."""
+    too_small: BudgetTooSmall | None = None
     for batch in (2, 1) if found.largest > 1 else (1,):
         tell(f"recording a batch of {batch}", 0.0)
         try:
@@ -198,8 +200,11 @@ def _first_step(bench: Bench, found: Climb, tell: Tell) -> None:
             too_small, found.largest = error, batch - 1
         except ValueError as error:
             if "more than 1 value per channel" in str(error):
-                raise cannot_run_one(bench.budget.device_bytes if found.largest == 1 else None) from None
+                if too_small is not None:
+                    one = two_do_not_fit(bench.budget.device_bytes, too_small.needed_bytes)
+                raise cannot_run_one(one) from None
             raise
+    assert too_small is not None
     needed, enough = format_bytes(too_small.needed_bytes), format_bytes(1.02 * too_small.needed_bytes)
     raise TuningError(
         f"even one sample needs {needed} with everything swapped or recomputed, and memory is "
@@ -207,9 +212,15 @@ def _first_step(bench: Bench, found: Climb, tell: Tell) -> None:
     )
 
 
-def cannot_run_one(budget_bytes: int | None) -> TuningError:
-    why = f"only one sample fits {format_bytes(budget_bytes)} and " if budget_bytes is not None else ""
+def two_do_not_fit(budget_bytes: int, needed_bytes: float) -> tuple[str, str]:
+    """Why a batch is 1, and what to change."""
+    why = f"two samples need {format_bytes(needed_bytes)}, where memory is {format_bytes(budget_bytes)}"
+    return why, f"raise memory to {format_bytes(1.02 * needed_bytes)}"
+
+
+def cannot_run_one(one: tuple[str, str] | None) -> TuningError:
+    why, change = (f"{one[0]}, and ", one[1]) if one is not None else ("", "allow a batch of 2 or more")
     return TuningError(
-        f"{why}this model cannot train on a batch of 1: its BatchNorm needs more than one value per channel; allow a "
-        "batch of 2 or more, or use GroupNorm"
+        f"{why}this model cannot train on a batch of 1: its BatchNorm needs more than one value per channel; {change}, "
+        "or use GroupNorm"
     )

@@ -30,7 +30,7 @@ from outcore.tuning.choosing import (
     single_curve,
     ways_to,
 )
-from outcore.tuning.climbing import cannot_run_one, climb
+from outcore.tuning.climbing import cannot_run_one, climb, two_do_not_fit
 from outcore.tuning.curve import Curve
 from outcore.tuning.ending import Ending
 from outcore.tuning.goodput import RULES, best_batch, beta2_for, lr_factor, num_warm_up_steps
@@ -222,17 +222,32 @@ class Tuner:
     def _largest(self, largest: int | None) -> int:
         """No batch beyond this is looked at."""
         kept = self.asked.batch if not self.asked.free else None
+        return max(1, min(limit for limit in (self._num_left(), largest, kept, LARGEST) if limit is not None))
+
+    def _num_left(self) -> int | None:
+        """Samples from which a batch is drawn to be trained; others may be held out."""
         num = self.samples.num
         trains = self.asked.target is not None or self.asked.has_length
         if num is not None and self.asked.free and trains and self.validation is None:
-            num -= num_held_out(num)  # to be trained, a batch is drawn from what is left
-        return max(1, min(limit for limit in (num, largest, kept, LARGEST) if limit is not None))
+            num -= num_held_out(num)
+        return num
+
+    def _why_one(self) -> tuple[str, str]:
+        """Where no batch beyond 1 is looked at: the reason, and what to change."""
+        num, num_left = self.samples.num, self._num_left()
+        if self.asked.batch == 1 and not self.asked.free:
+            return "a batch of 1 is to be kept", "ask for a batch of 2 or more"
+        if num == 1:
+            return "the data set has one sample", "give more data"
+        if num_left is not None and num_left <= 1:
+            return f"of the data set's {num} samples one is left when others are held out", "give more data"
+        return "the largest batch allowed is 1", "allow 2 or more"
 
     # -- the micro-batch ----------------------------------------------------------------------------------------------
 
     def _find_micro_batch(self, largest: int, effective: int | None) -> tuple[Curve, Choosing | None, int]:
         """At the knee, or the best of those that divide an effective batch."""
-        found = climb(self.bench, largest, self.tell)
+        found = climb(self.bench, largest, self.tell, self._why_one() if largest == 1 else None)
         if found.family is None:
             if len(found.measured) > 1:
                 raise TuningError(
@@ -252,7 +267,7 @@ class Tuner:
             return self._settled(choosing, micro_batch_for(effective))
         choosing.lay_out(batches, self.tell)
         if not choosing.curve.fitting and self.normalises:
-            raise cannot_run_one(self.bench.budget.device_bytes)
+            raise cannot_run_one(two_do_not_fit(self.bench.budget.device_bytes, choosing.curve.points[0].peak_bytes))
         choosing.lay_out(refined(choosing.curve), self.tell)
         choosing.look_at_accumulating()
         return self._settled(choosing, lambda curve: curve.knee.micro_batch)

@@ -180,9 +180,24 @@ def norms() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(256, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
 
 
+def wide_norms() -> nn.Module:
+    """The same, with inputs that weigh more than its parameters."""
+    return nn.Sequential(
+        nn.Conv2d(1, 64, 3, padding=1), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.BatchNorm1d(64)
+    )
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "small data": ({"batch": 513}, "the data set has 512 samples, fewer than the batch of 513; lower the batch"),
     "BatchNorm": ({"make_model": norms, "batch": 1}, "cannot train on a batch of 1: its BatchNorm needs more than one"),
+    "one kept": ({"make_model": norms, "batch": 1}, "a batch of 1 is to be kept, and this model cannot train on"),
+    "one allowed": ({"make_model": norms, "largest": 1}, "the largest batch allowed is 1, and this model cannot"),
+    "one there": ({"make_model": norms, "dataset": stripes(1)}, "the data set has one sample, and this model cannot"),
+    "one left": (
+        {"make_model": norms, "dataset": stripes(2), "target": ("val_loss", 0.1)},
+        "of the data set's 2 samples one is left when others are held out, and this model cannot",
+    ),
+    "one fits": ({"make_model": wide_norms, "memory": "250KiB"}, "where memory is 250.00 KiB, and this model cannot"),
     "memory": ({"memory": "300KiB"}, "even one sample needs 5"),
     "accuracy": ({"target": ("val_accuracy", 97)}, "an accuracy of 97 cannot be reached"),
     "loss": ({"target": ("val_loss", -1)}, "a loss of -1 cannot be reached"),
