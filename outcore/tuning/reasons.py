@@ -9,29 +9,38 @@ from outcore.tuning.team import Team, Way
 from outcore.units import format_bytes, two_digits
 
 MUCH = 0.2  # of a step, spent on communication
+BUSY = 0.2  # of a step: real steps that are further off what was predicted were disturbed by something else
 
 
 def why_micro_batch(curve: Curve, micro_batch: int, accumulation: int) -> list[str]:
     chosen, best = curve.point(micro_batch), curve.best
     rate, best_rate = curve.rate(micro_batch), curve.rate(best.micro_batch)
-    found = []
+    found, off = [], _off(curve)
     if best.micro_batch == micro_batch:
         found.append(f"no other batch that was tried or predicted trains more samples per second than {micro_batch}")
     else:
         memory = f"{format_bytes(chosen.peak_bytes)} instead of {format_bytes(best.peak_bytes)}"
         found.append(
-            f"a micro-batch of {micro_batch} gives {100 * rate / best_rate:.1f} % of the most samples per second, "
-            f"which {best.micro_batch} gives, in {memory}"
+            f"a micro-batch of {micro_batch} gives {100 * rate / best_rate:.{0 if off > BUSY else 1}f} % of the most "
+            f"samples per second, which {best.micro_batch} gives, in {memory}"
         )
     found += _why_in_core_ends(curve)
-    measured = [point for point in curve.points if point.measured_step_s is not None]
-    if measured:
-        off = max(abs(1 / (point.error or 1.0) - 1) for point in measured)
-        tried = ", ".join(str(point.micro_batch) for point in measured)
+    tried = ", ".join(str(point.micro_batch) for point in curve.points if point.measured_step_s is not None)
+    if off > BUSY:
+        found.append(
+            f"real steps of {tried} samples were up to {two_digits(100 * off)} % off what was predicted: the machine "
+            "was too busy for its timings to be trusted; run this again when it has less to do"
+        )
+    elif tried:
         found.append(f"checked with real steps of {tried} samples: predictions were within {100 * off:.1f} %")
     if accumulation > 1:
         found.append(f"{accumulation} micro-batches are accumulated, so that an optimizer step sees the whole batch")
     return found
+
+
+def _off(curve: Curve) -> float:
+    """How far predictions were from real steps, at most, as a share of these."""
+    return max((abs(1 / point.error - 1) for point in curve.points if point.error), default=0.0)
 
 
 def _why_in_core_ends(curve: Curve) -> list[str]:
@@ -45,6 +54,8 @@ def _why_in_core_ends(curve: Curve) -> list[str]:
     best_out = max(outside, key=lambda point: curve.rate(point.micro_batch))
     change = curve.rate(best_out.micro_batch) / curve.rate(best_in.micro_batch) - 1
     edge = f"beyond {curve.largest_in_core} samples swapping and recomputing begin"
+    if _off(curve) > BUSY:  # by how much one is faster is not known
+        return [edge]
     if change > 0:
         return [f"{edge}, and a larger batch pays for them: {best_out.micro_batch} is {100 * change:.1f} % faster"]
     return [f"{edge}, and a larger batch does not pay for them: at best {-100 * change:.1f} % slower than in-core"]
@@ -55,9 +66,11 @@ def why_loading(curve: Curve, micro_batch: int, load_s: float) -> list[str]:
     num_workers = load_s * curve.rate(micro_batch)
     if num_workers < 0.5:
         return []
+    num = math.ceil(1.2 * num_workers)
+    workers = f"{num} worker" + ("s" if num > 1 else "")
     return [
-        f"reading one sample takes {1e3 * load_s:.2f} ms: give the loader {math.ceil(1.2 * num_workers)} workers or "
-        "more, or training will wait for it"
+        f"reading one sample takes {two_digits(1e3 * load_s)} ms: give the loader {workers} or more, or training will "
+        "wait for it"
     ]
 
 
@@ -73,7 +86,7 @@ def why_batch_kept(curve: Curve, micro_batch: int, effective: int, *, rate_stays
     knee = curve.knee.micro_batch
     lost = curve.rate(knee, max(1, round(effective / knee))) / curve.rate(micro_batch, accumulation) - 1
     said = [_stays(effective, rate_stays=rate_stays)]
-    if lost > 0.03:
+    if lost > 0.03 and _off(curve) <= BUSY:
         near = max(1, round(effective / knee)) * knee
         said.append(f"a batch of {near} could be cut into {knee}s and would be {100 * lost:.0f} % faster")
     return said

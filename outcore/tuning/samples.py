@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
 from outcore.errors import TuningError
 from outcore.tuning.batches import each_tensor, tensors_of
@@ -28,7 +28,7 @@ class Samples:
 
     def __init__(self, data: Any, device: torch.device, collate: Collate | None = None) -> None:
         self.data, self.device, self.collate = data, device, collate or default_collate
-        self.load_s = 0.0  # seconds one process needs to read one sample and put it into a batch
+        self.load_s = 0.0  # seconds one process needs to read one sample and put it into a batch, if it has to
         self._read: list[Any] = []
         self._kept: dict[tuple[int, ...], Any] = {}
         self._kept_bytes = 0
@@ -55,7 +55,16 @@ class Samples:
         began_s = time.perf_counter()
         self._read = [self.data[at * self.num // num] for at in range(num)]
         self.collate(self._read)
-        self.load_s = (time.perf_counter() - began_s) / num
+        self.load_s = 0.0 if self._is_there() else (time.perf_counter() - began_s) / num
+
+    def _is_there(self) -> bool:
+        """Whether samples lie on the device already: then there is nothing that a loader's workers could read."""
+        data = self.data
+        while isinstance(data, Subset):
+            data = data.dataset
+        if isinstance(data, TensorDataset):
+            return all(tensor.device == self.device for tensor in data.tensors)
+        return self.device.type != "cpu" and all(tensor.device == self.device for tensor in tensors_of(self._read))
 
     def shuffled(self, size: int, *, seed: int = 0, only: Sequence[int] | None = None) -> Iterator[Any]:
         """Batches of `size` different samples, epoch after epoch, in an order of our own."""

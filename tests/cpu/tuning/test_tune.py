@@ -380,3 +380,19 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
 def test_a_length_is_a_number(length: Any) -> None:
     with pytest.raises(TuningError, match="give a number"):
         outcore.tune(mlp, F.cross_entropy, stripes(), optimizer=make_sgd, memory="16MiB", num_epochs=length)
+
+
+def test_what_lies_on_the_device_needs_no_loader() -> None:
+    class Reading(Dataset[Any]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.zeros(4)
+
+    loads = []
+    for data in (stripes(8), torch.utils.data.Subset(stripes(8), [1, 2, 3]), Reading()):
+        samples = Samples(data, CPU)
+        samples.any_batch(2)
+        loads.append(samples.load_s > 0)
+    assert loads == [False, False, True]

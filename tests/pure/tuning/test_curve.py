@@ -148,6 +148,23 @@ def test_reasons_say_what_pays_and_what_does_not() -> None:
     )
     assert why_loading(slower, 64, 1e-5) == []
     assert "5 workers" in why_loading(slower, 64, 4e-3)[0]
+    assert "1 worker or more" in why_loading(slower, 64, 6e-4)[0]
     assert why_last_batch(65, 32, normalises=True)
     assert not why_last_batch(65, 32, normalises=False)
     assert not why_last_batch(64, 32, normalises=True)
+
+
+def test_a_busy_machine_is_said_instead_of_numbers_that_nobody_can_trust() -> None:
+    curve = curve_of(point(32, 990.0), point(64, 1000.0), point(128, 900.0, in_core=False))
+    calm = " ".join(why_micro_batch(curve.measured(32, 0.034, 1), 32, 1))
+    assert "checked with real steps of 32 samples: predictions were within 4.9 %" in calm
+    assert "% slower" in calm
+    busy = curve.measured(32, 0.0115, 1)
+    said = " ".join(why_micro_batch(busy, 32, 1))
+    assert "real steps of 32 samples were up to 180 % off what was predicted: the machine was too busy" in said
+    assert "run this again" in said
+    assert "within" not in said
+    assert "slower" not in said
+    assert "faster" not in " ".join(
+        why_batch_kept(curve_of(point(1, 90.0), point(32, 990.0)).measured(32, 0.01, 1), 1, 97)
+    )
