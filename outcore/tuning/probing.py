@@ -90,6 +90,7 @@ class Bench:
         self.machine: Machine = self.ooc.machine
         self.device, self.budget = self.ooc.device, self.ooc.budget
         self.optimizer_s = 0.0
+        self.ran_out: dict[int, str] = {}  # batches that a plan said fit and that ran out of memory: the error's words
 
     @property
     def room(self) -> Budget:
@@ -148,6 +149,7 @@ class Bench:
                 self._step(ooc, data)
             return self._watched(ooc, batch, data, times_ops=predicted.point.in_core and self.device.type == "cuda")
         except torch.OutOfMemoryError as error:
+            self.ran_out[batch] = str(error)
             traceback.clear_frames(error.__traceback__)  # they hold the step's graph, and that what was swapped
             gc.collect()
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from outcore.tuning.curve import Curve
 from outcore.tuning.team import Team, Way
@@ -59,6 +60,14 @@ def _why_in_core_ends(curve: Curve) -> list[str]:
     if change > 0:
         return [f"{edge}, and a larger batch pays for them: {best_out.micro_batch} is {100 * change:.1f} % faster"]
     return [f"{edge}, and a larger batch does not pay for them: at best {-100 * change:.1f} % slower than in-core"]
+
+
+def why_ran_out(ran_out: Mapping[int, str]) -> list[str]:
+    """That no plan may be wrong about memory unnoticed."""
+    return [
+        f"a batch of {batch} was predicted to fit and did not: {(error.splitlines() or ['no reason given'])[0]}"
+        for batch, error in sorted(ran_out.items())
+    ]
 
 
 def why_loading(curve: Curve, micro_batch: int, load_s: float) -> list[str]:

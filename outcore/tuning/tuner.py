@@ -38,7 +38,7 @@ from outcore.tuning.noise import Noise, noise_here, visible
 from outcore.tuning.probing import Bench, Tell
 from outcore.tuning.race import LOSS, Finish, Race, Runner, longest_step_s
 from outcore.tuning.ranges import range_test
-from outcore.tuning.reasons import why_batch_kept, why_last_batch, why_loading, why_micro_batch
+from outcore.tuning.reasons import why_batch_kept, why_last_batch, why_loading, why_micro_batch, why_ran_out
 from outcore.tuning.samples import Samples
 from outcore.tuning.starts import MakeModel, Starts
 from outcore.tuning.state import anew, untouched
@@ -211,6 +211,7 @@ class Tuner:
             *why_micro_batch(curve, micro_batch, advice.accumulation),
             *(why_batch_kept(curve, micro_batch, effective, rate_stays=self._rate_stays(advice)) if kept else ()),
             *self.why,
+            *why_ran_out(self.bench.ran_out),
             *why_loading(curve, micro_batch, self.samples.load_s),
             *why_last_batch(self.samples.num, micro_batch, self.normalises),
         ]
