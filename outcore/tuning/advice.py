@@ -171,9 +171,9 @@ def _with(soonest: Soonest | None) -> str:
 
 
 def curve_table(advice: Advice) -> Table:
-    """The curve as text: a bar per batch."""
+    """The curve as text: a bar per batch. What does not fit has no samples per second."""
     curve = advice.curve
-    top = max(curve.rate(point.micro_batch) for point in curve.points)
+    top = max(curve.rate(point.micro_batch) for point in curve.fitting)
     with_goodput = advice.noise is not None and advice.workers == 1  # it belongs to global batches
     headings = ["batch", "peak", "samples/s", "", "swapped", "recomputed", "real steps", "goodput"]
     table = Table(title="samples per second over the micro-batch", title_justify="left")
@@ -183,10 +183,16 @@ def curve_table(advice: Advice) -> Table:
         rate = curve.rate(point.micro_batch)
         mark = " <" if point.micro_batch == advice.micro_batch else ""
         bar = "█" * max(1, round(20 * rate / top)) if point.fits else "does not fit"
-        cells = [f"{point.micro_batch}", format_bytes(point.peak_bytes), f"{rate:.4g}", bar + mark]
+        cells = [
+            f"{point.micro_batch}",
+            format_bytes(point.peak_bytes),
+            f"{rate:.4g}" if point.fits else "",
+            bar + mark,
+        ]
         cells += [format_bytes(n) if n else "" for n in (point.swapped_bytes, point.recomputed_bytes)]
         cells.append("" if point.error is None else f"{100 * (1 / point.error - 1):+.1f} %")
         if with_goodput and advice.noise is not None:
-            cells.append(f"{goodput(rate, point.micro_batch, advice.first_batch, advice.noise):.4g}")
+            worth = goodput(rate, point.micro_batch, advice.first_batch, advice.noise)
+            cells.append(f"{worth:.4g}" if point.fits else "")
         table.add_row(*cells)
     return table

@@ -168,6 +168,18 @@ def test_advice_for_one_says_nothing_of_workers() -> None:
     assert "goodput" in [column.header for column in curve_table(single).columns]
 
 
+def test_what_does_not_fit_has_no_samples_per_second() -> None:
+    single = advice(())
+    outside = replace(single.curve.point(64), fits=False, in_core=False)
+    table = curve_table(replace(single, curve=single.curve.with_points([outside])))
+    cells = {str(column.header): [str(cell) for cell in column.cells] for column in table.columns}
+    last = {heading: found[-1] for heading, found in cells.items()}
+    assert (last["batch"], last[""]) == ("64", "does not fit")
+    assert (last["samples/s"], last["goodput"]) == ("", "")
+    assert all(cells["samples/s"][:-1] + cells["goodput"][:-1])
+    assert cells[""][-2].startswith("█" * 20)  # the fastest of those that fit
+
+
 def test_why_communication_decides() -> None:
     team = Team((worker(), worker(0.5)), 0.1)
     way, silent = team.furthest(1 << 20, 32, 300.0), team.silent().furthest(1 << 20, 32, 300.0)
