@@ -160,7 +160,8 @@ def _worker_rows(advice: Advice) -> list[tuple[str, str]]:
 
 
 def _warm_up(advice: Advice) -> str:
-    return f", reached over {advice.num_warm_up_steps} steps of warm-up" if advice.num_warm_up_steps else ""
+    num = advice.num_warm_up_steps
+    return f", reached over {num} step{'s' if num > 1 else ''} of warm-up" if num else ""
 
 
 def _with(soonest: Soonest | None) -> str:

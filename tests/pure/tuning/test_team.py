@@ -168,6 +168,11 @@ def test_advice_for_one_says_nothing_of_workers() -> None:
     assert "goodput" in [column.header for column in curve_table(single).columns]
 
 
+@pytest.mark.parametrize(("num", "said"), [(1, "over 1 step of warm-up"), (12, "over 12 steps of warm-up")])
+def test_one_step_of_warm_up_is_one(num: int, said: str) -> None:
+    assert said in str(replace(advice(()), num_warm_up_steps=num))
+
+
 def test_what_does_not_fit_has_no_samples_per_second() -> None:
     single = advice(())
     outside = replace(single.curve.point(64), fits=False, in_core=False)
