@@ -78,7 +78,8 @@ class Choosing:
         accumulating = self.bench.planned(self.planned.family, accumulating=True)
         sizes = [point.micro_batch for point in self.curve.fitting]
         num = bisect.bisect_left(sizes, True, key=lambda size: accumulating.at(size).plan is None)
-        self.curve = replace(self.curve, most_accumulating=sizes[num - 1] if num else 0)
+        in_core = accumulating.largest_in_core(max(1, self.curve.largest_in_core))
+        self.curve = replace(self.curve, most_accumulating=sizes[num - 1] if num else 0, most_in_core=in_core)
 
     def _best_rate(self) -> float:
         return max(point.samples_per_s for point in self.curve.points)

@@ -24,6 +24,7 @@ from outcore.values import Budget, Machine, Plan, Trace
 from outcore.values.codec import Saved
 
 KNEE_SHARE = 0.99  # of the best samples per second: steps are not told apart more finely
+MOST_OPTIMIZER = 0.8  # of a step: timed in a slow moment it took longer than all of one, and to accumulate cost nothing
 SURE_SHARE = 0.03  # of a step: a smaller difference may be the line's error and is no cost of swapping
 
 
@@ -66,17 +67,24 @@ class Curve(Saved):
     probed: tuple[int, ...] = ()  # batches that were recorded
     device: str = ""
     most_accumulating: int | None = None  # the largest micro-batch that fits besides gradients; None: all that fit do
+    most_in_core: int | None = None  # and the largest that is in-core besides them; None: as without
 
     def accumulates(self, micro_batch: int) -> bool:
         """Whether it fits while the gradients of those before it are there."""
         return self.most_accumulating is None or micro_batch <= self.most_accumulating
+
+    @property
+    def in_core_accumulating(self) -> int:
+        """The largest in-core batch while gradients are there from the beginning."""
+        return self.largest_in_core if self.most_in_core is None else min(self.most_in_core, self.largest_in_core)
 
     def seconds(self, micro_batch: int, accumulation: int = 1) -> float:
         """Of an effective batch of `accumulation` micro-batches: measured, or predicted and corrected by the nearest
         batches that were measured."""
         point = self.point(micro_batch)
         whole_s = point.step_s * self._correction(micro_batch)
-        return accumulation * max(whole_s - self.optimizer_s, 0.0) + self.optimizer_s
+        once_s = min(self.optimizer_s, MOST_OPTIMIZER * whole_s)
+        return accumulation * (whole_s - once_s) + once_s
 
     def rate(self, micro_batch: int, accumulation: int = 1) -> float:
         """Samples per second."""

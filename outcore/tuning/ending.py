@@ -69,6 +69,7 @@ class Ending:
             holds_out_anew=True,
             hopeless=HOPELESS,
             start=race.start,
+            accumulating=race.accumulating,
         )
         if anew.target.metric == SURENESS:
             anew.little = LITTLE

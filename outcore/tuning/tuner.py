@@ -304,8 +304,8 @@ class Tuner:
 
     def _measure_noise(self, curve: Curve) -> Noise | None:
         num = self.samples.num or LARGEST
-        micro = max(2, min(NOISE_BATCH, curve.largest_in_core, num // NUM_MICRO))
-        if micro > curve.largest_in_core or num < 2 * micro:
+        micro = max(2, min(NOISE_BATCH, curve.in_core_accumulating, num // NUM_MICRO))
+        if micro > curve.in_core_accumulating or num < 2 * micro:
             self.why.append("the noise of the gradients was not measured: two micro-batches in-core are needed for it")
             return None
         self.tell("measuring the noise of the gradients", 0.0)
@@ -476,6 +476,7 @@ class Tuner:
             self.tell,
             self.asked.target if self.asked.target is not None and self.asked.target.is_known else LOSS,
             start=Starts(make, self.model, self.optimizer, self.bench.budget.device_bytes).put,
+            accumulating=choosing.curve.in_core_accumulating,
         )
 
     def _in_the_end(

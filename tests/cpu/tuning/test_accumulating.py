@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,12 +37,21 @@ def nothing(what: str, part: float) -> None:
     """To tell."""
 
 
+def test_noise_is_measured_where_gradients_fit_besides(tmp_path: Any) -> None:
+    """It sums them up, outside any plan."""
+    tune = partial(outcore.tune, heavy, F.cross_entropy, DATA, optimizer=make_adam, disk=tmp_path)
+    told = " ".join(tune(memory=4 * MIB + 400 * KIB, race=False, trial_s=0.2).why)
+    assert "the noise of the gradients was not measured" in told
+    assert "noise scale of" in " ".join(tune(memory=32 * MIB, race=False, trial_s=0.2).why)
+
+
 def laid_out(memory: int, folder: Any) -> Choosing:
     model = heavy()
     bench = Bench(model, F.cross_entropy, Samples(DATA, CPU), make_adam(model.parameters()), memory, disk=folder)
     found = climb(bench, 64, nothing)
     assert found.family is not None
     choosing = Choosing.start(bench, found.family, found.measured)
+    choosing.curve = replace(choosing.curve, largest_in_core=choosing.planned.largest_in_core(64))
     choosing.lay_out([1, 2, 4, 8, 16, 32, 64], nothing)
     choosing.look_at_accumulating()
     return choosing
@@ -52,9 +62,11 @@ def test_multiples_are_offered_where_gradients_fit_besides(tmp_path: Any) -> Non
     fitting = [point.micro_batch for point in tight.curve.fitting]
     assert len(fitting) > 2
     assert tight.curve.most_accumulating == 0
+    assert tight.curve.in_core_accumulating == 0 < tight.curve.largest_in_core
     assert ways_to(tight.curve, 512) == {size: size for size in fitting}
     assert micro_batch_for(fitting[-1])(tight.curve) == fitting[-1]
     wide = laid_out(32 * MIB, tmp_path)
+    assert wide.curve.in_core_accumulating == wide.curve.largest_in_core == 64
     assert wide.curve.most_accumulating == 64
     knee = wide.curve.knee.micro_batch
     assert ways_to(wide.curve, 512)[4 * knee] == knee

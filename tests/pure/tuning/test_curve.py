@@ -168,3 +168,10 @@ def test_a_busy_machine_is_said_instead_of_numbers_that_nobody_can_trust() -> No
     assert "faster" not in " ".join(
         why_batch_kept(curve_of(point(1, 90.0), point(32, 990.0)).measured(32, 0.01, 1), 1, 97)
     )
+
+
+def test_an_optimizer_that_was_timed_in_a_slow_moment_does_not_make_micro_batches_free() -> None:
+    point = Point(8, 1, 0.1, 80.0, 0, 0, 0, in_core=True, fits=True)
+    curve = Curve((point,), 1 << 30, optimizer_s=0.15, largest_in_core=8)
+    assert curve.seconds(8) == pytest.approx(0.1)
+    assert curve.seconds(8, 64) == pytest.approx(64 * 0.02 + 0.08)
