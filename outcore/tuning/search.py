@@ -4,15 +4,17 @@ An Optuna study with two objectives, seconds to the target and the final metric.
 `(seconds, metric)` after each evaluation, so that a run can be stopped between two of them. Optuna prunes no study of
 several objectives; here a run is given up when it is hopeless in both: later than the fastest run by half, and behind
 the median of the other runs at the same moment. A study that was given a file goes on where it stopped, whoever
-stopped it.
+stopped it: the file keeps each run's batch, rate and curve, and seconds to a target are read from the curve, so that
+another session may ask for another target or look at other batches.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,6 +28,8 @@ Train = Callable[[int, float], Iterator[tuple[float, float]]]
 LATE = 1.5  # times the fastest run's seconds, after which a run that is also behind is given up
 NOT_REACHED = 2.0  # times its own seconds: what a run that never reached the target is held to have taken
 NUM_COMPARED = 3  # finished runs before any is given up
+NAME = "outcore"  # of a study in its file
+NOTHING: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -76,33 +80,34 @@ def search(
     num_trials: int = 20,
     start: Sequence[tuple[int, float]] = (),
     storage: str | Path | None = None,
-    name: str = "outcore",
+    name: str = NAME,
+    about: Mapping[str, Any] = NOTHING,
     seed: int = 0,
     tell: Callable[[Tried, int, int], None] = lambda run, num_done, num_trials: None,
 ) -> Found:
     """Runs `train(batch, lr)` until the study holds `num_trials` finished runs, counting those of an earlier session.
 
-    `start` are runs to begin with, an advice for example. `storage` names the file that keeps the study. `tell` is
-    called after each run with it, how many are done and how many there will be.
+    `start` are runs to begin with, an advice for example. `storage` names the file that keeps the study; one of a
+    training about which something else was said (`about`: metric, data ...) is refused. `tell` is called after each run
+    with it, how many are done and how many there will be.
     """
     if not batches or not 0 < lrs[0] < lrs[1] or num_trials < 1:
         raise TuningError(
             f"nothing can be searched among batches {list(batches)}, rates {lrs} and {num_trials} trials; name a "
             "batch, a lower and a higher rate, and a trial"
         )
-    study = _open(storage, name, maximise, seed)
-    ordered = sorted(set(batches))
-    if not study.trials:
-        for batch, lr in start:
-            near = min(range(len(ordered)), key=lambda i: abs(math.log(ordered[i] / batch)))
-            study.enqueue_trial({"batch_index": near, "lr": min(max(lr, lrs[0]), lrs[1])})
-    runs = _Runs(study, train, ordered, lrs, target, maximise)
-    while len(runs.done()) < num_trials:
-        tell(runs.run_one(), len(runs.done()), num_trials)
-    return Found(target, maximise, tuple(runs.done()))
+    runs = _Runs(open_study(storage, maximise, about, name), train, sorted(set(batches)), lrs, target, maximise, seed)
+    if not runs.tried:
+        runs.begin_with(start)
+    while len(runs.tried) < num_trials:
+        tell(runs.run_one(), len(runs.tried), num_trials)
+    return Found(target, maximise, tuple(runs.tried))
 
 
-def _open(storage: str | Path | None, name: str, maximise: bool, seed: int) -> optuna.Study:
+def open_study(
+    storage: str | Path | None, maximise: bool, about: Mapping[str, Any] = NOTHING, name: str = NAME
+) -> optuna.Study:
+    """The study of a file, or a new one; refused in a sentence where there can be none."""
     try:
         import optuna
         from optuna.storages import JournalStorage
@@ -110,74 +115,137 @@ def _open(storage: str | Path | None, name: str, maximise: bool, seed: int) -> o
     except ImportError:
         raise TuningError("a search needs optuna; install outcore[tune]") from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    kept = None if storage is None else JournalStorage(JournalFileBackend(str(storage)))
     directions = ["minimize", "maximize" if maximise else "minimize"]
-    study = optuna.create_study(
-        storage=kept, study_name=name, directions=directions, load_if_exists=True, sampler=_sampler(seed)
-    )
+    try:
+        if storage is not None:
+            _check_begins_as_one(storage)
+        kept = None if storage is None else JournalStorage(JournalFileBackend(str(storage)))
+        study = optuna.create_study(storage=kept, study_name=name, directions=directions, load_if_exists=True)
+        before = study.user_attrs.get("about")
+        if before is None:
+            study.set_user_attr("about", dict(about))
+    except OSError as error:
+        raise TuningError(
+            f"a study cannot be kept in {storage} ({error.strerror or error}); name a file in a folder that is there "
+            "and can be written"
+        ) from None
+    except Exception:  # whatever optuna makes of lines that it did not write
+        raise TuningError(
+            f"{storage} is no study of a search; name another file, or one that is not there yet"
+        ) from None
     if [direction.name.lower() for direction in study.directions] != directions:
         raise TuningError(f"{storage} holds a study {name!r} with other objectives; name another file or study")
+    for what, is_now in about.items():
+        was = (before or {}).get(what, is_now)
+        if was != is_now:
+            raise TuningError(
+                f"{storage} holds runs of another training ({what}: {was} there, {is_now} now); name another file"
+            )
     return study
 
 
-def _sampler(seed: int) -> Any:
-    from optuna.samplers import TPESampler
-
-    return TPESampler(seed=seed, n_startup_trials=6, multivariate=False)
+def _check_begins_as_one(storage: str | Path) -> None:
+    """Before optuna appends to it; a file that is not there yet is made."""
+    with open(storage, "ab+") as file:
+        file.seek(0)
+        line = file.readline()
+        if line and "op_code" not in json.loads(line):
+            raise ValueError
 
 
 class _Runs:
-    """The runs of one study."""
+    """The runs of one study: those that its file holds, and new ones.
+
+    What to run next is asked of a study in memory, in which every run has the seconds to today's target and the place
+    of its batch among today's.
+    """
 
     def __init__(
         self,
-        study: optuna.Study,
+        kept: optuna.Study,
         train: Train,
         batches: list[int],
         lrs: tuple[float, float],
         target: float,
         maximise: bool,
+        seed: int,
     ) -> None:
+        import optuna
         from optuna.distributions import FloatDistribution, IntDistribution
 
-        self.study, self.train, self.batches = study, train, batches
+        self.kept, self.train, self.batches, self.lrs = kept, train, batches, lrs
         self.target, self.sign = target, 1 if maximise else -1
-        self.space = {"batch_index": IntDistribution(0, len(batches) - 1), "lr": FloatDistribution(*lrs, log=True)}
+        self.rates = FloatDistribution(*lrs, log=True)
+        self.space = {"batch_index": IntDistribution(0, len(batches) - 1), "lr": self.rates}
+        self.tried: list[Tried] = []
+        self.curves: list[list[tuple[float, float]]] = []  # of complete runs
+        known = [trial.user_attrs for trial in kept.trials if trial.state.is_finished() and "run" in trial.user_attrs]
+        sampler = optuna.samplers.TPESampler(seed=seed + len(known), n_startup_trials=6, multivariate=False)
+        self.sampled = optuna.create_study(directions=kept.directions, sampler=sampler)
+        for found in known:
+            run = Tried(**found["run"])
+            self._know(replace(run, to_target_s=self._to_target_s(found["curve"])), found["curve"])
 
-    def done(self) -> list[Tried]:
-        finished = [trial for trial in self.study.trials if trial.state.is_finished()]
-        return [Tried(**trial.user_attrs["run"]) for trial in finished if "run" in trial.user_attrs]
+    def begin_with(self, start: Sequence[tuple[int, float]]) -> None:
+        for batch, lr in start:
+            near = min(range(len(self.batches)), key=lambda i: abs(math.log(self.batches[i] / batch)))
+            self.sampled.enqueue_trial({"batch_index": near, "lr": min(max(lr, self.lrs[0]), self.lrs[1])})
 
     def run_one(self) -> Tried:
-        from optuna.trial import TrialState
-
-        trial = self.study.ask(self.space)
+        """One that is interrupted is not kept."""
+        trial = self.sampled.ask(self.space)
         batch, lr = self.batches[trial.params["batch_index"]], trial.params["lr"]
         curve: list[tuple[float, float]] = []
-        state, error = "failed", "interrupted"
+        state, error = "failed", ""
         try:
-            state, error = self._follow(self.train(batch, lr), curve), ""
+            state = self._follow(self.train(batch, lr), curve)
         except Exception as caught:
             error = f"{type(caught).__name__}: {caught}"
-        finally:  # also when interrupted: the study knows then that this run will not go on
-            run = self._result(trial.number, batch, lr, state, curve, error)
-            trial.set_user_attr("curve", curve)
-            if error != "interrupted":
-                trial.set_user_attr("run", vars(run))
-            if state == "complete":
-                seconds = run.to_target_s if run.to_target_s is not None else NOT_REACHED * run.trained_s
-                self.study.tell(trial, [seconds, run.metric or 0.0])
-            else:
-                self.study.tell(trial, state=TrialState.PRUNED if state == "pruned" else TrialState.FAIL)
+        run = self._result(len(self.kept.trials), batch, lr, state, curve, error)
+        self._keep(run, curve)
+        self._know(run, curve, trial)
         return run
 
+    def _keep(self, run: Tried, curve: list[tuple[float, float]]) -> None:
+        from optuna.distributions import IntDistribution
+        from optuna.trial import create_trial
+
+        told = {"run": vars(run), "curve": curve, "target": self.target}
+        space = {"batch": IntDistribution(1, max(self.batches)), "lr": self.rates}
+        params = {"batch": run.batch, "lr": run.lr}
+        state, values = self._outcome(run)
+        self.kept.add_trial(
+            create_trial(state=state, values=values, params=params, distributions=space, user_attrs=told)
+        )
+
+    def _know(self, run: Tried, curve: list[tuple[float, float]], trial: optuna.Trial | None = None) -> None:
+        """`trial` is what was asked for in this session."""
+        from optuna.trial import create_trial
+
+        self.tried.append(run)
+        if run.state == "complete":
+            self.curves.append(curve)
+        state, values = self._outcome(run)
+        if trial is not None:
+            self.sampled.tell(trial, values, state)
+        elif run.batch in self.batches and self.lrs[0] <= run.lr <= self.lrs[1]:
+            params = {"batch_index": self.batches.index(run.batch), "lr": run.lr}
+            self.sampled.add_trial(create_trial(state=state, values=values, params=params, distributions=self.space))
+
+    def _outcome(self, run: Tried) -> tuple[optuna.trial.TrialState, list[float] | None]:
+        from optuna.trial import TrialState
+
+        if run.state != "complete":
+            return (TrialState.PRUNED if run.state == "pruned" else TrialState.FAIL), None
+        seconds = run.to_target_s if run.to_target_s is not None else NOT_REACHED * run.trained_s
+        return TrialState.COMPLETE, [seconds, run.metric or 0.0]
+
     def _follow(self, training: Iterator[tuple[float, float]], curve: list[tuple[float, float]]) -> str:
-        others = [trial.user_attrs["curve"] for trial in self.study.trials if trial.state.name == "COMPLETE"]
         for seconds, metric in training:
             if not math.isfinite(metric):
                 return "pruned"
             curve.append((float(seconds), float(metric)))
-            if self._to_target_s(curve) is None and self._is_hopeless(curve, others):
+            if self._to_target_s(curve) is None and self._is_hopeless(curve):
                 close = getattr(training, "close", None)
                 if close is not None:
                     close()
@@ -186,12 +254,12 @@ class _Runs:
             raise TuningError("train(batch, lr) yielded nothing; yield (seconds, metric) after each evaluation")
         return "complete"
 
-    def _is_hopeless(self, curve: list[tuple[float, float]], others: list[list[tuple[float, float]]]) -> bool:
-        reached = [second for other in others if (second := self._to_target_s(other)) is not None]
-        if len(others) < NUM_COMPARED or not reached or curve[-1][0] <= LATE * min(reached):
+    def _is_hopeless(self, curve: list[tuple[float, float]]) -> bool:
+        reached = [second for other in self.curves if (second := self._to_target_s(other)) is not None]
+        if len(self.curves) < NUM_COMPARED or not reached or curve[-1][0] <= LATE * min(reached):
             return False
         best = max(self.sign * metric for _, metric in curve)
-        return best < statistics.median(self._best_until(other, curve[-1][0]) for other in others)
+        return best < statistics.median(self._best_until(other, curve[-1][0]) for other in self.curves)
 
     def _best_until(self, curve: list[tuple[float, float]], until_s: float) -> float:
         seen = [self.sign * metric for second, metric in curve if second <= until_s]

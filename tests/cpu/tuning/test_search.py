@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,3 +143,63 @@ def test_bad_input_is_told_in_a_sentence() -> None:
     assert "yielded nothing" in found.tried[0].error
     assert found.fastest is None
     assert found.best is None
+
+
+def slower_with_a_batch(batch: int, lr: float) -> Iterator[tuple[float, float]]:
+    """The larger the batch the later; nothing comes beyond 0.8."""
+    return iter([(batch * look / 8, look / 10) for look in range(1, 9)])
+
+
+def test_another_target_is_read_from_the_curves_that_were_kept(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"batches": (8, 16), "lrs": (0.1, 1.0), "storage": tmp_path / "study.log"}
+    easy = search(slower_with_a_batch, target=0.5, num_trials=4, **asked)
+    assert easy.fastest is not None
+    assert easy.fastest.to_target_s == easy.fastest.batch * 5 / 8
+    hard = search(slower_with_a_batch, target=0.99, num_trials=5, **asked)
+    assert hard.fastest is None
+    assert all(run.to_target_s is None for run in hard.tried)
+    assert [(run.batch, run.lr) for run in hard.tried[:4]] == [(run.batch, run.lr) for run in easy.tried]
+    lower = search(slower_with_a_batch, target=0.2, num_trials=5, **asked)
+    assert lower.fastest is not None
+    assert lower.fastest.to_target_s == lower.fastest.batch * 2 / 8
+
+
+def test_a_run_keeps_its_batch_when_other_batches_are_looked_at(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"lrs": (0.1, 1.0), "target": 0.5, "storage": tmp_path / "study.log"}
+    first = search(slower_with_a_batch, batches=(8, 16), num_trials=6, **asked)
+    seen: list[int] = []
+
+    def train(batch: int, lr: float) -> Iterator[tuple[float, float]]:
+        seen.append(batch)
+        return slower_with_a_batch(batch, lr)
+
+    then = search(train, batches=(2, 4, 16), num_trials=14, **asked)
+    assert then.tried[:6] == first.tried
+    assert [run.batch for run in then.tried[6:]] == seen
+    assert set(seen) <= {2, 4, 16}
+    settings = [(run.batch, run.lr) for run in then.tried]
+    assert len(set(settings)) == len(settings)  # what was drawn in the first session is not drawn again
+
+
+def test_a_study_that_cannot_be_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    text, saved, two, folder = tmp_path / "text", tmp_path / "saved.json", tmp_path / "two", tmp_path / "folder"
+    text.write_text("not a study")
+    saved.write_text('{"kind": "advice"}\n')
+    two.write_text('{"op_code": 0}\nnot a study\n\n')
+    folder.mkdir()
+    asked: dict[str, Any] = {"batches": [8], "lrs": (0.1, 1.0), "target": 0.5, "num_trials": 1}
+    for storage, says in (
+        (text, "is no study of a search; name another file"),
+        (saved, "is no study of a search; name another file"),
+        (two, "is no study of a search; name another file"),
+        (folder, "name a file in a folder that is there"),
+        (tmp_path / "none" / "study.log", "(No such file or directory); name a file in a folder that is there"),
+    ):
+        with pytest.raises(TuningError) as caught:
+            search(slower_with_a_batch, storage=storage, **asked)
+        assert says in str(caught.value)
+    assert text.read_text() == "not a study"
+    assert saved.read_text() == '{"kind": "advice"}\n'
+    search(slower_with_a_batch, storage=tmp_path / "study.log", about={"samples": 512}, **asked)
+    with pytest.raises(TuningError, match=r"another training \(samples: 512 there, 256 now\); name another file"):
+        search(slower_with_a_batch, storage=tmp_path / "study.log", about={"samples": 256}, **asked)
