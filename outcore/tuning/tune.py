@@ -12,11 +12,13 @@ memory, and nothing of the user's training is changed: not the model, not the ra
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,7 @@ def tune(
     }
     told |= {"workers": workers, "communication_s": communication_s, "num_trials": num_trials}
     check_alike(told | {"optimizer": optimizer is not None, "target": target is not None})
+    _check_numbers(batch, largest, num_trials, learning_rate, trial_s)
     ranks = Ranks.read(workers, communication_s)
     aim = Target.read(target) if target is not None else None
     asked = Asked(
@@ -165,6 +168,23 @@ def tune(
         return replace(advice, spent_s=time.perf_counter() - began_s)
     finally:
         back()
+
+
+def _check_numbers(batch: Any, largest: Any, num_trials: Any, learning_rate: Any, trial_s: Any) -> None:
+    """Before anything is paid for."""
+    for given, least, why in (
+        (batch, 1, f"a batch of {batch!r} cannot be trained; give a whole number above zero"),
+        (largest, 1, f"no batch is as small as largest={largest!r}; give a whole number above zero"),
+        (num_trials, 0, f"a search cannot have num_trials={num_trials!r} runs; give a whole number, 0 for no search"),
+    ):
+        is_whole = isinstance(given, Integral) and not isinstance(given, bool)
+        if given is not None and not (is_whole and given >= least):
+            raise TuningError(why)
+    is_number = isinstance(learning_rate, Real) and not isinstance(learning_rate, bool)
+    if not (learning_rate is None or isinstance(learning_rate, str) or (is_number and 0 < learning_rate < math.inf)):
+        raise TuningError(f"{learning_rate!r} is no learning rate; give a number above zero, or 'find'")
+    if not isinstance(trial_s, Real):
+        raise TuningError(f"a trial of {trial_s!r} seconds cannot be run; give a number that is not negative")
 
 
 @contextmanager
