@@ -420,7 +420,7 @@ class Race:
         """What was compared and how it ended."""
         final = {runner: ran for runner, ran in self.final.items() if ran} or {winner.runner: [winner]}
         by_cost = sorted(final, key=lambda runner: statistics.fmean(found.cost for found in final[runner]))
-        ended = "; ".join(f"{runner.told} {_mean_told(final[runner])}" for runner in by_cost)
+        ended = "; ".join(f"{runner.told} {mean_told(final[runner])}" for runner in by_cost)
         gave_up = list(dict.fromkeys(found.runner.told for found in self.ran if found.gave_up))
         gave_up_told = f"; {' and '.join(gave_up[:2])}{' and others' if len(gave_up) > 2 else ''} gave up"
         stays = ", which stays: nothing was clearly better every time" if winner.runner == self.today else ""
@@ -440,7 +440,7 @@ def _longest_of_final_s(limit_s: float) -> float:
     return limit_s / (2 * NUM_STARTS)
 
 
-def _mean_told(ran: Sequence[Finish]) -> str:
+def mean_told(ran: Sequence[Finish]) -> str:
     """How a finalist ended."""
     if all(found.gave_up for found in ran):
         return "gave up"

@@ -28,13 +28,13 @@ from outcore.errors import TuningError
 from outcore.tuning.advice import Advice, alone
 from outcore.tuning.aiming import Aiming, MakeOptimizer
 from outcore.tuning.batches import LossFn
-from outcore.tuning.choosing import Choosing
-from outcore.tuning.curve import Curve
+from outcore.tuning.curve import Curve, Point
 from outcore.tuning.noise import Noise
 from outcore.tuning.probing import Bench, Tell
 from outcore.tuning.ranks import Ranks, Workers, check_alike
 from outcore.tuning.reasons import why_loading, why_micro_batch, why_team
 from outcore.tuning.samples import Collate, Samples
+from outcore.tuning.search import open_study
 from outcore.tuning.starts import MakeModel
 from outcore.tuning.state import as_made, keep_generators, untouched
 from outcore.tuning.targets import Target
@@ -101,8 +101,9 @@ def tune(
     `validation` or else on a tenth of `dataset` that is held out (of a small one up to a quarter). A race that comes
     near it tells that time, and over how many steps the rate is to fall (`advice.scheduler(optimizer)` does that); else
     training for at most `trial_s` seconds tells it. With `num_trials` an Optuna study of so many runs, each of
-    `trial_s` seconds, begins at the advice and looks for a better batch and rate; `study` names a file from which it
-    goes on when it was interrupted.
+    `trial_s` seconds, begins at the advice and looks for a better batch and rate; what it found and the advice then run
+    from three further starts, and the advice is replaced by what is sooner in the mean. `study` names a file from which
+    it goes on when it was interrupted.
 
     Where several workers train together, batches are global ones, and the advice says how many samples each worker
     takes. In a process group of torch.distributed all ranks call this alike, with the model itself (not wrapped in
@@ -153,17 +154,18 @@ def tune(
             samples = tuner.samples
             held_out = Samples(validation, samples.device, collate) if validation is not None else None
             tuner.validation = held_out
+            searching = _searching(tuner, aim, study) if num_trials and aim is not None else {}
             advice = tuner.advise(largest)
+            if searching:
+                searching["accumulating"] = _accumulating(tuner, advice)
         if aim is not None:
             if optimizer is None:
                 raise TuningError(
                     "time to a target is found by training; give optimizer=..., such as torch.optim.AdamW"
                 )
-            aiming = Aiming(asked.model, loss_fn, optimizer, samples, held_out, aim, trial_s, limits, tell)
-            raced = advice
+            aiming = Aiming(asked.model, loss_fn, optimizer, samples, held_out, aim, trial_s, limits, tell, **searching)
             advice = aiming.search(advice, num_trials, study) if num_trials else advice
-            same = (advice.effective_batch, advice.learning_rate) == (raced.effective_batch, raced.learning_rate)
-            if advice.target_s is None or not same:  # else it was reached in the race
+            if advice.target_s is None:  # else it was reached in the race, or by what a search found
                 advice = aiming.predict(advice) if ranks is None else _aim_together(aiming, advice, ranks)
         return replace(advice, spent_s=time.perf_counter() - began_s)
     finally:
@@ -213,13 +215,40 @@ def _tuner(
         yield tuner
 
 
+def _searching(tuner: Tuner, aim: Target, study: str | Path | None) -> dict[str, Any]:
+    """What a search is to know of the training. A study that cannot be gone on with is refused before any work."""
+    assert tuner.optimizer is not None
+    about = {
+        "metric": aim.name.split()[0],
+        "samples": tuner.samples.num,
+        "parameters": sum(parameter.numel() for parameter in tuner.model.parameters()),
+        "optimizer": type(tuner.optimizer).__name__,
+    }
+    open_study(study, aim.grows, about)
+    betas = tuner.optimizer.param_groups[0].get("betas")
+    return {
+        "about": about,
+        "is_new": tuner.is_new,
+        "normalises": tuner.normalises,
+        "beta2": betas[1] if betas is not None else None,
+    }
+
+
+def _accumulating(tuner: Tuner, advice: Advice) -> Point | None:
+    """The knee, while gradients of other micro-batches wait beside it; None: they have no room."""
+    if tuner.choosing is None:
+        return None
+    accumulating = tuner.bench.planned(tuner.choosing.planned.family, accumulating=True)
+    found = accumulating.at(advice.curve.knee.micro_batch)
+    return found.point if found.plan is not None else None
+
+
 class _TeamTuner(Tuner):
     """The same for several workers: each finds its own curve, then all choose a global batch."""
 
     ranks: Ranks
     communication_s: float
     curve: Curve
-    choosing: Choosing | None
 
     def join(self, ranks: Ranks) -> None:
         self.ranks, self.communication_s = ranks, ranks.communicating_s(self.model)

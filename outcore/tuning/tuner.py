@@ -152,6 +152,7 @@ class Tuner:
     bench: Bench
     is_new = True  # the model: nobody else has it, and others like it can be made
     validation: Samples | None = None
+    choosing: Choosing | None = None
 
     def __init__(
         self,
@@ -180,6 +181,7 @@ class Tuner:
         curve, choosing, micro_batch = self._find_micro_batch(
             self._largest(largest), self.asked.batch if kept else None
         )
+        self.choosing = choosing
         first_batch = self.asked.batch or self._first_batch(curve)
         self._find_rate(curve, first_batch)
         effective, noise = (first_batch if kept else micro_batch), None

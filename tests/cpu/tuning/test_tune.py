@@ -152,8 +152,25 @@ def test_a_search_begins_at_the_advice_and_goes_on_where_it_stopped(folder: str,
             progress=lambda what, part: told.append(what),
         )
         assert "of a search" in " ".join(advice.why)
-    runs = [what for what in told if what.startswith("searching")]
-    assert runs == ["searching: run 1 of 2", "searching: run 2 of 2", "searching: run 3 of 3"]
+    runs = [what for what in told if what.startswith("searching: run")]
+    assert [what.split(":")[1] for what in runs] == [" run 1 of 2", " run 2 of 2", " run 3 of 3"]
+    assert runs[0].startswith("searching: run 1 of 2: batch 32, rate 0.05: ")
+    before = len(told)
+    with pytest.raises(TuningError, match=r"another training \(samples: 512 there, 256 now\); name another file"):
+        outcore.tune(
+            mlp,
+            F.cross_entropy,
+            stripes(256),
+            optimizer=make_sgd,
+            memory="16MiB",
+            batch=32,
+            target=("val_loss", 1.0),
+            num_trials=4,
+            study=tmp_path / "study.log",
+            disk=folder,
+            progress=lambda what, part: told.append(what),
+        )
+    assert len(told) == before  # nothing was paid for
 
 
 class Streaming(IterableDataset[Any]):

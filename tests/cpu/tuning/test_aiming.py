@@ -1,0 +1,134 @@
+"""What becomes of an advice after a search: real trainings, and studies whose runs were made up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from outcore.tuning.advice import Advice
+from outcore.tuning.aiming import Aiming
+from outcore.tuning.curve import Curve, Point
+from outcore.tuning.samples import Samples
+from outcore.tuning.search import search
+from outcore.tuning.targets import Target, Trial
+from tests.cpu.tuning.nets import CPU, mlp, stripes
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+POINTS = tuple(Point(n, 100 * n, 0.001 * n**0.5, 1e3 * n**0.5, n, 0, 0, in_core=True, fits=True) for n in (16, 32, 64))
+KNEE = replace(POINTS[-1], peak_bytes=9000)
+GOOD, FAR_TOO_LOW = 3e-3, 1e-7
+ADVICE = Advice(
+    32,
+    1,
+    GOOD,
+    5000.0,
+    0.006,
+    3200,
+    Curve(POINTS, 10_000, 0.0, largest_in_core=64),
+    ("a micro-batch of 32 gives most", "the winner is today's setting: train 329 steps"),
+    rule="adascale",
+    num_warm_up_steps=3,
+    first_batch=32,
+    target="val_accuracy >= 0.6",
+    target_s=2.0,
+    num_steps=329,
+)
+
+
+def two_groups(parameters: Any) -> torch.optim.Optimizer:
+    first, *others = parameters
+    return torch.optim.AdamW([{"params": [first], "lr": 0.05}, {"params": others, "lr": 0.005}], betas=(0.9, 0.99))
+
+
+def aiming_of(told: list[str], **changed: Any) -> Aiming:
+    @contextmanager
+    def model() -> Iterator[nn.Module]:
+        yield mlp()
+
+    made: dict[str, Any] = {"make_optimizer": lambda parameters: torch.optim.AdamW(parameters, betas=(0.9, 0.99))}
+    return Aiming(
+        model,
+        F.cross_entropy,
+        samples=Samples(stripes(), CPU),
+        validation=None,
+        target=Target("val_accuracy", 0.6),
+        trial_s=1.0,
+        limits={},
+        tell=lambda what, part: told.append(what),
+        beta2=0.99,
+        accumulating=KNEE,
+        **made | changed,
+    )
+
+
+def study_that_liked(path: Path, batch: int, lr: float) -> Path:
+    """One lucky run: the target at once, and a bad end; and one of a batch that is not here any more."""
+    told = {(batch, lr): [(0.001, 0.7), (0.1, 0.5)], (4096, 0.1): [(0.0001, 0.9)]}
+    search(
+        lambda batch, lr: iter(told[batch, lr]),
+        batches=[batch, 4096],
+        lrs=(1e-9, 1.0),
+        target=0.6,
+        num_trials=2,
+        start=list(told),
+        storage=path,
+    )
+    return path
+
+
+def test_one_lucky_run_does_not_replace_the_advice(tmp_path: Path) -> None:
+    told: list[str] = []
+    found = aiming_of(told).search(ADVICE, 2, study_that_liked(tmp_path / "study.log", 64, FAR_TOO_LOW))
+    assert replace(found, why=()) == replace(ADVICE, why=())
+    assert found.why[:-1] == ADVICE.why
+    assert "of 2 runs of a search (1 with batches that cannot be trained here) a batch of 64" in found.why[-1]
+    assert "in the mean over 3 further starts a batch of 64" in found.why[-1]
+    assert "a batch of 32 at a rate of 0.003, advised before the search, 0." in found.why[-1]
+    assert found.why[-1].endswith("which stays: nothing was sooner")
+    assert sum("start 3 of 3" in what for what in told) == 1
+
+
+def test_what_a_search_found_brings_all_that_belongs_to_it(tmp_path: Path) -> None:
+    slow = replace(ADVICE, learning_rate=FAR_TOO_LOW)
+    found = aiming_of([]).search(slow, 2, study_that_liked(tmp_path / "study.log", 128, GOOD))
+    assert (found.micro_batch, found.accumulation, found.learning_rate) == (64, 2, GOOD)
+    assert (found.rule, found.num_steps) == ("fixed", 0)
+    assert found.peak_bytes == KNEE.peak_bytes  # gradients wait meanwhile
+    assert found.beta2 == pytest.approx(0.99**4)
+    assert found.num_warm_up_steps == 0  # a tenth of an epoch of four steps
+    assert found.target == "val_accuracy >= 0.6"
+    assert found.target_s is not None
+    why = " ".join(found.why)
+    assert "today's setting" not in why
+    assert "a micro-batch of 32" not in why
+    assert "than 64" in found.why[0]
+    assert "was the first to the target, after" in why
+    assert "was the best in the end, with val_accuracy 0.5" in why
+    assert why.count("of 2 runs of a search") == 1
+
+
+def test_each_run_is_told_with_how_it_ended() -> None:
+    told: list[str] = []
+    aiming = aiming_of(told, make_optimizer=lambda parameters: torch.optim.SGD(parameters))
+    aiming.trial_s = 0.05
+    aiming.search(ADVICE, 3, None)
+    runs = [what for what in told if ": run " in what]
+    assert len(runs) == 3
+    assert runs[0].startswith("searching: run 1 of 3: batch 32, rate 0.003: 0.")
+
+
+def test_every_group_keeps_its_part_of_the_rate() -> None:
+    made: list[Trial] = []
+    for _ in aiming_of([], make_optimizer=two_groups)._looks(replace(ADVICE, num_warm_up_steps=0), made):
+        assert [group["lr"] for group in made[0].optimizer.param_groups] == pytest.approx([GOOD, GOOD / 10])
+        break
+    assert made
