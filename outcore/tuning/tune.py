@@ -143,6 +143,8 @@ def tune(
     asked.check()
     if num_trials and (aim is None or optimizer is None):
         raise TuningError("a search needs target=... and optimizer=... to compare runs by; give both")
+    if aim is not None and optimizer is None:
+        raise TuningError("time to a target is found by training; give optimizer=..., such as torch.optim.AdamW")
     if num_trials and asked.has_length:
         raise TuningError("a search looks for what is soonest at the target; leave out num_trials, or the length")
     if num_trials and ranks is not None:
@@ -158,11 +160,7 @@ def tune(
             advice = tuner.advise(largest)
             if searching:
                 searching["accumulating"] = _accumulating(tuner, advice)
-        if aim is not None:
-            if optimizer is None:
-                raise TuningError(
-                    "time to a target is found by training; give optimizer=..., such as torch.optim.AdamW"
-                )
+        if aim is not None and optimizer is not None:
             aiming = Aiming(asked.model, loss_fn, optimizer, samples, held_out, aim, trial_s, limits, tell, **searching)
             advice = aiming.search(advice, num_trials, study) if num_trials else advice
             if advice.target_s is None:  # else it was reached in the race, or by what a search found

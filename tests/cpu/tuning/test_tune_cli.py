@@ -64,6 +64,7 @@ def test_tables_for_people(folder: Path) -> None:
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     advice = runpy.run_path(str(EXAMPLE), run_name="tune_batch")["main"]()
     assert advice.effective_batch == 128
+    assert advice.target_s is not None
     assert advice.peak_bytes <= advice.curve.memory_bytes
     assert "outcore tune: advice for cpu" in capsys.readouterr().out
 
@@ -72,7 +73,7 @@ def test_what_cannot_be_done_ends_in_one_sentence(tmp_path: Path) -> None:
     bad, empty = tmp_path / "bad.py", tmp_path / "empty.py"
     bad.write_text("def make_model(:\n")
     empty.write_text("make_model = 3\n")
-    memory = ["--memory", "12MiB"]
+    memory, search = ["--memory", "12MiB"], ["--search", "3", "--target", "val_accuracy=0.9"]
     wrong: list[tuple[list[str | Path], str]] = [
         ([tmp_path / "none.py", *memory], "cannot read"),
         ([bad, *memory], "is no Python"),
@@ -87,6 +88,14 @@ def test_what_cannot_be_done_ends_in_one_sentence(tmp_path: Path) -> None:
         ([EXAMPLE, *memory, "--epochs", "3", "--no-race"], "leave race on"),
         ([EXAMPLE, *memory, "--epochs", "3", "--train-s", "9"], "a training has one length"),
         ([EXAMPLE, *memory, "--batch", "4096"], "fewer than the batch of 4096"),
+        ([EXAMPLE, *memory, "--search", "3"], "give one with --target, such as val_accuracy=0.97"),
+        ([EXAMPLE, *memory, "--study", tmp_path / "study.log"], "say how many with --search"),
+        ([EXAMPLE, *memory, *search, "--epochs", "3"], "leave out --epochs and --train-s"),
+        ([EXAMPLE, *memory, *search, "--workers", "2"], "search without --workers"),
+        ([EXAMPLE, *memory, *search, "--optimizer", "none"], "defines no 'none', and --target is looked for"),
+        ([EXAMPLE, *memory, *search, "--study", bad], "is no study of a search; name another file"),
+        ([EXAMPLE, *memory, *search, "--study", tmp_path / "no" / "study"], "in a folder that is there"),
+        ([EXAMPLE, *memory, "--learning-rate", "-1"], "-1.0 is no learning rate; give a number above zero"),
     ]
     for args, says in wrong:
         result = call(*args)
@@ -95,4 +104,31 @@ def test_what_cannot_be_done_ends_in_one_sentence(tmp_path: Path) -> None:
         assert said.startswith("Error: "), said
         assert says in said, said
         assert result.stdout == ""
+        assert "recording" not in result.stderr  # before anything was paid for
+    for option in ("--search", "--trial"):
+        assert "is not in the range x>=0" in call(EXAMPLE, *memory, option, "-3").stderr
+    assert bad.read_text() == "def make_model(:\n"
     assert len(call("--help").stdout.split()) > 100
+
+
+INTERRUPTED = """
+from pathlib import Path
+import torch
+from tests.cpu.tuning.nets import make_sgd as make_optimizer, mlp as make_model, stripes
+dataset, study = stripes(), Path(__file__).with_name("study.log")
+def loss_fn(out, y):
+    if study.exists() and "trained_s" in study.read_text():  # Ctrl-C in the second run of the search
+        raise KeyboardInterrupt
+    return torch.nn.functional.cross_entropy(out, y)
+"""
+
+
+def test_an_interrupted_search_says_how_it_goes_on(tmp_path: Path, folder: Path) -> None:
+    pytest.importorskip("optuna", reason="the search is an Optuna study")
+    script, study = tmp_path / "interrupted.py", tmp_path / "study.log"
+    script.write_text(INTERRUPTED)
+    quickly: list[str | Path] = ["--memory", "16MiB", "--batch", "32", "--trial", "0.2", "--folder", folder]
+    result = call(script, *quickly, "--search", "3", "--target", "val_accuracy=0.9", "--study", study)
+    assert result.exit_code == 1
+    said = f"Error: interrupted; {study} keeps the runs that ended: the same command goes on from there"
+    assert result.stderr.splitlines()[-1] == said
