@@ -114,7 +114,7 @@ class Aiming:
         """Both objectives: who was first, and who was best in the end."""
         said = f"of {num_all} runs of a search"
         if len(found.tried) < num_all:
-            said += f" ({num_all - len(found.tried)} with batches that cannot be trained here)"
+            said += f" ({num_all - len(found.tried)} with batches that are not looked at now)"
         fastest, best = found.fastest, found.best
         if best is None:
             errors = [run.error for run in found.tried if run.error]

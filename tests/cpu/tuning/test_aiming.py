@@ -90,7 +90,7 @@ def test_one_lucky_run_does_not_replace_the_advice(tmp_path: Path) -> None:
     found = aiming_of(told).search(ADVICE, 2, study_that_liked(tmp_path / "study.log", 64, FAR_TOO_LOW))
     assert replace(found, why=()) == replace(ADVICE, why=())
     assert found.why[:-1] == ADVICE.why
-    assert "of 2 runs of a search (1 with batches that cannot be trained here) a batch of 64" in found.why[-1]
+    assert "of 2 runs of a search (1 with batches that are not looked at now) a batch of 64" in found.why[-1]
     assert "in the mean over 3 further starts a batch of 64" in found.why[-1]
     assert "a batch of 32 at a rate of 0.003, advised before the search, 0." in found.why[-1]
     assert found.why[-1].endswith("which stays: nothing was sooner")
