@@ -135,13 +135,15 @@ class Aiming:
             others.append(self._finish(other, start))
         cost_s, other_s = (statistics.fmean(found.cost for found in ran) for ran in (ours, others))
         starts = "starts" if self.is_new else "orders of the data"
-        said += (
-            f"; in the mean over {NUM_STARTS} further {starts} {_told(others[0].runner)} {mean_told(others)}, and "
+        ended = (
+            f"in the mean over {NUM_STARTS} further {starts} {_told(others[0].runner)} {mean_told(others)}, and "
             f"{_told(ours[0].runner)}, advised before the search, {mean_told(ours)}"
         )
         if other_s < (1 - SOONER) * cost_s:
-            return self._with_time(replace(other, why=self._why(other, f"{said}: the first is sooner")), others)
-        return self._with_time(replace(advice, why=(*advice.why, f"{said}, which stays: nothing was sooner")), ours)
+            why = self._why(other, said, f"{ended}: what the search found is sooner")
+            return self._with_time(replace(other, why=why), others)
+        why = (*advice.why, said, f"{ended}, which stays: nothing was clearly sooner")
+        return self._with_time(replace(advice, why=why), ours)
 
     def _finish(self, advice: Advice, start: int) -> Finish:
         """A training from a start of its own, until the target or for `trial_s` seconds."""
@@ -165,11 +167,11 @@ class Aiming:
             return advice
         return replace(advice, target=self.target.name, target_s=statistics.fmean(seconds))
 
-    def _why(self, advice: Advice, said: str) -> tuple[str, ...]:
+    def _why(self, advice: Advice, *said: str) -> tuple[str, ...]:
         """For a setting that a search found: nothing of what was said about another."""
         return (
             *why_micro_batch(advice.curve, advice.micro_batch, advice.accumulation),
-            said,
+            *said,
             *why_loading(advice.curve, advice.micro_batch, self.samples.load_s),
             *why_last_batch(self.samples.num, advice.micro_batch, self.normalises),
         )
@@ -255,6 +257,5 @@ def _told(setting: Tried | Runner) -> str:
 
 
 def _run_told(run: Tried) -> str:
-    ended = "failed" if run.metric is None else f"{run.metric:.4g}"
-    how = {"pruned": ", given up", "failed": f" ({run.error})"}.get(run.state, "")
-    return f"batch {run.batch}, rate {run.lr:.3g}: {ended}{how}"
+    ended = f"{math.nan if run.metric is None else run.metric:.4g}{', given up' if run.state == 'pruned' else ''}"
+    return f"batch {run.batch}, rate {run.lr:.3g}: {f'failed ({run.error})' if run.state == 'failed' else ended}"

@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from outcore.tuning.advice import Advice
-from outcore.tuning.aiming import Aiming
+from outcore.tuning.aiming import Aiming, _run_told
 from outcore.tuning.curve import Curve, Point
 from outcore.tuning.samples import Samples
-from outcore.tuning.search import search
+from outcore.tuning.search import Tried, search
 from outcore.tuning.targets import Target, Trial
 from tests.cpu.tuning.nets import CPU, mlp, stripes
 
@@ -89,11 +89,11 @@ def test_one_lucky_run_does_not_replace_the_advice(tmp_path: Path) -> None:
     told: list[str] = []
     found = aiming_of(told).search(ADVICE, 2, study_that_liked(tmp_path / "study.log", 64, FAR_TOO_LOW))
     assert replace(found, why=()) == replace(ADVICE, why=())
-    assert found.why[:-1] == ADVICE.why
-    assert "of 2 runs of a search (1 with batches that are not looked at now) a batch of 64" in found.why[-1]
+    assert found.why[:-2] == ADVICE.why
+    assert "of 2 runs of a search (1 with batches that are not looked at now) a batch of 64" in found.why[-2]
     assert "in the mean over 3 further starts a batch of 64" in found.why[-1]
     assert "a batch of 32 at a rate of 0.003, advised before the search, 0." in found.why[-1]
-    assert found.why[-1].endswith("which stays: nothing was sooner")
+    assert found.why[-1].endswith("which stays: nothing was clearly sooner")
     assert sum("start 3 of 3" in what for what in told) == 1
 
 
@@ -124,6 +124,10 @@ def test_each_run_is_told_with_how_it_ended() -> None:
     runs = [what for what in told if ": run " in what]
     assert len(runs) == 3
     assert runs[0].startswith("searching: run 1 of 3: batch 32, rate 0.003: 0.")
+    given_up = Tried(4, 64, 0.02, "pruned", None, 0.91, 3.0, "")
+    assert _run_told(given_up) == "batch 64, rate 0.02: 0.91, given up"
+    failed = replace(given_up, state="failed", metric=None, error="MemoryError: no room")
+    assert _run_told(failed) == "batch 64, rate 0.02: failed (MemoryError: no room)"
 
 
 def test_every_group_keeps_its_part_of_the_rate() -> None:
