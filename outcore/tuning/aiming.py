@@ -112,7 +112,7 @@ class Aiming:
 
     def _objectives(self, found: Found, num_all: int) -> str:
         """Both objectives: who was first, and who was best in the end."""
-        said = f"of {num_all} runs of a search"
+        said = f"of {num_all} run{'s' * (num_all > 1)} of a search"
         if len(found.tried) < num_all:
             said += f" ({num_all - len(found.tried)} with batches that are not looked at now)"
         fastest, best = found.fastest, found.best
@@ -136,13 +136,13 @@ class Aiming:
         cost_s, other_s = (statistics.fmean(found.cost for found in ran) for ran in (ours, others))
         starts = "starts" if self.is_new else "orders of the data"
         ended = (
-            f"in the mean over {NUM_STARTS} further {starts} {_told(others[0].runner)} {mean_told(others)}, and "
-            f"{_told(ours[0].runner)}, advised before the search, {mean_told(ours)}"
+            f"in the mean over {NUM_STARTS} further {starts}: {_told(others[0].runner)}: {mean_told(others)}; "
+            f"{_told(ours[0].runner)}, advised before the search: {mean_told(ours)}"
         )
         if other_s < (1 - SOONER) * cost_s:
-            why = self._why(other, said, f"{ended}: what the search found is sooner")
+            why = self._why(other, said, f"{ended}; what the search found is sooner")
             return self._with_time(replace(other, why=why), others)
-        why = (*advice.why, said, f"{ended}, which stays: nothing was clearly sooner")
+        why = (*advice.why, said, f"{ended}, and stays: nothing was clearly sooner")
         return self._with_time(replace(advice, why=why), ours)
 
     def _finish(self, advice: Advice, start: int) -> Finish:

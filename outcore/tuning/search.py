@@ -122,7 +122,7 @@ def open_study(
         kept = None if storage is None else JournalStorage(JournalFileBackend(str(storage)))
         study = optuna.create_study(storage=kept, study_name=name, directions=directions, load_if_exists=True)
         before = study.user_attrs.get("about")
-        if before is None:
+        if not before and about:
             study.set_user_attr("about", dict(about))
     except OSError as error:
         raise TuningError(
@@ -142,6 +142,11 @@ def open_study(
                 f"{storage} holds runs of another training ({what}: {was} there, {is_now} now); name another file"
             )
     return study
+
+
+def batches_of(study: optuna.Study) -> list[int]:
+    """That its runs had."""
+    return sorted({trial.user_attrs["run"]["batch"] for trial in study.trials if "run" in trial.user_attrs})
 
 
 def _check_begins_as_one(storage: str | Path) -> None:

@@ -34,7 +34,7 @@ from outcore.tuning.probing import Bench, Tell
 from outcore.tuning.ranks import Ranks, Workers, check_alike
 from outcore.tuning.reasons import why_loading, why_micro_batch, why_team
 from outcore.tuning.samples import Collate, Samples
-from outcore.tuning.search import open_study
+from outcore.tuning.search import batches_of, open_study
 from outcore.tuning.starts import MakeModel
 from outcore.tuning.state import as_made, keep_generators, untouched
 from outcore.tuning.targets import Target
@@ -156,10 +156,10 @@ def tune(
             samples = tuner.samples
             held_out = Samples(validation, samples.device, collate) if validation is not None else None
             tuner.validation = held_out
-            searching = _searching(tuner, aim, study) if num_trials and aim is not None else {}
+            known, searching = _searching(tuner, aim, study) if num_trials and aim is not None else ([], {})
             advice = tuner.advise(largest)
             if searching:
-                searching["accumulating"] = _accumulating(tuner, advice)
+                advice, searching["accumulating"] = _laid_out(tuner, advice, known)
         if aim is not None and optimizer is not None:
             aiming = Aiming(asked.model, loss_fn, optimizer, samples, held_out, aim, trial_s, limits, tell, **searching)
             advice = aiming.search(advice, num_trials, study) if num_trials else advice
@@ -213,8 +213,9 @@ def _tuner(
         yield tuner
 
 
-def _searching(tuner: Tuner, aim: Target, study: str | Path | None) -> dict[str, Any]:
-    """What a search is to know of the training. A study that cannot be gone on with is refused before any work."""
+def _searching(tuner: Tuner, aim: Target, study: str | Path | None) -> tuple[list[int], dict[str, Any]]:
+    """Batches that a study ran, and what a search is to know of the training. A study that cannot be gone on with is
+    refused before any work."""
     assert tuner.optimizer is not None
     about = {
         "metric": aim.name.split()[0],
@@ -222,9 +223,9 @@ def _searching(tuner: Tuner, aim: Target, study: str | Path | None) -> dict[str,
         "parameters": sum(parameter.numel() for parameter in tuner.model.parameters()),
         "optimizer": type(tuner.optimizer).__name__,
     }
-    open_study(study, aim.grows, about)
+    known = batches_of(open_study(study, aim.grows, about))
     betas = tuner.optimizer.param_groups[0].get("betas")
-    return {
+    return known, {
         "about": about,
         "is_new": tuner.is_new,
         "normalises": tuner.normalises,
@@ -232,13 +233,16 @@ def _searching(tuner: Tuner, aim: Target, study: str | Path | None) -> dict[str,
     }
 
 
-def _accumulating(tuner: Tuner, advice: Advice) -> Point | None:
-    """The knee, while gradients of other micro-batches wait beside it; None: they have no room."""
+def _laid_out(tuner: Tuner, advice: Advice, known: list[int]) -> tuple[Advice, Point | None]:
+    """With the batches that a study ran on its curve, too. And the knee, while gradients of other micro-batches wait
+    beside it; None: they have no room."""
     if tuner.choosing is None:
-        return None
+        return advice, None
+    tuner.choosing.lay_out(known, tuner.tell)
+    advice = replace(advice, curve=tuner.choosing.curve)
     accumulating = tuner.bench.planned(tuner.choosing.planned.family, accumulating=True)
     found = accumulating.at(advice.curve.knee.micro_batch)
-    return found.point if found.plan is not None else None
+    return advice, found.point if found.plan is not None else None
 
 
 class _TeamTuner(Tuner):

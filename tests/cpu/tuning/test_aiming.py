@@ -91,9 +91,9 @@ def test_one_lucky_run_does_not_replace_the_advice(tmp_path: Path) -> None:
     assert replace(found, why=()) == replace(ADVICE, why=())
     assert found.why[:-2] == ADVICE.why
     assert "of 2 runs of a search (1 with batches that are not looked at now) a batch of 64" in found.why[-2]
-    assert "in the mean over 3 further starts a batch of 64" in found.why[-1]
-    assert "a batch of 32 at a rate of 0.003, advised before the search, 0." in found.why[-1]
-    assert found.why[-1].endswith("which stays: nothing was clearly sooner")
+    assert "in the mean over 3 further starts: a batch of 64" in found.why[-1]
+    assert "a batch of 32 at a rate of 0.003, advised before the search: 0." in found.why[-1]
+    assert found.why[-1].endswith("and stays: nothing was clearly sooner")
     assert sum("start 3 of 3" in what for what in told) == 1
 
 

@@ -19,6 +19,7 @@ from outcore.tuning import samples as samples_module
 from outcore.tuning.advice import Advice
 from outcore.tuning.choosing import Choosing, divisors, free_batches
 from outcore.tuning.samples import Samples
+from outcore.tuning.search import search
 from outcore.tuning.state import as_made
 from outcore.tuning.targets import Target, _probability, predict_target_s
 from outcore.tuning.tuner import Asked
@@ -171,6 +172,28 @@ def test_a_search_begins_at_the_advice_and_goes_on_where_it_stopped(folder: str,
             progress=lambda what, part: told.append(what),
         )
     assert len(told) == before  # nothing was paid for
+
+
+def test_a_study_goes_on_with_batches_that_are_not_on_the_curve(folder: str, tmp_path: Any) -> None:
+    pytest.importorskip("optuna", reason="the search is an Optuna study")
+    study = tmp_path / "study.log"
+    asked: dict[str, Any] = {"lrs": (0.04, 0.05), "target": 1.0, "maximise": False, "num_trials": 1, "storage": study}
+    search(lambda batch, lr: iter([(0.001, 0.5)]), batches=[24], **asked)
+    advice = outcore.tune(
+        mlp,
+        F.cross_entropy,
+        DATA,
+        optimizer=make_sgd,
+        memory="16MiB",
+        batch=32,  # cut into its divisors
+        target=("val_loss", 1.0),
+        trial_s=0.4,
+        num_trials=1,
+        study=study,
+        disk=folder,
+    )
+    assert 24 in advice.curve.batches
+    assert "of 1 run of a search a batch of 24" in " ".join(advice.why)
 
 
 class Streaming(IterableDataset[Any]):
