@@ -159,6 +159,7 @@ def tune(
             known, searching = _searching(tuner, aim, study) if num_trials and aim is not None else ([], {})
             advice = tuner.advise(largest)
             if searching:
+                known = [batch for batch in known if largest is None or batch <= largest]
                 advice, searching["accumulating"] = _laid_out(tuner, advice, known)
         if aim is not None and optimizer is not None:
             aiming = Aiming(asked.model, loss_fn, optimizer, samples, held_out, aim, trial_s, limits, tell, **searching)
