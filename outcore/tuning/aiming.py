@@ -56,7 +56,7 @@ class Aiming:
     is_new: bool = True  # the model: others like it can be made
     normalises: bool = False
     beta2: float | None = None  # as the optimizer is made; None: it has none
-    accumulating: Point | None = None  # the knee beside gradients that wait; None: they have no room
+    accumulating: Point | None = None  # what larger batches are cut into, gradients beside it; None: they have no room
 
     def predict(self, advice: Advice) -> Advice:
         """Trains at the advised setting until the target or for `trial_s` seconds, and says how long it takes."""
@@ -99,14 +99,14 @@ class Aiming:
 
     def _ways(self, advice: Advice) -> dict[int, int]:
         """Effective batch -> its micro-batch, near the advice, that can be trained in this memory with this data."""
-        num = self.samples.num or advice.effective_batch * SPREAD
+        num, cut = self.samples.num or advice.effective_batch * SPREAD, self.accumulating
         if self.samples.num is not None and self.validation is None:
             num -= num_held_out(num)
         ways = {
             batch: size
             for batch, size in ways_to(advice.curve, num).items()
             if 1 / SPREAD <= batch / advice.effective_batch <= SPREAD
-            and (batch == size or self.accumulating is not None)
+            and (batch == size or (cut is not None and size == cut.micro_batch))
         }
         return ways | {advice.effective_batch: advice.micro_batch}
 
@@ -178,13 +178,13 @@ class Aiming:
 
     def _at(self, advice: Advice, batch: int, micro_batch: int, lr: float) -> Advice:
         """The same advice for another batch and rate, with what belongs to them."""
-        accumulation, curve, knee = batch // micro_batch, advice.curve, self.accumulating
+        accumulation, curve, cut = batch // micro_batch, advice.curve, self.accumulating
         if batch == advice.effective_batch:
             if lr == advice.learning_rate:
                 return advice
             peak_bytes = advice.peak_bytes
-        elif accumulation > 1 and knee is not None:
-            peak_bytes = knee.peak_bytes
+        elif accumulation > 1 and cut is not None:
+            peak_bytes = cut.peak_bytes
         else:
             point = curve.point(micro_batch)
             peak_bytes = point.measured_peak_bytes or point.peak_bytes
@@ -246,9 +246,9 @@ class Aiming:
                     ooc.close()
 
     def _is_in_core(self, advice: Advice) -> bool:
-        knee = self.accumulating
-        if advice.accumulation > 1 and knee is not None and knee.micro_batch == advice.micro_batch:
-            return knee.in_core
+        cut = self.accumulating
+        if advice.accumulation > 1 and cut is not None and cut.micro_batch == advice.micro_batch:
+            return cut.in_core
         return advice.curve.point(advice.micro_batch).in_core
 
 

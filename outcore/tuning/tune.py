@@ -28,6 +28,7 @@ from outcore.errors import TuningError
 from outcore.tuning.advice import Advice, alone
 from outcore.tuning.aiming import Aiming, MakeOptimizer
 from outcore.tuning.batches import LossFn
+from outcore.tuning.choosing import ways_to
 from outcore.tuning.curve import Curve, Point
 from outcore.tuning.noise import Noise
 from outcore.tuning.probing import Bench, Tell
@@ -235,14 +236,16 @@ def _searching(tuner: Tuner, aim: Target, study: str | Path | None) -> tuple[lis
 
 
 def _laid_out(tuner: Tuner, advice: Advice, known: list[int]) -> tuple[Advice, Point | None]:
-    """With the batches that a study ran on its curve, too. And the knee, while gradients of other micro-batches wait
-    beside it; None: they have no room."""
+    """With the batches that a study ran on its curve, too. And the micro-batch that larger ones are cut into, while
+    gradients wait beside it; None: they have no room."""
     if tuner.choosing is None:
         return advice, None
     tuner.choosing.lay_out(known, tuner.tell)
     advice = replace(advice, curve=tuner.choosing.curve)
-    accumulating = tuner.bench.planned(tuner.choosing.planned.family, accumulating=True)
-    found = accumulating.at(advice.curve.knee.micro_batch)
+    cut = next((size for batch, size in ways_to(advice.curve, LARGEST).items() if batch != size), 0)
+    if not cut:
+        return advice, None
+    found = tuner.bench.planned(tuner.choosing.planned.family, accumulating=True).at(cut)
     return advice, found.point if found.plan is not None else None
 
 
