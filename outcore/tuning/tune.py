@@ -33,7 +33,7 @@ from outcore.tuning.curve import Curve, Point
 from outcore.tuning.noise import Noise
 from outcore.tuning.probing import Bench, Tell
 from outcore.tuning.ranks import Ranks, Workers, check_alike
-from outcore.tuning.reasons import why_loading, why_micro_batch, why_team
+from outcore.tuning.reasons import why_loading, why_micro_batch, why_ran_out, why_team
 from outcore.tuning.samples import Collate, Samples
 from outcore.tuning.search import batches_of, open_study
 from outcore.tuning.starts import MakeModel
@@ -87,7 +87,7 @@ def tune(
     range test; it is the default where no batch is given. `rule` says how it follows a freed batch. Before the rate or
     the batch is changed, settings race from the same starts: what is soonest at the target on held-out samples (without
     one, or with a function for its metric: at the least loss), in the mean over up to three starts (further models, as
-    `make_model()` makes them), is the advice; `race=False` leaves that out. All that training takes about 1.3 `trial_s`
+    `make_model()` makes them), is the advice; `race=False` leaves that out. All that training takes about 1.4 `trial_s`
     seconds of compute at most (2.3 where the target is near but not reached); reading the data and looking at held-out
     samples come on top.
 
@@ -271,6 +271,7 @@ class _TeamTuner(Tuner):
         self.why = [
             *why_micro_batch(self.curve, micro_batch, way.accumulation),
             *self.why,
+            *why_ran_out(self.bench.ran_out),
             *why_loading(self.curve, micro_batch, self.samples.load_s),
         ]
         advice = Advice(
