@@ -304,7 +304,7 @@ def test_a_slow_worker_takes_nothing_from_a_fast_one(tmp_path: Path) -> None:
         assert process.exitcode == 0
     fast, slow = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     alone = fast["alone"] + slow["alone"]
-    # In step it is a half. The three are measured one after the other, on a machine whose speed is never the same twice.
+    # In step it is a half. The three are measured one after the other, on a machine whose speed changes.
     assert fast["ahead"] + slow["ahead"] > 0.78 * alone, (fast, slow)
     assert 2.2 < fast["ahead"] / slow["ahead"] < 3.7, (fast, slow)
     assert fast["in step"] + slow["in step"] < 0.7 * alone, (fast, slow)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -134,64 +135,40 @@ def test_without_an_optimizer_only_the_batch_is_advised(folder: str) -> None:
     assert max(advice.curve.batches) <= 64
 
 
+searched = partial(
+    outcore.tune,
+    mlp,
+    F.cross_entropy,
+    optimizer=make_sgd,
+    memory="16MiB",
+    batch=32,
+    target=("val_loss", 1.0),
+    trial_s=0.4,
+)
+
+
 def test_a_search_begins_at_the_advice_and_goes_on_where_it_stopped(folder: str, tmp_path: Any) -> None:
     pytest.importorskip("optuna", reason="the search is an Optuna study")
     told: list[str] = []
+    tell = partial(searched, study=tmp_path / "study.log", disk=folder, progress=lambda what, part: told.append(what))
     for num_trials in (2, 3):
-        advice = outcore.tune(
-            mlp,
-            F.cross_entropy,
-            DATA,
-            optimizer=make_sgd,
-            memory="16MiB",
-            batch=32,
-            target=("val_loss", 1.0),
-            trial_s=0.4,
-            num_trials=num_trials,
-            study=tmp_path / "study.log",
-            disk=folder,
-            progress=lambda what, part: told.append(what),
-        )
-        assert "of a search" in " ".join(advice.why)
+        assert "of a search" in " ".join(tell(DATA, num_trials=num_trials).why)
     runs = [what for what in told if what.startswith("searching: run")]
     assert [what.split(":")[1] for what in runs] == [" run 1 of 2", " run 2 of 2", " run 3 of 3"]
     assert runs[0].startswith("searching: run 1 of 2: batch 32, rate 0.05: ")
     before = len(told)
     with pytest.raises(TuningError, match=r"another training \(samples: 512 there, 256 now\); name another file"):
-        outcore.tune(
-            mlp,
-            F.cross_entropy,
-            stripes(256),
-            optimizer=make_sgd,
-            memory="16MiB",
-            batch=32,
-            target=("val_loss", 1.0),
-            num_trials=4,
-            study=tmp_path / "study.log",
-            disk=folder,
-            progress=lambda what, part: told.append(what),
-        )
+        tell(stripes(256), num_trials=4)
     assert len(told) == before  # nothing was paid for
 
 
 def test_a_study_goes_on_with_batches_that_are_not_on_the_curve(folder: str, tmp_path: Any) -> None:
+    """A kept batch is cut into its divisors, and 24 is none of 32."""
     pytest.importorskip("optuna", reason="the search is an Optuna study")
     study = tmp_path / "study.log"
     asked: dict[str, Any] = {"lrs": (0.04, 0.05), "target": 1.0, "maximise": False, "num_trials": 1, "storage": study}
     search(lambda batch, lr: iter([(0.001, 0.5)]), batches=[24], **asked)
-    advice = outcore.tune(
-        mlp,
-        F.cross_entropy,
-        DATA,
-        optimizer=make_sgd,
-        memory="16MiB",
-        batch=32,  # cut into its divisors
-        target=("val_loss", 1.0),
-        trial_s=0.4,
-        num_trials=1,
-        study=study,
-        disk=folder,
-    )
+    advice = searched(DATA, num_trials=1, study=study, disk=folder)
     assert 24 in advice.curve.batches
     assert "of 1 run of a search a batch of 24" in " ".join(advice.why)
 
