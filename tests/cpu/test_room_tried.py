@@ -31,6 +31,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@functools.cache
 def roomy_bytes() -> int:
     model, loss_of = build("resnet")
     ooc = limit(model, "20GiB")
@@ -381,11 +382,11 @@ def test_memory_that_creeps_is_planned_for_each_time(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tidy, "MOST_S", 0.2)  # every room is planned for anew many times
     torch.manual_seed(0)
     model = nn.Sequential(*[part for _ in range(12) for part in (nn.Linear(128, 128), nn.Tanh())])
-    x, ooc = torch.randn(16384, 128), limit(model, 100 * MIB)
+    x, ooc = torch.randn(8192, 128), limit(model, 60 * MIB)
     ooc._tries_rooms = True
     really, extra = ooc._before_bytes, [0]
     monkeypatch.setattr(ooc, "_before_bytes", lambda inputs: really(inputs) + extra[0])
-    for step in range(26):
+    for step in range(22):
         if step > 7:
             extra[0] += int(0.9 * MIB)
         with ooc.step():

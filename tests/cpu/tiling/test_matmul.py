@@ -17,7 +17,7 @@ from tests.cpu.tiling.tiling_products import RATES, assert_product, random_matri
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=18, deadline=None)
 @given(
     m=st.integers(1, 90),
     n=st.integers(1, 90),
