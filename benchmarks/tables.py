@@ -360,7 +360,8 @@ def accuracy_tables(folder: Path) -> str:
         "against the search's best",
     )
     made = [*rows()]
-    return markdown(headings, iter(made)) if made else NONE_YET
+    files = ", ".join(f"`benchmarks/results/{name}`" for name in ACCURACY)
+    return f"{markdown(headings, iter(made))}\n\n{files}" if made else NONE_YET
 
 
 def _accuracy(row: Row, ends: Row | None) -> tuple[str, ...]:

@@ -73,7 +73,7 @@ def tune_command(script: Path, curve: Path | None, out: Path | None, as_json: bo
     steps; memory is never overrun to find out what fits.
 
     The example takes about a minute on two cores. Networks with slower steps take longer to record; what trains goes by
-    --trial: about 1.3 times as many seconds, 2.3 where the target is near, with --epochs 1.5 times more, with --search
+    --trial: about 1.4 times as many seconds, 2.4 where the target is near, with --epochs 1.5 times more, with --search
     once more for each run and up to six times to check what it found. Looking at held-out samples comes on top.
 
     \b

@@ -185,7 +185,7 @@ class Race:
     little: float = -math.inf  # left: nobody gives up who is so near
     start: Callable[[int], bool] = lambda order: False  # puts an order's weights into the model: are they others?
     starts_differ: bool = False
-    accumulating: int = 0  # the largest micro-batch where gradients are accumulated; 0: `in_core` there, too
+    accumulating: int | None = None  # the largest micro-batch where gradients are accumulated; None: `in_core`, too
 
     def between(self, today: Runner, advised: Sequence[Runner], limit_s: float) -> Finish | None:
         """The winner; `advised` begins with the advice. None: `limit_s` seconds for all runs are too few to tell.
@@ -382,7 +382,8 @@ class Race:
             group["lr"] = group["lr"] * (runner.lr / first_rate) if first_rate else runner.lr
             if runner.beta2 is not None:
                 group["betas"] = (group["betas"][0], runner.beta2)
-        most = self.in_core if runner.batch <= self.in_core else self.accumulating or self.in_core
+        alone = runner.batch <= self.in_core or self.accumulating is None
+        most = self.in_core if alone else self.accumulating or 0
         micro_batch = max(size for size in range(1, min(runner.batch, most) + 1) if runner.batch % size == 0)
         num_steps = max(1, round(self.run_s / runner.step_s))
         setting = Setting(micro_batch, runner.batch // micro_batch, num_warm_up_steps, num_steps)

@@ -442,6 +442,8 @@ class Tuner:
         try:
             advice = self._timed(advice, choosing)
             today = self._like_today(advice, choosing)
+            for way in (today, advice):
+                _check_trains_in_core(way, choosing.curve)
             named = dict(zip(NAMES, (today, advice))) | self._smaller(advice, choosing)
             race = self._race(choosing)
             runners = [_runner(name, way) for name, way in named.items()]
@@ -541,7 +543,9 @@ class Tuner:
         found: dict[str, Advice] = {}
         for name, batch in batches.items():
             with suppress(TuningError):
-                found[name] = self._with_rate(self._at(advice, choosing, batch), says_why=False)
+                other = self._at(advice, choosing, batch)
+                _check_trains_in_core(other, choosing.curve)
+                found[name] = self._with_rate(other, says_why=False)
         return found
 
     def _like_today(self, advice: Advice, choosing: Choosing) -> Advice:
@@ -567,6 +571,14 @@ class Tuner:
     def _anew(self) -> AbstractContextManager[None]:
         """Steps that were timed left momentum behind, at a rate of zero: what trains begins without."""
         return nullcontext() if self.optimizer is None or self.has_state else anew(self.optimizer)
+
+
+def _check_trains_in_core(advice: Advice, curve: Curve) -> None:
+    """As races do, in one go or in micro-batches beside their gradients."""
+    if advice.effective_batch > curve.largest_in_core and not curve.in_core_accumulating:
+        raise TuningError(
+            f"a batch of {advice.effective_batch} is not in-core, nor is one sample beside accumulated gradients"
+        )
 
 
 def _soonest(advice: Advice) -> Soonest:

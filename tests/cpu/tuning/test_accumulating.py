@@ -17,8 +17,9 @@ from outcore.tuning.advice import Advice
 from outcore.tuning.choosing import Choosing, micro_batch_for, ways_to
 from outcore.tuning.climbing import climb
 from outcore.tuning.probing import Bench
+from outcore.tuning.race import Race, Runner
 from outcore.tuning.samples import Samples
-from outcore.tuning.tuner import Asked, Tuner
+from outcore.tuning.tuner import Asked, Tuner, _check_trains_in_core
 from outcore.units import KIB, MIB, parse_bytes
 from tests.cpu.tuning.nets import CPU, stripes
 
@@ -105,3 +106,26 @@ def test_a_race_leaves_out_what_does_not_fit(tmp_path: Any) -> None:
     found = tuner._others(advice, choosing, {"half": 4, "64 times": 512})
     choosing.bench.close()
     assert {name: like.effective_batch for name, like in found.items()} == {"half": 4}
+
+
+def test_nothing_races_over_the_budget(tmp_path: Any) -> None:
+    """A batch beyond in-core runs in micro-batches that are in-core beside gradients, or not at all."""
+    between = laid_out(5 * MIB + 250 * KIB, tmp_path)
+    tight = replace(between.curve, largest_in_core=4, most_in_core=0)
+    advice = Advice(8, 1, 1e-3, 1.0, 1.0, 1, tight, (), first_batch=8)
+    with pytest.raises(TuningError, match="a batch of 8 is not in-core, nor is one sample"):
+        _check_trains_in_core(advice, tight)
+    _check_trains_in_core(advice, replace(tight, most_in_core=2))
+    _check_trains_in_core(advice, replace(tight, largest_in_core=8))
+    between.bench.close()
+
+
+@pytest.mark.parametrize(("accumulating", "size"), [(None, 16), (8, 8), (3, 2)])
+def test_a_race_cuts_batches_beyond_in_core_as_gradients_allow(accumulating: int | None, size: int) -> None:
+    model = heavy()
+    samples = Samples(DATA, CPU)
+    race = Race(model, make_adam(model.parameters()), F.cross_entropy, samples, None, 16, nothing, run_s=2.0)
+    race.accumulating, sizes = accumulating, list[int]()
+    model.register_forward_pre_hook(lambda model, given: sizes.append(len(given[0])) if model.training else None)
+    next(race._looks(Runner("beyond", 32, 1e-3, 0.1), 0, 0))
+    assert set(sizes) == {size}
