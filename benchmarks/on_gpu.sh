@@ -4,7 +4,8 @@
 #   bash benchmarks/on_gpu.sh check exact speed pieces recording curve1 curve2 curve3 peers fit cores matmul tuning accuracy
 #   seconds, about:           190   230   480   40     150       490    400    310    420   130 290   100    290    340
 #
-# `peers:vit_l` (or another network) is `peers` for that one; `exact` ran in 222 s, with tests beside it.
+# `peers:vit_l` (or another network) is `peers` for that one. Nothing is timed in `exact`, `tests` (all of tests/gpu) and
+# `compiled` (what `peers` would wait for the compiler): `for part in tests compiled; do bash benchmarks/on_gpu.sh $part & done`.
 #
 # Results and logs go to $OUT (default: benchmarks/results), one file a part. `cores` uses all CPU cores, the others but
 # `check` the whole GPU: run nothing beside them. MNIST and CIFAR-10 are looked for in $DATA (default: .carry), which
@@ -64,6 +65,23 @@ for part in "${@:-check}"; do
         ;;
     recording)
         run recording 170 python -m benchmarks.recording --out "$out/recording.json"
+        ;;
+    compiled) # fills the compiler's cache for `peers:...` on the same machine: 0.28 is the share of memory it has there
+        compile_ahead() { # network, share
+            run "compiled_$1" 290 python -m benchmarks.slowdown --networks "$1" --methods "compile,compile-budget:$2" \
+                --steps 1 --limit-s 280 --out "$out/compiled_$1.json"
+        }
+        { compile_ahead resnet152 0.28; compile_ahead vit_l 0.29; } &
+        { compile_ahead vgg16_nhwc 0.64; compile_ahead r3d18_nhwc 0.59; compile_ahead llama 0.26; } &
+        wait
+        ;;
+    tests) # all of tests/gpu, in three processes
+        run tests_1 240 python -m pytest -q --tb=short -rs -p no:cacheprovider tests/gpu/test_same_numbers.py &
+        run tests_2 240 python -m pytest -q --tb=short -rs -p no:cacheprovider tests/gpu/test_allocator.py \
+            tests/gpu/test_switches.py tests/gpu/test_tiling.py tests/gpu/tiling &
+        run tests_3 240 python -m pytest -q --tb=short -rs -p no:cacheprovider tests/gpu/test_echoes.py tests/gpu/test_fused.py \
+            tests/gpu/test_sums_in_place.py tests/gpu/tuning tests/gpu/elastic &
+        wait
         ;;
     curve1)
         slowdown resnet50 230 in-core,checkpoint,hybrid --curve

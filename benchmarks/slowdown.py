@@ -29,8 +29,12 @@ import click
 
 GIB = 1024**3
 SLOW_S = 1.5  # of slower steps three tell enough
-MOST_WARM = 45  # steps until a plan is final
+MOST_WARM, MOST_WARM_OTHERS = 45, 15  # steps until a plan is final
+NUM_LOOP_OTHERS = 3  # steps that are not waited for
+HEADLINES = ("in-core", "hybrid")  # timed for longest; the others stand beside them
+PINNED_SHARE = 4 / 3  # of in-core memory: PyTorch pins powers of two
 OURS = ("hybrid", "pooch", "swap", "swap-all")
+PINNING = ("save_on_cpu", "trl-offload")
 FIELDS = (  # every row of every question has these, None where there is nothing to say
     "network",
     "batch",
@@ -142,6 +146,8 @@ def run_method(
     row["cudnn_workspace_mib"] = os.environ.get("CUDNN_CONV_WSCAP_DBG")  # none: as much as it likes
     total = torch.cuda.get_device_properties(0).total_memory
     capped = method in OURS
+    if capped and hasattr(torch._C, "_host_emptyCache"):  # a peer's pinned memory is not there for ours otherwise
+        torch._C._host_emptyCache()
     torch.cuda.set_per_process_memory_fraction(min(1.0, memory_gib * GIB / total) if capped else 1.0)
     began = time.perf_counter()
     try:
@@ -154,8 +160,6 @@ def run_method(
 
     gc.collect()
     torch.cuda.empty_cache()
-    if hasattr(torch._C, "_host_emptyCache"):  # a peer's pinned memory is not there for the next one otherwise
-        torch._C._host_emptyCache()
     torch.cuda.reset_peak_memory_stats()
     return row
 
@@ -170,6 +174,8 @@ def _time_steps(
     from benchmarks.peers import PEERS, training_step
 
     num_parts = _num_parts(method)
+    if method in PINNING:
+        _check_host(in_core_gib)
     network = build(name, BATCHES[name] // num_parts)
     model: Any = network.model
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.0)
@@ -187,14 +193,15 @@ def _time_steps(
     else:
         around = PEERS["in-core" if num_parts > 1 else method](network)
     try:
-        row = _measure(network, around, optimizer, ooc, steps, num_parts)
+        row = _measure(network, around, optimizer, ooc, steps, num_parts, headline=method in HEADLINES)
         if ooc is not None:
             label = f"{name}_{memory_gib:g}_{method}"
             row |= describe(ooc, traces, label)
             if traces is not None:
                 once = functools.partial(training_step, network, around, optimizer, ours=True)
                 _save_history(traces / f"{label}.memory.json.gz", once)
-            row |= _record_again(network, around, optimizer, ooc, row["first_steps_s"][0])
+            if method in HEADLINES:
+                row |= _record_again(network, around, optimizer, ooc, row["first_steps_s"][0])
     finally:
         if ooc is not None:
             ooc.close()
@@ -210,6 +217,15 @@ def _num_parts(method: str) -> int:
     return int(parts)
 
 
+def _check_host(in_core_gib: float) -> None:
+    """A peer that pins more host memory than there is takes the whole machine with it."""
+    from outcore.recording.machine import host_bytes_granted
+
+    wanted_gib, free_gib = PINNED_SHARE * in_core_gib, host_bytes_granted() / GIB
+    if in_core_gib < float("inf") and wanted_gib > free_gib:
+        raise RuntimeError(f"not run: would pin up to {wanted_gib:.0f} GiB of host memory, {free_gib:.0f} are free")
+
+
 def _share_saved(method: str, memory_gib: float, in_core_gib: float) -> float:
     """The share of activations that may be saved, as torch.compile wants its budget: after a colon, or the memory's."""
     _, _, share = method.partition(":")
@@ -217,10 +233,12 @@ def _share_saved(method: str, memory_gib: float, in_core_gib: float) -> float:
         return float(share)
     if in_core_gib == float("inf"):
         raise RuntimeError("compile-budget needs in-core before it in --methods: its budget is a share of that")
-    return min(1.0, memory_gib / in_core_gib)
+    return round(min(1.0, memory_gib / in_core_gib), 2)  # the same in the next run: the compiler's cache goes by it
 
 
-def _measure(network: Any, around: Any, optimizer: Any, ooc: Any, steps: int, num_parts: int = 1) -> dict[str, Any]:
+def _measure(
+    network: Any, around: Any, optimizer: Any, ooc: Any, steps: int, num_parts: int, *, headline: bool
+) -> dict[str, Any]:
     """Steps until the plan is final (recorded, timed again, planned, fitted to the allocator), then timed ones."""
     import torch
 
@@ -230,8 +248,9 @@ def _measure(network: Any, around: Any, optimizer: Any, ooc: Any, steps: int, nu
     times: list[float] = []
     marks: list[float] = []
     num_restarts = 0
+    most_warm = MOST_WARM if headline else MOST_WARM_OTHERS
     while len(times) < (3 if times and min(times) > SLOW_S else steps):
-        warm = len(marks) >= 3 if ooc is None else len(marks) >= MOST_WARM or (ooc.settled and len(marks) >= 5)
+        warm = len(marks) >= 3 if ooc is None else len(marks) >= most_warm or (ooc.settled and len(marks) >= 5)
         if warm and not times:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -241,7 +260,7 @@ def _measure(network: Any, around: Any, optimizer: Any, ooc: Any, steps: int, nu
         (times if warm or times else marks).append(time.perf_counter() - began)
     return {
         "batch": network.batch * num_parts,
-        "loop_step_s": _time_loop(functools.partial(once, wait=False), len(times)),
+        "loop_step_s": _time_loop(functools.partial(once, wait=False), len(times) if headline else NUM_LOOP_OTHERS),
         "step_s": statistics.median(times),
         "num_steps": len(times),
         "spread_s": [min(times), max(times)],
