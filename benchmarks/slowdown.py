@@ -31,6 +31,7 @@ GIB = 1024**3
 SLOW_S = 1.5  # of slower steps three tell enough
 MOST_WARM, MOST_WARM_OTHERS = 45, 15  # steps until a plan is final
 NUM_LOOP_OTHERS = 3  # steps that are not waited for
+FIRST_PLANNED = 4  # steps before: recorded, timed again, planned, and one that follows the plan
 HEADLINES = ("in-core", "hybrid")  # timed for longest; the others stand beside them
 PINNED_SHARE = 4 / 3  # of in-core memory: PyTorch pins powers of two
 OURS = ("hybrid", "pooch", "swap", "swap-all")
@@ -193,9 +194,10 @@ def _time_steps(
     else:
         around = PEERS["in-core" if num_parts > 1 else method](network)
     try:
-        row = _measure(network, around, optimizer, ooc, steps, num_parts, headline=method in HEADLINES)
+        label = f"{name}_{memory_gib:g}_{method}"
+        first = traces / f"{label}.first" if ooc is not None and traces is not None else None
+        row = _measure(network, around, optimizer, ooc, steps, num_parts, headline=method in HEADLINES, first=first)
         if ooc is not None:
-            label = f"{name}_{memory_gib:g}_{method}"
             row |= describe(ooc, traces, label)
             if traces is not None:
                 once = functools.partial(training_step, network, around, optimizer, ours=True)
@@ -237,9 +239,10 @@ def _share_saved(method: str, memory_gib: float, in_core_gib: float) -> float:
 
 
 def _measure(
-    network: Any, around: Any, optimizer: Any, ooc: Any, steps: int, num_parts: int, *, headline: bool
+    network: Any, around: Any, optimizer: Any, ooc: Any, steps: int, num_parts: int, *, headline: bool, first: Path | None
 ) -> dict[str, Any]:
-    """Steps until the plan is final (recorded, timed again, planned, fitted to the allocator), then timed ones."""
+    """Steps until the plan is final (recorded, timed again, planned, fitted to the allocator), then timed ones. Where
+    the first plan did not stay, what the allocator did in one of its steps is saved as `first`."""
     import torch
 
     from benchmarks.peers import training_step
@@ -255,6 +258,9 @@ def _measure(
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             num_restarts = torch.cuda.memory_stats()["num_alloc_retries"]
+        if first is not None and len(marks) == FIRST_PLANNED and not ooc.settled:
+            ooc.plan.save(first.with_name(first.name + ".plan.json"))
+            _save_history(first.with_name(first.name + ".memory.json.gz"), once)
         began = time.perf_counter()
         loss = once()
         (times if warm or times else marks).append(time.perf_counter() - began)

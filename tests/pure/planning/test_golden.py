@@ -3,6 +3,7 @@ channels last, as our own recorder saw them (runs AI and AJ)."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,12 +14,15 @@ import pytest
 import outcore.planning.tidy as tidying
 from outcore.errors import BudgetTooSmall
 from outcore.planning import lower, plan, simulate, verify
+from outcore.planning.bound import bound_step_s
 from outcore.planning.sums import sums_in_place
+from outcore.planning.terrain import terrain_of
 from outcore.planning.tidy import tidy
 from outcore.units import GIB, MIB
 from outcore.values import Budget, Machine, Trace
 
-GOLDEN = Path(__file__).parents[2] / "golden"
+ROOT = Path(__file__).parents[3]
+GOLDEN = ROOT / "tests" / "golden"
 TRACE = Trace.load(GOLDEN / "vgg_256.trace.json")
 MACHINE = Machine.load(GOLDEN / "h200.machine.json")
 
@@ -50,6 +54,34 @@ def test_a_few_large_values_do_not_end_the_search_early(name: str, memory_gib: f
     trace = Trace.load(GOLDEN / f"{name}.trace.json")
     made = plan(trace, MACHINE, Budget(int(memory_gib * GIB), 74 * GIB))
     assert made.predicted_step_s / made.in_core_step_s - 1 <= at_most
+
+
+@pytest.mark.parametrize(("name", "held_gib"), [("vgg16_nhwc", 6.84), ("r3d18_nhwc", 8.13)])
+def test_the_program_itself_holds_more_than_six_gib(name: str, held_gib: float) -> None:
+    """With nothing saved at all, workspaces left out (docs/design/002): no plan can change what frames and the op that
+    runs hold."""
+    trace = Trace.load(GOLDEN / f"{name}.trace.json")
+    forward = [op.slot for op in trace.ops if op.phase == "forward"]
+    own = [storage for storage in trace.storages if not storage.external]
+    held = max(sum(one.bytes for one in own if one.born <= slot <= one.dies) for slot in forward)
+    assert trace.before_bytes + held > held_gib * GIB
+
+
+def test_no_plan_of_vgg_in_six_gib_leaves_time_for_a_weight_gradient_in_pieces() -> None:
+    """Its second convolution's operands are 6.125 GiB: in two pieces of the same bits it takes 11 ms more
+    (`pieces_h200_20261117.json`), and with the bound that is over +13 %."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / "pieces_h200_20261117.json").read_text())["rows"]
+    cuts = [
+        row["pieces_s"] - row["whole_s"]
+        for row in rows
+        if (row["network"], row["layout"], row["made"]) == ("vgg16", "channels last", "weight's gradient")
+        and row["same_bits"]
+    ]
+    terrain = terrain_of(Trace.load(GOLDEN / "vgg16_nhwc.trace.json"))
+    bound_s = bound_step_s(terrain, MACHINE, Budget(6 * GIB, 100 * GIB))
+    assert cuts
+    assert min(cuts) > 0.010
+    assert (bound_s + min(cuts)) / terrain.total_s - 1 > 0.18
 
 
 def test_a_plan_that_wants_far_too_many_pages_has_neighbours_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
