@@ -239,7 +239,15 @@ def _share_saved(method: str, memory_gib: float, in_core_gib: float) -> float:
 
 
 def _measure(
-    network: Any, around: Any, optimizer: Any, ooc: Any, steps: int, num_parts: int, *, headline: bool, first: Path | None
+    network: Any,
+    around: Any,
+    optimizer: Any,
+    ooc: Any,
+    steps: int,
+    num_parts: int,
+    *,
+    headline: bool,
+    first: Path | None,
 ) -> dict[str, Any]:
     """Steps until the plan is final (recorded, timed again, planned, fitted to the allocator), then timed ones. Where
     the first plan did not stay, what the allocator did in one of its steps is saved as `first`."""
@@ -259,6 +267,7 @@ def _measure(
             torch.cuda.reset_peak_memory_stats()
             num_restarts = torch.cuda.memory_stats()["num_alloc_retries"]
         if first is not None and len(marks) == FIRST_PLANNED and not ooc.settled:
+            first.parent.mkdir(parents=True, exist_ok=True)
             ooc.plan.save(first.with_name(first.name + ".plan.json"))
             _save_history(first.with_name(first.name + ".memory.json.gz"), once)
         began = time.perf_counter()
