@@ -317,7 +317,7 @@ def _facts_of_plan(made: Plan, predicted: Timeline) -> dict[str, Any]:
         "disk_bytes": predicted.disk_peak_bytes,
         "num_kept": made.count("keep"),
         "num_swapped": made.count("swap"),
-        "num_recomputed": made.count("recompute"),
+        "num_recomputed": made.count("recompute", "remake"),
     }
 
 

@@ -28,7 +28,7 @@ from outcore.planning.simple import keep_all
 from outcore.planning.terrain import Terrain
 from outcore.values import Budget, Decision, Machine
 
-MAX_ENUMERATED = 3**7
+MAX_ENUMERATED = 4**6
 TIME_LIMIT_S = 10.0  # for one solution
 TOTAL_LIMIT_S = 60.0
 GAP = 2e-3
@@ -64,7 +64,7 @@ def exact(terrain: Terrain, machine: Machine, budget: Budget, progress: Progress
 
 
 def _choices(terrain: Terrain, value: int) -> list[Decision]:
-    return ["keep", "swap", "recompute"] if terrain.recomputable[value] else ["keep", "swap"]
+    return ["keep", "swap", "recompute", "remake"] if terrain.recomputable[value] else ["keep", "swap"]
 
 
 class Model:

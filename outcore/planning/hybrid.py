@@ -192,12 +192,22 @@ class Flips:
     def __init__(self, terrain: Terrain, budget: Budget) -> None:
         self.terrain, self.budget = terrain, budget
         self.random = random.Random(0)
+        self._known: Scored | None = None
+        self._early: set[int] = set()  # of `_known`
         self.weights = list(itertools.accumulate(terrain.value_bytes[value] for value in terrain.evictable))
 
     def draw(self, scored: Scored) -> Decisions | None:
         """One that memory may have room for."""
+        if scored is not self._known:
+            self._known, self._early = scored, self._read_early(scored)
         drawn = (self._draw(scored.decisions) for _ in range(MAX_DRAWS))
         return next((changed for changed in drawn if self._has_room(scored, changed)), None)
+
+    def _read_early(self, scored: Scored) -> set[int]:
+        """By reruns for others, before they are asked for: it matters whether these are held or remade."""
+        reads, unpacks = self.terrain.reads, self.terrain.unpacks
+        read = ((step[0], value) for step in scored.steps if step[1] == "rerun" for value in reads[step[2]])
+        return {value for tick, value in read if value in scored.decisions and unpacks[value][:1] > [tick]}
 
     def _draw(self, decisions: Mapping[int, Decision]) -> Decisions:
         """Some values decided anew, or two of them each as the other was."""
@@ -219,7 +229,7 @@ class Flips:
     def _others(self, value: int, decision: Decision) -> list[Decision]:
         choices: list[Decision] = ["keep", "swap"]
         if self.terrain.recomputable[value]:
-            choices.append("recompute")
+            choices += ["recompute", "remake"] if decision == "remake" or value in self._early else ["recompute"]
         choices.remove(decision)
         return choices
 

@@ -15,7 +15,7 @@ from outcore.planning.scoring import Decisions, Planner, Progress, Scored, lean_
 from outcore.planning.simple import keep_all, leanest, recompute_all, swap_all
 from outcore.planning.swap import swap
 from outcore.planning.terrain import Terrain, terrain_of
-from outcore.values import Budget, Machine, Plan, Trace
+from outcore.values import MADE_AGAIN, Budget, Machine, Plan, Trace
 
 PLANNERS: dict[str, Planner] = {
     "keep-all": keep_all,
@@ -86,9 +86,10 @@ def _reasons(terrain: Terrain, scored: Scored) -> dict[int, str]:
     reasons = {value: f"kept: {why}" for value, why in terrain.kept_for.items()}
     for value, decision in scored.decisions.items():
         stall_s = scored.clocked.out_stall_s.get(value, 0.0) + scored.clocked.in_stall_s.get(value, 0.0)
-        if decision == "recompute":
+        if decision in MADE_AGAIN:
             seconds = terrain.trace.ops[terrain.producer[value]].rerun_s
-            reasons[value] = f"its op takes {seconds * 1e6:.0f} µs to run again"
+            each = ", and it is let go in between" if decision == "remake" else ""
+            reasons[value] = f"its op takes {seconds * 1e6:.0f} µs to run again{each}"
         elif decision == "swap":
             reasons[value] = f"compute waits {stall_s * 1e6:.0f} µs for it" if stall_s > 0 else "its copies are hidden"
         else:

@@ -19,7 +19,7 @@ import numpy as np
 from outcore.planning.echoes import step_of
 from outcore.planning.lanes import IN, OUT, Lanes
 from outcore.planning.terrain import Int64s, Terrain, terrain_of
-from outcore.values import Machine, Schedule, Span, Timeline, Trace
+from outcore.values import MADE_AGAIN, Machine, Schedule, Span, Timeline, Trace
 
 # tick, kind, value or op, tier, values held, in place: an Action as the planners' inner loops handle it
 Step = tuple[int, str, int, str, tuple[int, ...], bool]
@@ -53,7 +53,7 @@ def simulate(trace: Trace, schedule: Schedule, machine: Machine, *, detail: bool
         stall_s=clocked.stall_s,
         recompute_s=clocked.recompute_s,
         swapped_bytes=bytes_by["swap"],
-        recomputed_bytes=bytes_by["recompute"],
+        recomputed_bytes=sum(bytes_by[decision] for decision in MADE_AGAIN),
         kept_bytes=bytes_by["keep"],
         host_peak_bytes=_tier_bytes(terrain, steps, "host"),
         disk_peak_bytes=_tier_bytes(terrain, steps, "disk"),
@@ -71,7 +71,7 @@ def steps_of(schedule: Schedule) -> list[Step]:
 
 
 def _bytes_by_decision(terrain: Terrain, decisions: Mapping[int, str]) -> dict[str, int]:
-    found = {"keep": 0, "swap": 0, "recompute": 0}
+    found = {"keep": 0, "swap": 0, "recompute": 0, "remake": 0}
     for value in terrain.packs:
         if not terrain.trace.storages[terrain.storage[value]].external:
             found[decisions.get(value, "keep")] += terrain.value_bytes[value]
@@ -110,21 +110,21 @@ def held_until(terrain: Terrain, decisions: Mapping[int, str]) -> dict[int, int]
     def reach(value: int, end: int) -> None:
         if end > until.get(value, -1):
             until[value] = end
-        passes = value not in packs or decisions.get(value) == "recompute"
+        passes = value not in packs or decisions.get(value) in MADE_AGAIN
         if passes and producer[value] >= 0 and producer[value] not in seen:
             seen.add(producer[value])
             heappush(pending, -producer[value])
 
     heapify(pending)
     for value, decision in decisions.items():
-        if decision == "recompute":
+        if decision in MADE_AGAIN:
             reach(value, terrain.handle_end[value])
     while pending:  # newest op first: everything that reads its outputs was seen before
         op = -heappop(pending)
         end = max(
             until[value]
             for value in ops[op].writes
-            if value in until and (value not in packs or decisions.get(value) == "recompute")
+            if value in until and (value not in packs or decisions.get(value) in MADE_AGAIN)
         )
         for read in terrain.reads[op]:
             reach(read, end)

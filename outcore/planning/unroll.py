@@ -5,8 +5,9 @@ swap-in at that very tick, and its swap-out is waited for and freed where it was
 decisions needs less memory; `lower` then moves frees later and swap-ins earlier, where memory allows, to hide copies.
 
 An op is rerun once per need of its segment: saved outputs that are recomputed too and still to be asked for are held
-until their own last unpack. What no later rerun of the tick reads is freed at once. A swapped value that a rerun reads
-and autograd asks for later is brought in for each.
+until their own last unpack. Those that are remade are not: before they are first asked for they are made for others
+only, and let go. What no later rerun of the tick reads is freed at once. A swapped value that a rerun reads and
+autograd asks for later is brought in for each.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from dataclasses import dataclass, field
 
 from outcore.planning.simulate import Step
 from outcore.planning.terrain import RECOMPUTED, SWAPPED, THERE, UNSAVED, Terrain
+from outcore.values import MADE_AGAIN
 
-STATES = {"keep": THERE, "swap": SWAPPED, "recompute": RECOMPUTED}
+STATES = {"keep": THERE, "swap": SWAPPED, "recompute": RECOMPUTED, "remake": RECOMPUTED}
 
 
 @dataclass
@@ -55,7 +57,7 @@ class _Unroller:
         decisions, unpacks = self.decisions, self.terrain.unpacks
         for index, tick in enumerate(self.terrain.trace.ticks):
             decision = decisions.get(tick.value) if tick.kind == "unpack" else None
-            if decision == "recompute":
+            if decision in MADE_AGAIN:
                 steps: list[Step] = []
                 if tick.value not in self.present:
                     steps = self._remake(tick.value, index)
@@ -120,7 +122,9 @@ class _Unroller:
             elif last_reader.get(value, -1) > position:
                 made.add(value)
                 held.append(value)
-        in_place = bool(overwritten) and all(read in made and last_reader[read] == position for read in overwritten)
+        in_place = bool(overwritten) and all(
+            read in made and last_reader[read] == position and self.state[read] == UNSAVED for read in overwritten
+        )
         steps: list[Step] = [(tick, "rerun", op, "", tuple(held), in_place)]
         for read in reads:
             if read in made and last_reader[read] == position:
@@ -130,7 +134,12 @@ class _Unroller:
         return steps
 
     def _asked_for_later(self, value: int, tick: int) -> bool:
-        return self.decisions.get(value) == "recompute" and self.terrain.unpacks[value][-1:] >= [tick]
+        """And held until then?"""
+        decision = self.decisions.get(value)
+        if decision not in MADE_AGAIN:
+            return False
+        unpacks = self.terrain.unpacks[value]
+        return unpacks[-1:] >= [tick] and (decision == "recompute" or unpacks[0] <= tick)
 
     def _place_swap_needs(self) -> None:
         """Each tick that reads a swapped value waits for it before the first read and frees it after the last."""

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from outcore.errors import ScheduleError
 from outcore.planning.echoes import step_of
-from outcore.values import Action, Op, Schedule, Tick, Trace
+from outcore.values import MADE_AGAIN, Action, Op, Schedule, Tick, Trace
 
 
 def verify(trace: Trace, schedule: Schedule) -> None:
@@ -104,7 +104,7 @@ class _Checker:
         decision = self.decisions.get(value, "keep")
         if decision == "swap" and value not in self.out:
             raise ScheduleError(f"value {value} is to be swapped, its pack at tick {index} starts no copy; lower again")
-        if decision == "recompute" and value not in self.dropped:
+        if decision in MADE_AGAIN and value not in self.dropped:
             raise ScheduleError(f"value {value} is to be recomputed, its pack at tick {index} keeps it; lower again")
 
     def _current(self, value: int) -> bool:
@@ -123,7 +123,7 @@ class _Checker:
         return value in self.saved and self.decisions.get(value, "keep") == "keep" and self._current(value)
 
     def _drop(self, action: Action) -> None:
-        if self.decisions.get(action.value) != "recompute":
+        if self.decisions.get(action.value) not in MADE_AGAIN:
             self._refuse(action, "drops a value that is not to be recomputed")
         if self.trace.ticks[action.tick].kind != "pack" or self.trace.ticks[action.tick].value != action.value:
             self._refuse(action, "is not at the pack of that value")

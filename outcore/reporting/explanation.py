@@ -15,7 +15,7 @@ from outcore.planning.echoes import step_of
 from outcore.planning.lower import tiers_of
 from outcore.planning.terrain import Terrain, terrain_of
 from outcore.planning.unroll import unroll
-from outcore.values import Machine, Plan, Trace
+from outcore.values import MADE_AGAIN, Machine, Plan, Trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ def explain(trace: Trace, plan: Plan, machine: Machine | None = None) -> list[Ex
         op, decision, tier = terrain.producer[value], plan.decisions.get(value, "keep"), tiers.get(value, "")
         num_bytes = trace.bytes_of(value)
         seconds: float | None = 0.0
-        if decision == "recompute":
+        if decision in MADE_AGAIN:
             seconds = rerun_s.get(value, 0.0)
         elif decision == "swap":
             seconds = None if machine is None else machine.out_s(num_bytes, tier) + machine.in_s(num_bytes, tier)
@@ -96,7 +96,7 @@ def by_module(explained: Iterable[Explained]) -> list[ModuleShare]:
 
 
 def _share(module: str, items: list[Explained]) -> ModuleShare:
-    sums = {"keep": 0, "swap": 0, "recompute": 0}
+    sums = {"keep": 0, "swap": 0, "recompute": 0, "remake": 0}
     for item in items:
         sums[item.decision] += item.bytes
     copies = [item.seconds for item in items if item.decision == "swap"]
@@ -106,7 +106,7 @@ def _share(module: str, items: list[Explained]) -> ModuleShare:
         num_values=len(items),
         kept_bytes=sums["keep"],
         swapped_bytes=sums["swap"],
-        recomputed_bytes=sums["recompute"],
-        recompute_s=sum(item.seconds or 0.0 for item in items if item.decision == "recompute"),
+        recomputed_bytes=sum(sums[decision] for decision in MADE_AGAIN),
+        recompute_s=sum(item.seconds or 0.0 for item in items if item.decision in MADE_AGAIN),
         copy_s=sum(known) if len(known) == len(copies) else None,
     )

@@ -48,7 +48,7 @@ th { text-align: left; color: var(--soft); font-weight: 500; }
 th, td { padding: 5px 10px 5px 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
 td.wide { white-space: normal; min-width: 180px; } .num { text-align: right; } tr:last-child td { border: 0; }
 .bar { display: flex; height: 10px; border-radius: 3px; overflow: hidden; background: var(--faint); min-width: 140px; }
-.keep { color: var(--soft); } .swap { color: var(--swap); } .recompute { color: var(--recompute); }
+.keep { color: var(--soft); } .swap { color: var(--swap); } .recompute, .remake { color: var(--recompute); }
 """
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from outcore.reporting.explanation import Explained, ModuleShare
 from outcore.units import format_bytes, format_rate, format_seconds
-from outcore.values import Budget, Decision, Machine, Plan, Timeline, Trace
+from outcore.values import MADE_AGAIN, Budget, Decision, Machine, Plan, Timeline, Trace
 
 WIDTH = 110  # of a table that goes to a file or a pipe
 
@@ -41,7 +41,7 @@ def plan_table(
     """In-core, predicted and, where there is one, measured."""
     title = f"outcore: {trace.model or 'a step'} in {format_bytes(budget.device_bytes)} on {where}"
     rows = _compared(plan, predicted, measured)
-    rows += [(name, "", _part(plan, decision, num_bytes), "") for name, decision, num_bytes in _parts(predicted)]
+    rows += [(name, "", _part(plan, decisions, num_bytes), "") for name, decisions, num_bytes in _parts(predicted)]
     rows.append(("recompute time", "", format_seconds(predicted.recompute_s), ""))
     rows.append(("waiting for copies", "", format_seconds(predicted.stall_s), ""))
     rows.append(("no plan is faster than", "", f"{format_seconds(plan.bound_step_s)}{_gap(plan)}", ""))
@@ -62,16 +62,16 @@ def _compared(plan: Plan, predicted: Timeline, measured: Timeline | None) -> lis
     return rows
 
 
-def _parts(predicted: Timeline) -> list[tuple[str, Decision, int]]:
+def _parts(predicted: Timeline) -> list[tuple[str, tuple[Decision, ...], int]]:
     return [
-        ("kept", "keep", predicted.kept_bytes),
-        ("swapped", "swap", predicted.swapped_bytes),
-        ("recomputed", "recompute", predicted.recomputed_bytes),
+        ("kept", ("keep",), predicted.kept_bytes),
+        ("swapped", ("swap",), predicted.swapped_bytes),
+        ("recomputed", MADE_AGAIN, predicted.recomputed_bytes),
     ]
 
 
-def _part(plan: Plan, decision: Decision, num_bytes: int) -> str:
-    num_values = plan.count(decision)
+def _part(plan: Plan, decisions: tuple[Decision, ...], num_bytes: int) -> str:
+    num_values = plan.count(*decisions)
     return f"{format_bytes(num_bytes)} ({num_values} of {len(plan.decisions)} values)"
 
 
@@ -146,7 +146,7 @@ def cost_of(item: Explained) -> str:
     """Its seconds; a value that is there because a rerun for another one made it costs nothing more."""
     if item.seconds:
         return format_seconds(item.seconds)
-    return "with another" if item.decision == "recompute" else ""
+    return "with another" if item.decision in MADE_AGAIN else ""
 
 
 def _titled(what: str, num_shown: int, num_all: int) -> str:

@@ -40,7 +40,7 @@ from outcore.running.signatures import OpOverload, outputs_of, signature_of, ten
 from outcore.running.store import Store
 from outcore.running.switches import changed, switches
 from outcore.units import format_bytes
-from outcore.values import Action
+from outcore.values import MADE_AGAIN, Action
 
 _NOBODY: weakref.ref[Cell] = weakref.ref(Cell.__new__(Cell))  # the cell of a value that nobody will ask for
 SMALL_BYTES = 4096  # not worth a copy of its own: kept
@@ -252,7 +252,7 @@ class Execution:
         if cell is None:
             cell = Cell(tick.value, tensor)
             self._cells[tick.value] = weakref.ref(cell)
-        if cell.parcel is None and cell.data is None and (tick.decision != "recompute" or cell.recipe is None):
+        if cell.parcel is None and cell.data is None and (tick.decision not in MADE_AGAIN or cell.recipe is None):
             cell.hold(tensor)
             cell.recipe = None
         return Handle(cell, tensor, tick.pack, self)

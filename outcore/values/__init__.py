@@ -1,12 +1,13 @@
 """What flows: Machine, Trace, Budget, Plan, Schedule, Timeline. Frozen, saved as JSON, no torch inside."""
 
 from outcore.values.machine import Machine
-from outcore.values.plan import Budget, Decision, Plan
+from outcore.values.plan import MADE_AGAIN, Budget, Decision, Plan
 from outcore.values.schedule import Action, Schedule
 from outcore.values.timeline import Span, Timeline
 from outcore.values.trace import Op, Storage, Tick, Trace, Value
 
 __all__ = [
+    "MADE_AGAIN",
     "Action",
     "Budget",
     "Decision",

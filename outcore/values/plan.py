@@ -7,7 +7,8 @@ from typing import ClassVar, Literal
 
 from outcore.values.codec import Saved
 
-Decision = Literal["keep", "swap", "recompute"]
+Decision = Literal["keep", "swap", "recompute", "remake"]
+MADE_AGAIN: tuple[Decision, ...] = ("recompute", "remake")  # made again: once, and then held; each time it is needed
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Budget(Saved):
 
 @dataclass(frozen=True)
 class Plan(Saved):
-    """keep, swap or recompute for every value that autograd saves and the step itself made."""
+    """keep, swap, recompute or remake for every value that autograd saves and the step itself made."""
 
     KIND: ClassVar[str] = "plan"
 
@@ -40,5 +41,5 @@ class Plan(Saved):
     echoes: bool = False  # made for the step in which what ops make twice is one value (`outcore.planning.echoes`)
     reasons: dict[int, str] | None = None  # value -> why, in a few words, for `explain`
 
-    def count(self, decision: Decision) -> int:
-        return sum(1 for made in self.decisions.values() if made == decision)
+    def count(self, *decisions: Decision) -> int:
+        return sum(1 for made in self.decisions.values() if made in decisions)
