@@ -100,19 +100,32 @@ def _offers(terrain: Terrain, machine: Machine, budget: Budget, enough_s: float,
         any_fit, most_work = False, market.work + MARKET_WORK
         for at, (share, reserve) in enumerate(offers):
             progress("pricing", at / len(offers))
-            made = market.cheapest_fit(share, int(budget.device_bytes * (1 - reserve)))
+            room_bytes = int(budget.device_bytes * (1 - reserve))
+            anchored = market.cheapest_fit(share, room_bytes)
+            made = anchored or market.cheapest_fit(share, room_bytes, remakes=True)
             if made is not None:
                 known = next((scored for scored in found if scored.decisions == made), None)
                 if known is None:
                     found.append(known := score(terrain, machine, budget, made))
-                any_fit |= known.fits
-            if any(map(is_enough, found)) or (any_fit and market.work > most_work):
+                any_fit |= known.fits and anchored is not None
+            fits = any(scored.fits for scored in found[1:])
+            if any(map(is_enough, found)) or (fits and market.work > most_work):
                 break
         if any_fit:
             break
     if enough_s <= terrain.total_s / machine.speed * (1 + NEARLY_FREE) and not any(map(is_enough, found)):
         found.append(score(terrain, machine, budget, swap(terrain, machine, budget, progress)))
     return sorted(found, key=lambda scored: (not scored.fits, scored.step_s))
+
+
+def _different(offers: list[Scored]) -> list[Scored]:
+    """The best one, the best that remakes where it does not, or the other way round, and the best of the rest."""
+    others = [scored for scored in offers[1:] if _remakes(scored) != _remakes(offers[0])]
+    return sorted(offers, key=lambda scored: all(scored is not one for one in (offers[0], *others[:1])))[:NUM_STARTS]
+
+
+def _remakes(scored: Scored) -> bool:
+    return "remake" in scored.decisions.values()
 
 
 def _keep_what_fits(terrain: Terrain, machine: Machine, budget: Budget, best: Scored) -> Scored:
@@ -146,7 +159,7 @@ class Walk:
     def improved(self, offers: list[Scored]) -> Scored:
         """The best of walks from the best offers, each as far as it goes, then of walks from near the best."""
         num_values, best = len(self.terrain.evictable), offers[0]
-        for start in [scored for scored in offers if scored.fits][:NUM_STARTS]:
+        for start in _different([scored for scored in offers if scored.fits]):
             best = better(best, self._descend(start, max(MIN_PATIENCE, 4 * num_values)))
         num_idle, max_idle = 0, min(MAX_IDLE_WALKS, num_values)
         while not self._is_over(best) and num_idle < max_idle:

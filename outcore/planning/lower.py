@@ -24,7 +24,7 @@ import numpy as np
 from outcore.errors import PlanMismatch
 from outcore.planning.echoes import step_of
 from outcore.planning.lanes import IN, OUT, Lanes
-from outcore.planning.simulate import Step, memory_of
+from outcore.planning.simulate import Step, memory_with_ins
 from outcore.planning.terrain import Int64s, Terrain, terrain_of
 from outcore.planning.unroll import Unrolled, unroll
 from outcore.values import Action, Budget, Decision, Machine, Plan, Schedule, Trace
@@ -69,6 +69,7 @@ class Lean:
     tiers: Mapping[int, str]
     steps: list[Step]
     slot_bytes: Int64s
+    before_in: Mapping[tuple[int, int], int]  # (value, tick of need) -> bytes in that tick until it is brought in
 
     @property
     def peak_bytes(self) -> int:
@@ -78,7 +79,7 @@ class Lean:
 def lean_of(terrain: Terrain, decisions: Mapping[int, str], budget: Budget, unrolled: Unrolled | None = None) -> Lean:
     unrolled, tiers = unrolled or unroll(terrain, decisions), tiers_of(terrain, decisions, budget)
     steps = _lean_steps(terrain, decisions, unrolled, tiers)
-    return Lean(unrolled, tiers, steps, memory_of(terrain, steps, decisions))
+    return Lean(unrolled, tiers, steps, *memory_with_ins(terrain, steps, decisions))
 
 
 def tiers_of(terrain: Terrain, decisions: Mapping[int, str], budget: Budget) -> dict[int, str]:
@@ -142,10 +143,11 @@ class _Sweep:
         self.budget_bytes = budget.device_bytes
         self.unrolled = lean.unrolled
         self.packs = {terrain.packs[value][0]: value for value in decisions if decisions[value] != "keep"}
-        self.slot_bytes = lean.slot_bytes
+        self.slot_bytes, self.before_in = lean.slot_bytes.copy(), lean.before_in
         starts = np.array(terrain.tick_slots, dtype=np.int64)
         self.range_bytes: Int64s = np.maximum.reduceat(self.slot_bytes, starts)  # from a tick up to the next one
         self.ahead_bytes: Int64s = np.zeros(len(starts), dtype=np.int64)  # swap-ins started before their need
+        self.early_bytes: dict[int, int] = {}  # tick -> those needed in it that are there before
         self.flights: deque[_Flight] = deque()
         self.flying: set[int] = set()
         self.flight_bytes = 0
@@ -245,17 +247,32 @@ class _Sweep:
             first_needs.append((stays[0][0], value))
             gaps += [(after[0] - before[1], before[1], after[0], value) for before, after in pairwise(stays)]
         for _, last, need, value in sorted(gaps):  # the shortest first: they cost least
-            if self._room(last, need, self.terrain.value_bytes[value]):
-                self.ahead_bytes[last:need] += self.terrain.value_bytes[value]
+            if self._room(last, need, value):
+                self._take(last, need, value)
                 self.stays_on.add((value, last))
                 self.still_there.add((value, need))
             else:
                 first_needs.append((need, value))
         return sorted(first_needs)
 
-    def _room(self, tick: int, need: int, num_bytes: int) -> bool:
+    def _room(self, tick: int, need: int, value: int) -> bool:
+        """For a copy that is there from one tick on, and not only when it is needed: before that in its tick, too."""
         taken = self.range_bytes[tick:need] + self.ahead_bytes[tick:need]
-        return int(taken.max(initial=0)) + self.flight_bytes + num_bytes <= self.budget_bytes
+        most_bytes = int(taken.max(initial=0))
+        if tick < need:
+            before_bytes = self.before_in[value, need] + self.early_bytes.get(need, 0) + int(self.ahead_bytes[need])
+            most_bytes = max(most_bytes, before_bytes)
+        return most_bytes + self.flight_bytes + self.terrain.value_bytes[value] <= self.budget_bytes
+
+    def _take(self, tick: int, need: int, value: int) -> None:
+        num_bytes = self.terrain.value_bytes[value]
+        self.ahead_bytes[tick:need] += num_bytes
+        if tick < need:
+            self.early_bytes[need] = self.early_bytes.get(need, 0) + num_bytes
+            level = self.before_in[value, need] + self.early_bytes[need]
+            slot = self.terrain.tick_slots[need]
+            self.slot_bytes[slot] = max(int(self.slot_bytes[slot]), level)
+            self.range_bytes[need] = max(int(self.range_bytes[need]), level)
 
     def _plan_swap_ins(self) -> deque[tuple[int, int, int]]:
         """(tick to start at, tick of need, value) in order of need, as late as the lane allows."""
@@ -291,10 +308,9 @@ class _Sweep:
         while self.queue and self.queue[0][0] <= tick:
             _, need, value = self.queue[0]
             if (value, need) not in self.begun:
-                num_bytes = self.terrain.value_bytes[value]
-                if not self._room(tick, need, num_bytes) or value in self.flying:
+                if not self._room(tick, need, value) or value in self.flying:
                     return
-                self.ahead_bytes[tick:need] += num_bytes
+                self._take(tick, need, value)
                 self._swap_in(tick, need, value)
             self.queue.popleft()
 

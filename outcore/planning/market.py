@@ -5,8 +5,8 @@ have a capacity: they go to the values where a hidden copy saves most, that is t
 the value would cost. The lowest price of memory at which the step fits is found by bisection.
 
 A price alone forgets the backward: remaking a value also makes, and holds, everything its segment passes. Where such
-early copies do not fit, one value of the segment becomes an *anchor*: it is kept or swapped, never remade, and what
-lies before it is remade later, when there is more room.
+early copies do not fit, one value of the segment becomes an *anchor*: it is kept or swapped, never made again, and what
+lies before it is made later, when there is more room. Or those copies are let go, and remade when they are asked for.
 """
 
 from __future__ import annotations
@@ -40,6 +40,14 @@ class Early:
 
 
 @dataclass(frozen=True)
+class Cures:
+    """Of segments that do not fit: values that are never made again, and values that are let go in between."""
+
+    anchors: frozenset[int] = frozenset()
+    remade: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
 class Offer:
     """Decisions at a price, with the memory of their lean program."""
 
@@ -61,45 +69,53 @@ class Market:
         self._hint = 0  # where the price was that was found last
         self.work = 0  # slots looked at so far
 
-    def cheapest_fit(self, share: float, device_bytes: int) -> Decisions | None:
-        """The lowest price at which the lean program fits, with the anchors its segments need; None: there is none."""
-        anchors: set[int] = set()
+    def cheapest_fit(self, share: float, device_bytes: int, *, remakes: bool = False) -> Decisions | None:
+        """The lowest price at which the lean program fits, with the anchors its segments need, or, if it `remakes`,
+        with what they make early let go where that is enough; None: there is none."""
+        cures = Cures()
         price_at = 0
         for _ in range(MAX_ANCHOR_ROUNDS):
-            offer = self._lowest_price(share, device_bytes, anchors, price_at)
+            offer = self._lowest_price(share, device_bytes, cures, price_at)
             if offer is None:
                 return None
             over_bytes = offer.slot_bytes - device_bytes
             if int(over_bytes.max(initial=0)) <= 0:
                 return offer.decisions
-            new = self._anchors_for(offer, over_bytes) - anchors
-            if not new:
+            remade = self._remade_for(offer, over_bytes) if remakes else frozenset()
+            anchors = frozenset() if remade else self._anchors_for(offer, over_bytes) - cures.anchors
+            if not remade and not anchors:
                 return None
-            anchors |= new
+            cures = Cures(cures.anchors | anchors, cures.remade | remade)
             price_at = offer.price_at
         return None
 
-    def _decide(self, price: float, share: float, anchors: set[int]) -> Decisions:
-        density = {value: cost for value, cost in self.density.items() if value not in anchors}
+    def _decide(self, price: float, share: float, cures: Cures) -> Decisions:
+        density = {value: cost for value, cost in self.density.items() if value not in cures.anchors}
         worth = {value: min(density.get(value, INF), price) for value in self.terrain.evictable}
         swapped = self.lanes.admit(worth, share)
         return {
-            value: "swap" if value in swapped else "recompute" if density.get(value, INF) <= price else "keep"
+            value: "swap"
+            if value in swapped
+            else "keep"
+            if density.get(value, INF) > price
+            else "remake"
+            if value in cures.remade
+            else "recompute"
             for value in self.terrain.evictable
         }
 
-    def _offer(self, price_at: int, share: float, anchors: set[int]) -> Offer:
+    def _offer(self, price_at: int, share: float, cures: Cures) -> Offer:
         self.work += self.terrain.trace.num_slots
-        return offer_of(self.terrain, self.budget, self._decide(self.prices[price_at], share, anchors), price_at)
+        return offer_of(self.terrain, self.budget, self._decide(self.prices[price_at], share, cures), price_at)
 
-    def _lowest_price(self, share: float, device_bytes: int, anchors: set[int], start: int) -> Offer | None:
-        """Fits but for what an anchor could cure. Prices below `start` were too low already: gallop up or down from
+    def _lowest_price(self, share: float, device_bytes: int, cures: Cures, start: int) -> Offer | None:
+        """Fits but for what could be cured. Prices below `start` were too low already: gallop up or down from
         where the last one was found, then bisect."""
         low, high, stride = start, max(start, self._hint), 1
-        found = self._offer(high, share, anchors)
+        found = self._offer(high, share, cures)
         if self._fits_but_for_segments(found, device_bytes):
             while low < high:
-                lower = self._offer(max(low, high - stride), share, anchors)
+                lower = self._offer(max(low, high - stride), share, cures)
                 if not self._fits_but_for_segments(lower, device_bytes):
                     low = lower.price_at + 1
                     break
@@ -111,10 +127,10 @@ class Market:
                     return None
                 high = min(high + stride, len(self.prices) - 1)
                 stride *= 4
-                found = self._offer(high, share, anchors)
+                found = self._offer(high, share, cures)
         while low < high:
             middle = (low + high) // 2
-            offer = self._offer(middle, share, anchors)
+            offer = self._offer(middle, share, cures)
             if self._fits_but_for_segments(offer, device_bytes):
                 found, high = offer, middle
             else:
@@ -132,10 +148,21 @@ class Market:
         level[[slots[tick] for tick, steps in offer.unrolled.steps.items() if steps]] = 0  # their own reruns
         return int(level.max(initial=0)) <= device_bytes
 
-    def _anchors_for(self, offer: Offer, over_bytes: Int64s) -> set[int]:
+    def _remade_for(self, offer: Offer, over_bytes: Int64s) -> frozenset[int]:
+        """For every segment that does not fit, what it makes early, the largest first, until that is enough."""
+        slots, found = self.terrain.tick_slots, set[int]()
+        for tick, (over, slot) in segments_over(self.terrain, offer, over_bytes).items():
+            early = [copy.value for copy in offer.early if copy.made == tick and slots[copy.asked] > slot]
+            for value in sorted(early, key=lambda value: -self.terrain.value_bytes[value]):
+                if over > 0:
+                    found.add(value)
+                    over -= self.terrain.value_bytes[value]
+        return frozenset(found)
+
+    def _anchors_for(self, offer: Offer, over_bytes: Int64s) -> frozenset[int]:
         """For every segment that does not fit, the value whose keeping costs least and makes enough of it late."""
         worst = segments_over(self.terrain, offer, over_bytes)
-        return {self._anchor(offer, tick, slot, over) for tick, (over, slot) in worst.items()}
+        return frozenset(self._anchor(offer, tick, slot, over) for tick, (over, slot) in worst.items())
 
     def _anchor(self, offer: Offer, tick: int, slot: int, over_bytes: int) -> int:
         goal = self.terrain.trace.ticks[tick].value
@@ -196,7 +223,7 @@ def early_copies(terrain: Terrain, decisions: Decisions, unrolled: Unrolled) -> 
     for tick in sorted(unrolled.steps):
         for step in unrolled.steps[tick]:
             for value in step[4]:
-                if value in decisions:
+                if value in decisions and decisions[value] != "remake":
                     asked = next((at for at in terrain.unpacks[value] if at >= tick), tick)
                     if asked > tick:
                         found.append(Early(value, ticks[tick].value, tick, asked))

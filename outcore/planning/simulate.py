@@ -100,6 +100,19 @@ def memory_of(terrain: Terrain, steps: Sequence[Step], decisions: Mapping[int, s
     return _MemoryWalk(terrain, decisions).run(steps)
 
 
+def memory_with_ins(
+    terrain: Terrain, steps: Sequence[Step], decisions: Mapping[int, str]
+) -> tuple[Int64s, dict[tuple[int, int], int]]:
+    """The same, and per swap-in (value, tick) the highest inside its tick before it begins."""
+    walk = _MemoryWalk(terrain, decisions)
+    level_bytes = walk.run(steps)
+    peaks = np.array(walk.tick_peak, dtype=np.int64)
+    slots = terrain.tick_slots
+    return level_bytes, {
+        key: int(level_bytes[slots[key[1]]] - peaks[slots[key[1]]]) + peak for key, peak in walk.before_in.items()
+    }
+
+
 def held_until(terrain: Terrain, decisions: Mapping[int, str]) -> dict[int, int]:
     """Value -> the last slot in which a recipe reaches it: recomputed values hold what they will be made from."""
     producer, ops, packs = terrain.producer, terrain.trace.ops, terrain.packs
@@ -143,6 +156,7 @@ class _MemoryWalk:
         self.copies: dict[int, int] = {}  # value -> tick at which the copy we hold was made
         self.held_end = self._hold_kept(decisions)
         self.originals: set[int] = set()  # swapped values whose device storage we still hold
+        self.before_in: dict[tuple[int, int], int] = {}  # (value, tick) of a swap-in -> highest point before it
         self.level = 0  # inside the current tick, above its beginning
         self.peak = 0
 
@@ -230,6 +244,7 @@ class _MemoryWalk:
             self.level -= self.terrain.value_bytes[value]
 
     def _swap_in(self, step: Step) -> None:
+        self.before_in[step[2], step[0]] = self.peak
         self.copies[step[2]] = step[0]
         self._grow(self.terrain.value_bytes[step[2]])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from outcore.values import Action, Op, Schedule, Tick, Trace
+from outcore.values import MADE_AGAIN, Action, Op, Schedule, Tick, Trace
 
 
 @dataclass
@@ -29,7 +29,7 @@ def recipe(trace: Trace, decisions: dict[int, str], value: int) -> set[int]:
             if trace.storages[trace.values[read].storage].external or read in reached:
                 continue
             reached.add(read)
-            if read not in saved or decisions.get(read) == "recompute":
+            if read not in saved or decisions.get(read) in MADE_AGAIN:
                 pending.append(read)
     return reached
 
@@ -52,7 +52,7 @@ class Interpreter:
         self.saved = {tick.value for tick in trace.ticks if tick.kind == "pack"}
         self.ends = {value: handle_end(trace, value) for value in self.saved}
         for value, decision in self.decisions.items():
-            if decision == "recompute":
+            if decision in MADE_AGAIN:
                 for read in recipe(trace, self.decisions, value) & self.saved:
                     self.ends[read] = max(self.ends[read], handle_end(trace, value))
         self.peaks: list[int] = []

@@ -11,7 +11,7 @@ from outcore.planning import lower, simulate, verify
 from outcore.planning.scoring import lean_bytes
 from outcore.planning.simulate import memory_of, steps_of
 from outcore.planning.terrain import terrain_of
-from outcore.values import Budget, Decision, Machine, Plan, Schedule, Trace
+from outcore.values import MADE_AGAIN, Budget, Decision, Machine, Plan, Schedule, Trace
 from tests.pure.planning.random_steps import MACHINES, steps
 from tests.pure.planning.reference import Interpreter
 
@@ -25,7 +25,7 @@ def decided(draw: st.DrawFn) -> tuple[Trace, Plan]:
     terrain = terrain_of(trace)
     decisions: dict[int, Decision] = {}
     for value in terrain.evictable:
-        choices: list[Decision] = ["keep", "swap", "recompute"] if terrain.recomputable[value] else ["keep", "swap"]
+        choices: list[Decision] = ["keep", "swap", *(MADE_AGAIN if terrain.recomputable[value] else ())]
         decisions[value] = draw(st.sampled_from(choices))
     budget = Budget(draw(st.integers(0, 150)), draw(st.sampled_from([0, 20, 1000])), 1000)
     return trace, Plan(trace.fingerprint, "random", budget, decisions, trace.before_bytes)
