@@ -96,8 +96,9 @@ def _offers(terrain: Terrain, machine: Machine, budget: Budget, enough_s: float,
     def is_enough(scored: Scored) -> bool:
         return scored.fits and scored.step_s <= enough_s
 
+    any_fit = False
     for offers in (OFFERS, FORCED):
-        any_fit, most_work = False, market.work + MARKET_WORK
+        any_anchored, most_work = False, market.work + MARKET_WORK
         for at, (share, reserve) in enumerate(offers):
             progress("pricing", at / len(offers))
             room_bytes = int(budget.device_bytes * (1 - reserve))
@@ -107,11 +108,11 @@ def _offers(terrain: Terrain, machine: Machine, budget: Budget, enough_s: float,
                 known = next((scored for scored in found if scored.decisions == made), None)
                 if known is None:
                     found.append(known := score(terrain, machine, budget, made))
-                any_fit |= known.fits and anchored is not None
-            fits = any(scored.fits for scored in found[1:])
-            if any(map(is_enough, found)) or (fits and market.work > most_work):
+                any_fit |= known.fits
+                any_anchored |= known.fits and anchored is not None
+            if any(map(is_enough, found)) or (any_fit and market.work > most_work):
                 break
-        if any_fit:
+        if any_anchored:
             break
     if enough_s <= terrain.total_s / machine.speed * (1 + NEARLY_FREE) and not any(map(is_enough, found)):
         found.append(score(terrain, machine, budget, swap(terrain, machine, budget, progress)))

@@ -1,0 +1,57 @@
+"""Values that are let go in between and remade each time: the same numbers, the predicted peak, the planned actions."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from outcore.limit import limit
+from outcore.planning import PLANNERS
+from outcore.planning.scoring import Decisions, Progress
+from outcore.planning.terrain import Terrain
+from outcore.values import Budget, Machine
+from tests.cpu import test_same_numbers
+from tests.cpu.training import build, train
+from tests.cpu.zoo import ZOO
+
+
+def remake_all(terrain: Terrain, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
+    return {value: "remake" if terrain.recomputable[value] else "keep" for value in terrain.evictable}
+
+
+def anything(terrain: Terrain, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
+    """Drawn, with remaking as often as all else together."""
+    drawn, decisions = random.Random(len(terrain.evictable)), Decisions()
+    for value in terrain.evictable:
+        decisions[value] = drawn.choice(("keep", "swap"))
+        if terrain.recomputable[value]:
+            decisions[value] = drawn.choice(("keep", "swap", "recompute", "remake", "remake", "remake"))
+    return decisions
+
+
+@pytest.mark.parametrize("planner", [remake_all, anything])
+@pytest.mark.parametrize("name", ZOO)
+def test_same_numbers_where_values_are_remade(
+    name: str,
+    planner: object,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(PLANNERS, "recompute-all", planner)
+    test_same_numbers.check(name, "recompute-all", 1.0)
+
+
+def test_an_op_runs_again_for_each_need_and_what_it_made_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_reruns, peaks = [], []
+    for planner in (PLANNERS["recompute-all"], remake_all):
+        monkeypatch.setitem(PLANNERS, "recompute-all", planner)
+        model, loss = build("vit")
+        ooc = limit(model, "100%", planner="recompute-all", measure=True)
+        train(model, loss, ooc)
+        assert ooc.timeline is not None
+        reruns = [action.split()[2] for action in ooc.timeline.actions if " rerun " in action]
+        num_reruns.append(len(reruns))
+        peaks.append(ooc.timeline.peak_bytes)
+        ooc.close()
+    assert num_reruns[1] > num_reruns[0]
+    assert peaks[1] < peaks[0]
