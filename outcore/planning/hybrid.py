@@ -79,7 +79,8 @@ def smallest_fit(terrain: Terrain, machine: Machine, budget: Budget, high_bytes:
         device_bytes = (low_bytes + high_bytes) // 2
         tried = replace(budget, device_bytes=device_bytes)
         market = Market(terrain, machine, tried)
-        offers = [market.cheapest_fit(share, device_bytes) for share in (1.0, 0.0)]
+        ways = itertools.product((1.0, 0.0), (False, True))
+        offers = [market.cheapest_fit(share, device_bytes, remakes=remakes) for share, remakes in ways]
         fitting = [made for made in offers if made is not None and score(terrain, machine, tried, made).fits]
         if fitting:
             best, high_bytes = (device_bytes, fitting[0]), device_bytes
