@@ -103,14 +103,16 @@ def _offers(terrain: Terrain, machine: Machine, budget: Budget, enough_s: float,
         for at, (share, reserve) in enumerate(offers):
             progress("pricing", at / len(offers))
             room_bytes = int(budget.device_bytes * (1 - reserve))
-            anchored = market.cheapest_fit(share, room_bytes)
-            made = anchored or market.cheapest_fit(share, room_bytes, remakes=True)
-            if made is not None:
+            for remakes in (False, True):
+                made = market.cheapest_fit(share, room_bytes, remakes=remakes)
+                if made is None:
+                    continue
                 known = next((scored for scored in found if scored.decisions == made), None)
                 if known is None:
                     found.append(known := score(terrain, machine, budget, made))
-                any_fit |= known.fits
-                any_anchored |= known.fits and anchored is not None
+                if known.fits:
+                    any_fit, any_anchored = True, any_anchored or not remakes
+                    break
             if any(map(is_enough, found)) or (any_fit and market.work > most_work):
                 break
         if any_anchored:
@@ -219,10 +221,11 @@ class Flips:
         return next((changed for changed in drawn if self._has_room(scored, changed)), None)
 
     def _read_early(self, scored: Scored) -> set[int]:
-        """By reruns for others, before they are asked for: it matters whether these are held or remade."""
-        reads, unpacks = self.terrain.reads, self.terrain.unpacks
-        read = ((step[0], value) for step in scored.steps if step[1] == "rerun" for value in reads[step[2]])
-        return {value for tick, value in read if value in scored.decisions and unpacks[value][:1] > [tick]}
+        """Or made, by reruns for others, before they are asked for: it matters whether these are held or remade."""
+        ops, reads, unpacks = self.terrain.trace.ops, self.terrain.reads, self.terrain.unpacks
+        reruns = ((step[0], step[2]) for step in scored.steps if step[1] == "rerun")
+        passed = ((tick, value) for tick, op in reruns for value in (*reads[op], *ops[op].writes))
+        return {value for tick, value in passed if value in scored.decisions and unpacks[value][:1] > [tick]}
 
     def _draw(self, decisions: Mapping[int, Decision]) -> Decisions:
         """Some values decided anew, or two of them each as the other was."""

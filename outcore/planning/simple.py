@@ -10,6 +10,8 @@ from outcore.planning.scoring import Decisions, Progress, lean_bytes
 from outcore.planning.terrain import Terrain
 from outcore.values import Budget, Machine
 
+MOST_REMADE = 500_000  # values x ops
+
 
 def keep_all(terrain: Terrain, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
     """Nothing is evicted."""
@@ -38,9 +40,15 @@ def recompute_all(terrain: Terrain, machine: Machine, budget: Budget, progress: 
 
 
 def leanest(terrain: Terrain, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
-    """The decisions with the least memory we know: mostly everything swapped, waited for at once."""
+    """The decisions with the least memory we know: mostly everything swapped, waited for at once. Where host and disk
+    cannot hold it, everything remade, in steps that are not too deep: that reruns ops as often as there are values."""
     swapped = swap_all(terrain, machine, budget, progress)
-    remade = recompute_all(terrain, machine, budget, progress)
-    mixed: Decisions = {value: remade[value] if made == "keep" else made for value, made in swapped.items()}
-    choices = [swapped, mixed, remade, keep_all(terrain, machine, budget, progress)]
+    again = recompute_all(terrain, machine, budget, progress)
+    choices = [swapped, again, keep_all(terrain, machine, budget, progress)]
+    if "keep" in swapped.values():
+        choices.append({value: again[value] if made == "keep" else made for value, made in swapped.items()})
+        if len(terrain.evictable) * len(terrain.trace.ops) <= MOST_REMADE:
+            remade: Decisions = {value: "remake" if made == "recompute" else made for value, made in again.items()}
+            choices.append(remade)
+            choices.append({value: remade[value] if made == "keep" else made for value, made in swapped.items()})
     return min(choices, key=lambda made: int(lean_bytes(terrain, budget, made).max(initial=0)))

@@ -15,6 +15,8 @@ import outcore.planning.tidy as tidying
 from outcore.errors import BudgetTooSmall
 from outcore.planning import lower, plan, simulate, verify
 from outcore.planning.bound import bound_step_s
+from outcore.planning.lower import lean_of, lower_steps
+from outcore.planning.market import Market
 from outcore.planning.sums import sums_in_place
 from outcore.planning.terrain import terrain_of
 from outcore.planning.tidy import tidy
@@ -82,6 +84,33 @@ def test_no_plan_of_vgg_in_six_gib_leaves_time_for_a_weight_gradient_in_pieces()
     assert cuts
     assert min(cuts) > 0.010
     assert (bound_s + min(cuts)) / terrain.total_s - 1 > 0.18
+
+
+def test_what_is_let_go_and_remade_makes_room_where_few_values_have_nearly_all_bytes() -> None:
+    """Held from the first rerun that passes them, they took +28 % in 9 GiB; and without a host nothing fitted."""
+    trace = Trace.load(GOLDEN / "r3d18_nhwc.trace.json")
+    made = plan(sums_in_place(trace), MACHINE, Budget(9 * GIB, 100 * GIB))
+    assert made.count("remake")
+    assert made.predicted_step_s / made.in_core_step_s - 1 <= 0.23
+    alone = plan(trace, MACHINE, Budget(int(8.3 * GIB)))
+    assert alone.predicted_peak_bytes <= 8.3 * GIB
+    with pytest.raises(BudgetTooSmall) as caught:
+        plan(trace, MACHINE, Budget(8 * GIB))
+    assert caught.value.needed_bytes <= 8.3 * GIB
+
+
+def test_early_copies_that_do_not_fit_are_let_go_where_no_anchor_helps() -> None:
+    terrain, budget = terrain_of(Trace.load(GOLDEN / "r3d18_nhwc.trace.json")), Budget(11 * GIB, 100 * GIB)
+    market = Market(terrain, MACHINE, budget)
+    assert market.cheapest_fit(1.0, budget.device_bytes) is None
+    found = market.cheapest_fit(1.0, budget.device_bytes, remakes=True)
+    assert found is not None
+    assert "remake" in found.values()
+    lean = lean_of(terrain, found, budget)
+    assert lean.peak_bytes <= budget.device_bytes
+    before = lean.slot_bytes.copy()
+    lower_steps(terrain, found, MACHINE, budget, lean)
+    assert (lean.slot_bytes == before).all()  # others begin with it, too
 
 
 def test_a_plan_that_wants_far_too_many_pages_has_neighbours_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import given, settings
@@ -19,9 +20,9 @@ QUICK = settings(max_examples=100, deadline=None)
 
 
 @st.composite
-def decided(draw: st.DrawFn) -> tuple[Trace, Plan]:
+def decided(draw: st.DrawFn, max_ops: int = 7) -> tuple[Trace, Plan]:
     """A random step with random decisions that its rules allow."""
-    trace = draw(steps())
+    trace = draw(steps(max_ops=max_ops))
     terrain = terrain_of(trace)
     decisions: dict[int, Decision] = {}
     for value in terrain.evictable:
@@ -46,6 +47,22 @@ def test_memory_agrees_with_the_reference_in_every_slot(made: tuple[Trace, Plan]
     expected = Interpreter(trace, schedule).run()
     assert memory_of(terrain_of(trace), steps_of(schedule), schedule.decisions).tolist() == expected
     assert simulate(trace, schedule, machine).peak_bytes == max(expected)
+
+
+@st.composite
+def tight(draw: st.DrawFn) -> tuple[Trace, Plan]:
+    """A longer step, and little more than the least memory of its decisions."""
+    trace, plan = draw(decided(max_ops=30))
+    floor_bytes = int(lean_bytes(terrain_of(trace), Budget(0, 10**6), plan.decisions).max())
+    return trace, replace(plan, budget=Budget(floor_bytes + draw(st.integers(0, 40)), 10**6))
+
+
+@QUICK
+@given(tight(), MACHINES)
+def test_copies_that_come_in_early_stay_in_the_budget(made: tuple[Trace, Plan], machine: Machine) -> None:
+    """Also in the tick that needs them, before the rerun that reads them."""
+    trace, plan = made
+    assert simulate(trace, lower(trace, plan, machine), machine).peak_bytes <= plan.budget.device_bytes
 
 
 @QUICK

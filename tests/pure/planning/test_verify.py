@@ -61,6 +61,7 @@ FAULTS = [
     (SWAPPED, first("free", 1, nth=1), "not held|out of the order"),
     (SWAPPED, altered("swap_out", 1, tier=""), "no tier"),
     (REMADE, without("drop", 4), "keeps it"),
+    ({1: "swap", 3: "remake", 4: "remake"}, without("drop", 4), "keeps it"),
     (REMADE, without("rerun", 1), "not there"),
     (REMADE, without("rerun", 2), "not there"),
     (REMADE, without("rerun", 3), "not there|not held"),
@@ -74,7 +75,10 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("decisions", [SWAPPED, REMADE, {1: "recompute", 3: "swap", 4: "recompute"}])
+@pytest.mark.parametrize(
+    "decisions",
+    [SWAPPED, REMADE, {1: "recompute", 3: "swap", 4: "recompute"}, {1: "swap", 3: "remake", 4: "remake"}],
+)
 def test_the_good_ones_pass(decisions: dict[int, Decision]) -> None:
     verify(chain(), lowered(decisions))
 
