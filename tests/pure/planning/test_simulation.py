@@ -57,7 +57,7 @@ def tight(draw: st.DrawFn) -> tuple[Trace, Plan]:
     return trace, replace(plan, budget=Budget(floor_bytes + draw(st.integers(0, 40)), 10**6))
 
 
-@QUICK
+@settings(max_examples=40, deadline=None)
 @given(tight(), MACHINES)
 def test_copies_that_come_in_early_stay_in_the_budget(made: tuple[Trace, Plan], machine: Machine) -> None:
     """Also in the tick that needs them, before the rerun that reads them."""
