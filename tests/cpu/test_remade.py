@@ -11,7 +11,7 @@ from outcore.planning import PLANNERS
 from outcore.planning.scoring import Decisions, Planner, Progress
 from outcore.planning.terrain import Terrain
 from outcore.values import Budget, Machine
-from tests.cpu.test_same_numbers import plain
+from tests.cpu.test_same_numbers import assert_followed, plain
 from tests.cpu.training import build, train
 from tests.cpu.zoo import ZOO
 
@@ -40,12 +40,7 @@ def test_same_numbers_where_values_are_remade(name: str, planner: Planner, monke
     ooc = limit(model, "100%", planner="recompute-all", measure=True)
     got = train(model, loss, ooc)
     plain(name).assert_same(got)
-    predicted, measured = ooc.predicted, ooc.timeline
-    assert predicted is not None
-    assert measured is not None
-    assert [kind.num_left for kind in ooc.kinds.values()] == [0]
-    assert measured.actions == predicted.actions
-    assert abs(measured.peak_bytes - predicted.peak_bytes) <= 0.03 * predicted.peak_bytes
+    assert_followed(ooc)
     ooc.close()
 
 
