@@ -66,7 +66,8 @@ for part in "${@:-check}"; do
     recording)
         run recording 170 python -m benchmarks.recording --out "$out/recording.json"
         ;;
-    compiled) # fills the compiler's cache for `peers:...` on the same machine: 0.28 is the share of memory it has there
+    compiled) # fills the compiler's cache for `peers:...` on the same machine, 460 s beside tests; 0.28: the share of
+        # memory that it has there. ResNet-152's with a budget is not done in 200 s.
         compile_ahead() { # network, share
             run "compiled_$1" 290 python -m benchmarks.slowdown --networks "$1" --methods "compile,compile-budget:$2" \
                 --steps 1 --limit-s 280 --out "$out/compiled_$1.json"

@@ -147,8 +147,8 @@ def run_method(
     row["cudnn_workspace_mib"] = os.environ.get("CUDNN_CONV_WSCAP_DBG")  # none: as much as it likes
     total = torch.cuda.get_device_properties(0).total_memory
     capped = method in OURS
-    if capped and hasattr(torch._C, "_host_emptyCache"):  # a peer's pinned memory is not there for ours otherwise
-        torch._C._host_emptyCache()
+    if capped:
+        _empty_host_cache()
     torch.cuda.set_per_process_memory_fraction(min(1.0, memory_gib * GIB / total) if capped else 1.0)
     began = time.perf_counter()
     try:
@@ -219,11 +219,23 @@ def _num_parts(method: str) -> int:
     return int(parts)
 
 
+def _empty_host_cache() -> None:
+    """What a peer pinned is nobody else's until PyTorch gives it back."""
+    import torch
+
+    if hasattr(torch._C, "_host_emptyCache"):
+        torch._C._host_emptyCache()
+
+
 def _check_host(in_core_gib: float) -> None:
-    """A peer that pins more host memory than there is takes the whole machine with it."""
+    """A peer that pins more host memory than there is takes the whole machine with it. What the one before it pinned is
+    there for it, too, in blocks of the same sizes, and is given back only where that does not do."""
     from outcore.recording.machine import host_bytes_granted
 
     wanted_gib, free_gib = PINNED_SHARE * in_core_gib, host_bytes_granted() / GIB
+    if wanted_gib > free_gib:
+        _empty_host_cache()
+        free_gib = host_bytes_granted() / GIB
     if in_core_gib < float("inf") and wanted_gib > free_gib:
         raise RuntimeError(f"not run: would pin up to {wanted_gib:.0f} GiB of host memory, {free_gib:.0f} are free")
 

@@ -93,16 +93,13 @@ class Market:
         density = {value: cost for value, cost in self.density.items() if value not in cures.anchors}
         worth = {value: min(density.get(value, INF), price) for value in self.terrain.evictable}
         swapped = self.lanes.admit(worth, share)
-        return {
-            value: "swap"
-            if value in swapped
-            else "keep"
-            if density.get(value, INF) > price
-            else "remake"
-            if value in cures.remade
-            else "recompute"
-            for value in self.terrain.evictable
-        }
+        decisions: Decisions = dict.fromkeys(self.terrain.evictable, "keep")
+        for value in decisions:
+            if value in swapped:
+                decisions[value] = "swap"
+            elif density.get(value, INF) <= price:
+                decisions[value] = "remake" if value in cures.remade else "recompute"
+        return decisions
 
     def _offer(self, price_at: int, share: float, cures: Cures) -> Offer:
         self.work += self.terrain.trace.num_slots
