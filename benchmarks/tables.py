@@ -121,8 +121,8 @@ NOT_WAITING = (
     "too (BatchNorm sees a quarter of the batch); where that is all right, it is the cheapest way out. The plot's "
     "solid lines join one run's budgets ([with their figures](docs/figures.md#time-against-budget-measured)), of an "
     "earlier run and version than the table's rows where those lie beside them; broken lines are simulated: the "
-    "default planner on recorded steps, without cuDNN's workspaces. Times are medians of ten steps, of three where a step "
-    "takes longer than 1.5 s or, for peers, is not waited for (TRL's offloading then fills the whole device)."
+    "default planner on recorded steps, without cuDNN's workspaces. Times are medians of ten steps, of three where a "
+    "step takes longer than 1.5 s or, for peers, is not waited for (TRL's offloading then fills the whole device)."
 )
 
 
