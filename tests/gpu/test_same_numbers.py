@@ -11,7 +11,10 @@ import torch
 
 from outcore.errors import BudgetTooSmall
 from outcore.limit import limit
+from outcore.planning import PLANNERS
+from outcore.planning.scoring import Planner
 from tests.cpu import zoo
+from tests.cpu.test_remade import anything, remake_all
 from tests.cpu.training import Outcome, build, train
 
 pytestmark = [
@@ -71,3 +74,11 @@ def least_bytes(name: str, planner: str) -> int:
 def test_same_numbers(name: str, planner: str, delay_s: float) -> None:
     expected = plain(name)
     expected.assert_same(under(name, least_bytes(name, planner), planner, delay_s))
+
+
+@pytest.mark.parametrize("decided", [anything, remake_all])
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_same_numbers_where_values_are_remade(name: str, decided: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = plain(name)
+    monkeypatch.setitem(PLANNERS, "recompute-all", decided)
+    expected.assert_same(under(name, least_bytes(name, "recompute-all"), "recompute-all", 0.0))
