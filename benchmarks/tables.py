@@ -331,7 +331,7 @@ def _exactness(result: Result) -> str:
 ACCURACY = (  # the newest of each data set
     "tuning-accuracy-alone-digits_cpu2_20261117.json",
     "tuning-accuracy-pairs-mnist_cpu2_20261117.json",
-    "tuning-accuracy-clock-cifar10_h200_20261117.json",
+    "tuning-accuracy-alone-cifar10_h200_20261117.json",
 )
 
 
