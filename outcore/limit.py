@@ -30,6 +30,7 @@ from outcore.planning import AS_IT_IS, PLANNERS, lower, simulate, verify
 from outcore.planning import plan as make_plan
 from outcore.planning.crowd import Crowd
 from outcore.planning.echoes import step_of
+from outcore.planning.holes import asked_by_ops
 from outcore.planning.sums import sums_in_place
 from outcore.planning.tidy import tidy
 from outcore.recording.intercept import Interception
@@ -238,8 +239,10 @@ class Limited:
         if closely:
             self._log = []
             self._watch_memory(before_bytes, kind.trace)
-        time_again = self.device.type == "cuda" and kind.trace is not None and not kind.timed_again
-        clock = Clock(self.device) if time_again else None
+        time_again = self.device.type == "cuda" and not kind.timed_again
+        clock = None
+        if time_again and kind.trace is not None:
+            clock = Clock(self.device, asks=asked_by_ops(kind.trace), on_refused=self._refusals.excuse)
         self._num_restarts = self.ahead.begin(fits=not closely and kind.room is not None and kind.room.fits)
         self._started = self._now()
         self._run = Execution(

@@ -329,6 +329,18 @@ def allocations(trace: Trace, schedule: Schedule) -> Iterator[Event]:
     return _Walk(trace, schedule).events()
 
 
+def asked_by_ops(trace: Trace) -> dict[int, tuple[int, ...]]:
+    """By op, bytes of the large blocks that it takes, its workspace at last."""
+    slots: dict[int, list[int]] = {}
+    for storage in trace.storages:
+        if not storage.external:
+            slots.setdefault(storage.born, []).append(storage.bytes)
+    workspaces = remembered(trace, _workspaces)
+    taken = ((index, (*slots.get(op.slot, ()), workspaces[op.slot])) for index, op in enumerate(trace.ops))
+    large = {index: tuple(size for size in sizes if size > SMALL_BYTES) for index, sizes in taken}
+    return {index: sizes for index, sizes in large.items() if sizes}
+
+
 def _workspaces(trace: Trace) -> dict[int, int]:
     """By slot. What a recorder cannot name (a library's own buffer, bytes that are rounded up) lives on and shows as a
     workspace of every op from then on: the least of an op's neighbours' is not its own."""

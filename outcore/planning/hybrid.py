@@ -60,10 +60,12 @@ def market(terrain: Terrain, machine: Machine, budget: Budget, progress: Progres
     Good for a step that is only there to be timed."""
     if (kept := _kept_if_it_fits(terrain, machine, budget, progress)) is not None:
         return kept
-    found = Market(terrain, machine, budget).cheapest_fit(1.0, int(budget.device_bytes * 0.98))
-    if found is not None and score(terrain, machine, budget, found).fits:
-        return found
-    return hybrid(terrain, machine, budget, progress)
+    asked = Market(terrain, machine, budget)
+    for remakes in (False, True):
+        found = asked.cheapest_fit(1.0, int(budget.device_bytes * 0.98), remakes=remakes)
+        if found is not None and score(terrain, machine, budget, found).fits:
+            return found
+    return dict(_offers(terrain, machine, budget, INF, progress)[0].decisions)
 
 
 def _kept_if_it_fits(terrain: Terrain, machine: Machine, budget: Budget, progress: Progress) -> Decisions | None:

@@ -19,6 +19,7 @@ from outcore.limit import Limited, limit
 from outcore.pinning import pin
 from outcore.planning import placeholders, tidy
 from outcore.running import allocator
+from outcore.running.clock import Clock
 from outcore.running.room import Room
 from outcore.units import MIB
 
@@ -211,3 +212,32 @@ def test_what_is_not_put_aside_for_want_of_memory_changed_no_op() -> None:
             loss.backward()
     ooc.close()
     assert torch.cuda.memory_stats()["num_ooms"] == failures + 1
+
+
+def test_an_op_is_timed_without_its_wait_for_memory() -> None:
+    """Free blocks of other sizes, up to a cap: for the next one the allocator gives them back and waits."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    rows = torch.randn(4096, 256, device=device)
+    rows @ rows.T
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free_bytes = 1000 * MIB
+    share = (torch.cuda.memory_reserved(device) + free_bytes) / torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(share, device)
+    found = []
+    try:
+        for asks in ({0: (64 * MIB,)}, None):
+            walls = [torch.empty(48 * MIB, dtype=torch.uint8, device=device) for _ in range(20)]
+            num_before = allocator.count_restarts(device)
+            clock = Clock(device, asks=asks)
+            del walls[::2]
+            started = clock.start()
+            product = rows @ rows.T
+            clock.stop(started)
+            found += clock.seconds()
+            assert allocator.count_restarts(device) > num_before
+            del product, walls
+            torch.cuda.empty_cache()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    assert 2 * found[0] < found[1]

@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 from outcore.planning import lower, plan, simulate, verify
 from outcore.planning import tidy as tidying
 from outcore.planning.crowd import Crowd
-from outcore.planning.holes import PAGE_BYTES, Device, Mapped, _workspaces, allocations, mapped, wanted_bytes
+from outcore.planning.holes import (
+    PAGE_BYTES,
+    Device,
+    Mapped,
+    _workspaces,
+    allocations,
+    asked_by_ops,
+    mapped,
+    wanted_bytes,
+)
 from outcore.planning.scoring import Scored
 from outcore.planning.terrain import terrain_of
 from outcore.planning.tidy import RESTART_S, tidy
@@ -347,3 +356,17 @@ def test_a_plan_that_leaves_nothing_to_decide_is_left_as_it_is() -> None:
     found = tidy(trace, MACHINE, made, 100 * MIB)
     assert found.plan.decisions == made.decisions
     assert found.step_s > made.predicted_step_s
+
+
+def test_what_an_op_asks_for_are_its_large_outputs_and_then_its_workspace() -> None:
+    trace = chain()
+    (born,) = {storage.born for storage in trace.storages if not storage.external and storage.born == trace.ops[1].slot}
+    storages = tuple(
+        replace(storage, bytes=8 * MIB if storage.born == born else 100, external=storage.external)
+        for storage in trace.storages
+    )
+    ops = tuple(replace(op, workspace_bytes=3 * MIB if index == 1 else 0) for index, op in enumerate(trace.ops))
+    trace = replace(trace, storages=storages, ops=ops)
+    assert asked_by_ops(trace) == {1: (8 * MIB, 3 * MIB)}
+    outside = tuple(replace(storage, external=True) for storage in storages)
+    assert asked_by_ops(replace(trace, storages=outside)) == {1: (3 * MIB,)}

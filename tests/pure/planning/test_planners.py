@@ -74,6 +74,29 @@ def test_however_little_work_is_allowed_the_market_is_asked_until_an_offer_fits(
     assert len(asked) < len(hybrid_planner.OFFERS) + len(hybrid_planner.FORCED)
 
 
+def test_a_plan_for_one_step_is_an_offer_that_nobody_improves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where anchors do not do and values must be remade."""
+    trace, asked = chain(), list[bool]()
+    really = Market.cheapest_fit
+
+    def cheapest_fit(
+        self: Market, share: float, device_bytes: int, *, remakes: bool = False
+    ) -> dict[int, Decision] | None:
+        asked.append(remakes)
+        return really(self, share, device_bytes, remakes=remakes) if remakes else None
+
+    def improved(self: hybrid_planner.Walk, offers: object) -> None:
+        pytest.fail("improved")
+
+    monkeypatch.setattr(Market, "cheapest_fit", cheapest_fit)
+    monkeypatch.setattr(hybrid_planner.Walk, "improved", improved)
+    most = plan(trace, MACHINE, Budget(1000, 1000), "keep-all").predicted_peak_bytes
+    check(trace, MACHINE, plan(trace, MACHINE, Budget(most - 1, 1000), "market"))
+    assert True in asked
+    least = plan(trace, MACHINE, Budget(1000, 1000), "swap-all").predicted_peak_bytes
+    check(trace, MACHINE, plan(trace, MACHINE, Budget(least, 1000), "market"))
+
+
 @pytest.mark.parametrize("speed", [1.0, 2.0])
 def test_what_takes_too_long_without_any_wait_is_known_before_it_is_lowered(speed: float) -> None:
     trace, machine, budget = chain(), replace(MACHINE, speed=speed), Budget(10**6, 10**6)
