@@ -54,7 +54,10 @@ def main(folder: Path, run: str, commit: str | None, results: Path) -> None:
         if part.startswith("curve") and measured:
             replace_curve(kept, rows)
             measured = [row for row in measured if row["method"] not in OURS or is_quoted(row)]
+        if not any(row["method"] == "hybrid" for row in measured):  # the in-core row is the one that ours stands beside
+            measured = [row for row in measured if row["method"] != "in-core"]
         replace_rows(kept, measured)
+        add_refused(kept, rows)
     if not num:
         raise click.ClickException(f"{folder} has no measured rows in files named slowdown_<part>_<network>.json")
     kept |= {"date": date.today().isoformat(), "commit": commit, "note": NOTE}
@@ -85,6 +88,13 @@ def replace_rows(kept: Row, rows: list[Row]) -> None:
         else:
             places = [at for at, old in enumerate(kept["rows"]) if old["network"] == row["network"]]
             kept["rows"].insert(max(places, default=len(kept["rows"]) - 1) + 1, row)
+
+
+def add_refused(kept: Row, rows: list[Row]) -> None:
+    """What does not run at all is a finding, too, unless it ran another time, or was only stopped."""
+    known = {_key(row) for row in kept["rows"]}
+    wanted = [row for row in rows if row.get("error") and row["method"] and _key(row) not in known]
+    replace_rows(kept, [row for row in wanted if is_quoted(row)])
 
 
 def _key(row: Row) -> tuple[str, str]:

@@ -154,7 +154,8 @@ def run_method(
     try:
         row |= _time_steps(name, method, memory_gib, steps, traces, in_core_gib)
     except Exception as error:
-        row["error"] = f"{type(error).__name__}: {error}"[:300]
+        told = " ".join(getattr(error, "__notes__", ())) or error
+        row["error"] = f"{type(error).__name__}: {told}"[:300]
         traceback.print_exc(limit=-4)
     row["total_s"] = time.perf_counter() - began
     import gc

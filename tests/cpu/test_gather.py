@@ -64,6 +64,28 @@ def test_rows_take_the_place_of_older_ones(tmp_path: Path, results: Path) -> Non
     assert prediction["rows"][0]["step_error"] == pytest.approx(1.1 / 0.9 - 1)
 
 
+def test_what_does_not_run_is_kept_where_nothing_was_measured(tmp_path: Path, results: Path) -> None:
+    full = [row("resnet50", method, 16, None, error="full") for method in ("hybrid", "swap", "")]
+    new = [*full, row("resnet50", "swap-all", 12, None, error="full"), row("resnet50", "pooch", 16)]
+    _, slowdown, _ = gather(tmp_path / "back", results, peers_resnet50=new)
+    assert [(one["method"], one.get("error")) for one in slowdown["rows"] if one["network"] == "resnet50"] == [
+        ("in-core", None),
+        ("hybrid", None),
+        ("pooch", None),
+        ("swap", "full"),
+    ]
+    _, slowdown, _ = gather(tmp_path / "again", results, peers_resnet50=[row("resnet50", "swap", 16)])
+    assert [one.get("error") for one in slowdown["rows"] if one["method"] == "swap"] == [None]
+
+
+def test_in_core_is_the_one_that_ours_stands_beside(tmp_path: Path, results: Path) -> None:
+    new = [row("resnet50", "in-core", 16, 0.9), row("resnet50", "swap", 16)]
+    _, slowdown, _ = gather(tmp_path / "back", results, peers_resnet50=new)
+    assert origins(slowdown["rows"])[0] == ("resnet50", "in-core", 16, "A", "old")
+    _, slowdown, _ = gather(tmp_path / "again", results, peers_resnet50=[*new, row("resnet50", "hybrid", 16)])
+    assert origins(slowdown["rows"])[0] == ("resnet50", "in-core", 16, "B", "new")
+
+
 def test_a_curve_replaces_the_whole_curve_and_the_quoted_row(tmp_path: Path, results: Path) -> None:
     new = [row("vit_l", "in-core", 24), row("vit_l", "hybrid", 24), row("vit_l", "hybrid", 12)]
     code, slowdown, _ = gather(tmp_path / "back", results, curve1_vit_l=[*new, row("vit_l", "hybrid", 8, None)])

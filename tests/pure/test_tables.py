@@ -54,7 +54,7 @@ def test_rows_become_tables_and_a_plot(tmp_path: Path) -> None:
     assert code == 0
     assert "trains in 16 GiB instead of 50.0 GiB, and a step takes +15.0 %" in text
     assert "| net | **outcore, hybrid** | 16 | 230.0 ms | +15.0 % | +14.0 % | 15.5 |" in text
-    assert "| net | compile | none | failed |  |  | a / b |" in text
+    assert "| net | compile | none | does not run |  |  | a / b |" in text
     assert "](docs/results.svg)" in text
     assert "<svg" in (tmp_path / "docs" / "results.svg").read_text()
     assert run(tmp_path, "--check")[0] == 0
