@@ -123,8 +123,8 @@ NOT_WAITING = (
     "earlier run and version than the table's rows where those lie beside them; broken lines are simulated: the "
     "default planner on recorded steps, without cuDNN's workspaces. Times are medians of ten steps, of three where a "
     "step takes longer than 1.5 s or, for peers, is not waited for (TRL's offloading then fills the whole device). "
-    "What does not run has its error in the last column but one: Llama saves more than 80 GiB, and the host gives 74 of "
-    "its 125 away, so that nothing which only offloads can hold it."
+    "What does not run has its error in the last column but one: Llama saves more than 80 GiB, and the host gives 74 "
+    "of its 125 away, so that nothing which only offloads can hold it."
 )
 
 
