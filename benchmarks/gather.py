@@ -3,7 +3,7 @@
     python -m benchmarks.gather FOLDER --run AH     # slowdown_<part>_<network>.json lie there, as on_gpu.sh writes them
 
 Commit right after: a session that is cut off has only what is committed. `speed` and `peers` replace rows of the same
-network and method, `curve1` to `curve3` a network's whole curve, and the row of the README's budget is taken from it.
+network and method, `curve1` to `curve3` those of a curve, and the row of the README's budget is taken from it.
 What is replaced stays in the file, under `earlier_rows`. Predictions are written anew from all rows.
 """
 
@@ -102,10 +102,17 @@ def _key(row: Row) -> tuple[str, str]:
 
 
 def replace_curve(kept: Row, rows: list[Row]) -> None:
-    networks = {row["network"] for row in rows}
+    """Budget by budget: a run that was cut says nothing of those it did not come to."""
+    new, networks = {_place(row) for row in rows}, {row["network"] for row in rows}
     curves = kept.setdefault("curves", [])
-    kept.setdefault("earlier_rows", []).extend(row for row in curves if row["network"] in networks)
-    kept["curves"] = [row for row in curves if row["network"] not in networks] + rows
+    kept.setdefault("earlier_rows", []).extend(row for row in curves if _place(row) in new)
+    rest = [row for row in curves if _place(row) not in new]
+    others, same = ([row for row in rest if (row["network"] in networks) is is_same] for is_same in (False, True))
+    kept["curves"] = [*others, *rows, *same]
+
+
+def _place(row: Row) -> tuple[str, str, float]:
+    return *_key(row), row["memory_gib"]
 
 
 def predictions(kept: Row, name: str) -> Row:

@@ -86,7 +86,7 @@ def test_in_core_is_the_one_that_ours_stands_beside(tmp_path: Path, results: Pat
     assert origins(slowdown["rows"])[0] == ("resnet50", "in-core", 16, "B", "new")
 
 
-def test_a_curve_replaces_the_whole_curve_and_the_quoted_row(tmp_path: Path, results: Path) -> None:
+def test_a_curve_replaces_the_curve_and_the_quoted_row(tmp_path: Path, results: Path) -> None:
     new = [row("vit_l", "in-core", 24), row("vit_l", "hybrid", 24), row("vit_l", "hybrid", 12)]
     code, slowdown, _ = gather(tmp_path / "back", results, curve1_vit_l=[*new, row("vit_l", "hybrid", 8, None)])
     assert code == 0
@@ -97,6 +97,12 @@ def test_a_curve_replaces_the_whole_curve_and_the_quoted_row(tmp_path: Path, res
         ("vit_l", "in-core", 24, "B", "new"),
     ]
     assert len(slowdown["earlier_rows"]) == 3
+
+
+def test_of_a_curve_that_was_cut_the_rest_stays(tmp_path: Path, results: Path) -> None:
+    _, slowdown, _ = gather(tmp_path / "back", results, curve1_vit_l=[row("vit_l", "hybrid", 24)])
+    assert [(one["memory_gib"], one["run"]) for one in slowdown["curves"]] == [(24, "B"), (12, "A")]
+    assert [(one["memory_gib"], one["run"]) for one in slowdown["earlier_rows"]] == [(24, "A")]
 
 
 @pytest.mark.parametrize("rows", [[], [row("vit_l", "hybrid", 12, None)]])
