@@ -17,8 +17,9 @@ not count; a copy to the swap file does, though it could be hidden on an idle co
 it was given: left alone it gives large blocks back in the middle of a run and pays for their first touch again, in some
 runs and not in others. A curve is predicted and measured `--num-rounds` times, each round with recordings of its own:
 a shared machine differs from minute to minute, so both sides of a comparison come from the same one, and a batch counts
-with its median round. A GPU's short steps wait for the host: while they are timed nothing is planned beside them. Every
-section is guarded: what fails is recorded, the next one runs; results are written row by row.
+with its median round. Where it differs from second to second, `--in-turn` runs all batches of a curve a step in turn.
+A GPU's short steps wait for the host: while they are timed nothing is planned beside them. Every section is guarded:
+what fails is recorded, the next one runs; results are written row by row.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import date
 from functools import partial
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,7 @@ BATCHES = (32, 64, 256, 1024, 2048, 128, 512) if ON_GPU else (4, 8, 16, 24, 32, 
 MEMORY = {"resnet50": "16GiB", "vit_b": "16GiB", "digits_resnet": "64MiB", "small_vit": "32MiB"}
 NUM_WARM = 12 if ON_GPU else 5  # ours: recorded, timed again, planned, watched, fitted to the allocator
 NUM_STEPS = 10
+NUM_IN_TURN = 16  # steps of each batch, of a curve in turn
 NUM_TOP, NUM_TURNS, NUM_AGAIN = 4, 160, 6  # the sweep's best; steps of each of them in turn, or whole runs on a GPU
 _over = statistics.harmonic_mean  # of samples per second: over all of these steps together
 WIDE = "90%" if ON_GPU else "4GiB"  # of memory: nearly every batch is in-core
@@ -173,7 +176,10 @@ def _curves(cases: Sequence[tuple[str, str]], settings: argparse.Namespace) -> I
     with planners(cases[0][0]) as pool:
         for name, memory in cases:
             try:
-                yield from _curve_of(name, memory, settings, deadline_s, pool)
+                if settings.in_turn and time.perf_counter() < deadline_s:
+                    yield from _curve_in_turn(name, memory, settings)
+                else:
+                    yield from _curve_of(name, memory, settings, deadline_s, pool)
             except Exception as error:
                 traceback.print_exc(limit=-4)
                 yield {"network": name, "memory": memory, "error": f"{type(error).__name__}: {error}"[:300]}
@@ -262,6 +268,50 @@ def _curve_of(
             yield _verdict(name, memory, choosing.curve)
     finally:
         bench.close()
+
+
+def _curve_in_turn(name: str, memory: str, settings: argparse.Namespace) -> Iterator[Row]:
+    """As predicted, then all batches a step in turn, in training loops of their own. By how much all of them together
+    are off (`level`) is how much faster or slower the machine was by then; what is left of a batch's error is of its
+    place on the curve. The first batch beyond in-core, which shows what swapping costs, runs before the others are
+    predicted."""
+    bench = bench_of(name, memory)
+    try:
+        found = climb(bench, max(settings.batches), lambda what, part: None)
+        if found.family is None:
+            raise RuntimeError("the recorded batches do different work")
+        choosing = Choosing.start(bench, found.family)
+        edge = choosing.planned.largest_in_core(max(settings.batches))
+        batches = list(settings.batches) if memory == WIDE else around(edge, max(settings.batches))
+        beyond = [batch for batch in batches if batch > edge][:1]
+        points = {batch: choosing.add(batch) for batch in beyond}
+        for batch in beyond:
+            choosing.confirm(batch)
+        points |= {batch: choosing.add(batch) for batch in batches if batch not in beyond}
+        row: Row = {"network": name, "memory_bytes": bench.budget.device_bytes, "probed": list(choosing.curve.probed)}
+    finally:
+        bench.close()
+    peaks: dict[int, int] = {}
+    rates = _in_turn(*task_of(name), batches, memory, NUM_IN_TURN, peaks)
+    speeds = [statistics.geometric_mean(turn) for turn in zip(*rates.values())]  # the machine's, turn by turn
+    usual = statistics.median(speeds)
+    middle = {batch: usual * statistics.median(map(truediv, took, speeds)) for batch, took in rates.items()}
+    off = {batch: points[batch].samples_per_s / middle[batch] for batch in batches}
+    level = statistics.median(off[batch] for batch in batches if batch not in beyond)
+    for batch in batches:
+        yield {
+            **row,
+            "batch": batch,
+            "was_probed": batch in row["probed"],
+            "in_core": points[batch].in_core,
+            "calibrates": batch in beyond,
+            "predicted_samples_per_s": points[batch].samples_per_s,
+            "measured_samples_per_s": middle[batch],
+            "level": level,
+            "throughput_error": off[batch] / level - 1,
+            "predicted_peak_bytes": points[batch].peak_bytes,
+            "peak_error": points[batch].peak_bytes / peaks[batch] - 1,
+        }
 
 
 def _visit(bench: Bench, plans: Plans, batches: Sequence[int]) -> dict[int, float]:
@@ -369,7 +419,7 @@ def choice(settings: argparse.Namespace) -> Iterator[Row]:
     best = max(swept, key=lambda batch: swept[batch][0])
     sweep_s = sum(seconds for _, seconds in swept.values())
     top = sorted(swept, key=lambda batch: -swept[batch][0])[:NUM_TOP]
-    again = _in_turn(make_model, make_batch, sorted({micro, *top}), memory)
+    again = _in_turn(make_model, make_batch, sorted({micro, *top}), memory, NUM_TURNS)
     rival = max(again, key=lambda batch: _over(again[batch][1::2]))
     ours, theirs = (again[batch][::2] for batch in (micro, rival))
     yield {
@@ -448,7 +498,14 @@ def _error_of(ours: list[float], theirs: list[float]) -> float:
     return math.sqrt(len(ours) - 1) * statistics.pstdev(left)
 
 
-def _in_turn(make_model: Any, make_batch: Any, batches: list[int], memory: str) -> dict[int, list[float]]:
+def _in_turn(
+    make_model: Any,
+    make_batch: Any,
+    batches: list[int],
+    memory: str,
+    num_turns: int,
+    peaks: dict[int, int] | None = None,
+) -> dict[int, list[float]]:
     """Samples per second of each, a step at a time, round after round: what differs between two of a round differs
     between the batches. A turn's first step, which finds the caches full of another batch, does not count. On a GPU
     whole runs take turns: loops side by side would have to share the budget."""
@@ -461,10 +518,14 @@ def _in_turn(make_model: Any, make_batch: Any, batches: list[int], memory: str) 
     try:
         for loop in NUM_WARM * loops:
             loop.step()
-        for at in range(NUM_TURNS):
+        for at in range(num_turns):
             for loop in loops if at // 2 % 2 else reversed(loops):
                 loop.step()
                 rates[loop.batch].append(loop.batch / loop.step())
+        for loop in loops if peaks is not None else ():
+            assert peaks is not None
+            assert loop.ooc.timeline is not None
+            peaks[loop.batch] = loop.ooc.timeline.peak_bytes
         return rates
     finally:
         for loop in loops:
@@ -570,11 +631,14 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=1024 if ON_GPU else 192, help="batch of `choice`")
     parser.add_argument("--sweep-step", type=int, default=128 if ON_GPU else 8, help="between batches of `choice`")
     parser.add_argument("--num-rounds", type=int, default=1 if ON_GPU else 3, help="of `curve`, each with recordings")
+    parser.add_argument("--in-turn", action="store_true", help="`curve` on a shared CPU: batches a step in turn")
     parser.add_argument("--limit-s", type=float, default=150.0, help="no batch is begun after this, per section")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--data", default="digits", help="of `accuracy`: digits, or a folder")
     parser.add_argument("--num-seeds", type=int, default=3, help="of `accuracy`")
     settings = parser.parse_args()
+    if settings.in_turn and ON_GPU:
+        parser.error("--in-turn is for CPUs: loops side by side would have to share a GPU's budget")
     settings.batches = [int(batch) for batch in settings.batches.split(",")]
     if not ON_GPU:
         torch.set_num_threads(1)

@@ -41,7 +41,6 @@ class Choosing:
     swap_s_per_byte: float = 0.0  # beyond what the simulator knows, as measured
     known: dict[int, Measured] = field(default_factory=dict)  # batches of which real steps ran on the way
     compared: set[int] = field(default_factory=set)  # batches that took turns
-    looped: set[int] = field(default_factory=set)  # batches that were timed in a loop
 
     @classmethod
     def start(cls, bench: Bench, family: Family, measured: Iterable[Measured] = ()) -> Choosing:
@@ -163,10 +162,10 @@ class Choosing:
         loop."""
         point = self.curve.point(batch)
         is_short = self.bench.device.type == "cuda" and self.curve.seconds(batch) < SHORT_S
-        if is_short and point.in_core and batch not in self.looped:
-            self.looped.add(batch)
+        if is_short and point.in_core and batch not in self.curve.looped:
             peak_bytes = point.measured_peak_bytes or point.peak_bytes
-            self.curve = self.curve.measured(batch, self.bench.loop_s(batch), peak_bytes)
+            found = self.curve.measured(batch, self.bench.loop_s(batch), peak_bytes)
+            self.curve = replace(found, looped=(*found.looped, batch))
 
     def _learn_swapping(self) -> None:
         simulated = [self.predicted[batch].point for batch in self.beyond_s]

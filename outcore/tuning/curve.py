@@ -68,6 +68,7 @@ class Curve(Saved):
     device: str = ""
     most_accumulating: int | None = None  # the largest micro-batch that fits besides gradients; None: all that fit do
     most_in_core: int | None = None  # and the largest that is in-core besides them; None: as without
+    looped: tuple[int, ...] = ()  # batches whose measured seconds are those of a loop that waits for nothing
 
     def accumulates(self, micro_batch: int) -> bool:
         """Whether it fits while the gradients of those before it are there."""

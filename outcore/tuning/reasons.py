@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from outcore.tuning.curve import Curve
+from outcore.tuning.curve import Curve, Point
 from outcore.tuning.team import Team, Way
 from outcore.units import format_bytes, two_digits
 
@@ -26,7 +26,7 @@ def why_micro_batch(curve: Curve, micro_batch: int, accumulation: int) -> list[s
             f"samples per second, which {best.micro_batch} gives, in {memory}"
         )
     found += _why_in_core_ends(curve)
-    tried = ", ".join(str(point.micro_batch) for point in curve.points if point.measured_step_s is not None)
+    tried = _listed(point.micro_batch for point in _compared(curve))
     if off > BUSY:
         found.append(
             f"real steps of {tried} samples were up to {two_digits(100 * off)} % off what was predicted: the machine "
@@ -34,6 +34,10 @@ def why_micro_batch(curve: Curve, micro_batch: int, accumulation: int) -> list[s
         )
     elif tried:
         found.append(f"checked with real steps of {tried} samples: predictions were within {100 * off:.1f} %")
+    if curve.looped:
+        found.append(
+            f"short steps ({_listed(sorted(curve.looped))} samples) count as a loop runs them that never waits"
+        )
     if accumulation > 1:
         found.append(f"{accumulation} micro-batches are accumulated, so that an optimizer step sees the whole batch")
     return found
@@ -41,7 +45,18 @@ def why_micro_batch(curve: Curve, micro_batch: int, accumulation: int) -> list[s
 
 def _off(curve: Curve) -> float:
     """How far predictions were from real steps, at most, as a share of these."""
-    return max((abs(1 / point.error - 1) for point in curve.points if point.error), default=0.0)
+    return max((abs(1 / point.error - 1) for point in _compared(curve) if point.error), default=0.0)
+
+
+def _compared(curve: Curve) -> list[Point]:
+    """Those of which real steps ran as they were predicted, one by one."""
+    return [
+        point for point in curve.points if point.measured_step_s is not None and point.micro_batch not in curve.looped
+    ]
+
+
+def _listed(batches: Iterable[int]) -> str:
+    return ", ".join(map(str, batches))
 
 
 def _why_in_core_ends(curve: Curve) -> list[str]:

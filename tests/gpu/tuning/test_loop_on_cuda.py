@@ -58,4 +58,5 @@ def test_short_steps_are_timed_in_a_loop() -> None:
         choosing.loop(batch)
         assert choosing.curve.seconds(batch) == pytest.approx(seconds, rel=0.25)
         assert choosing.curve.point(batch).measured_step_s is not None
+        assert batch in choosing.curve.looped
     bench.close()

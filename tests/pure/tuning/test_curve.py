@@ -170,6 +170,15 @@ def test_a_busy_machine_is_said_instead_of_numbers_that_nobody_can_trust() -> No
     )
 
 
+def test_a_loop_that_never_waits_is_no_busy_machine() -> None:
+    """What is waited for step by step takes longer: that says nothing of the prediction."""
+    curve = curve_of(point(32, 990.0), point(64, 1000.0)).measured(64, 0.065, 1).measured(32, 0.02, 1)
+    assert "too busy" in " ".join(why_micro_batch(curve, 32, 1))
+    said = " ".join(why_micro_batch(replace(curve, looped=(32,)), 32, 1))
+    assert "checked with real steps of 64 samples: predictions were within 1.5 %" in said
+    assert "short steps (32 samples) count as a loop runs them" in said
+
+
 def test_an_optimizer_that_was_timed_in_a_slow_moment_does_not_make_micro_batches_free() -> None:
     point = Point(8, 1, 0.1, 80.0, 0, 0, 0, in_core=True, fits=True)
     curve = Curve((point,), 1 << 30, optimizer_s=0.15, largest_in_core=8)
