@@ -2,7 +2,7 @@
 # Everything that needs a GPU machine, in parts with a time limit each, in the order in which a doubt should stop it:
 #
 #   bash benchmarks/on_gpu.sh check exact speed pieces recording curve1 curve2 curve3 peers fit cores matmul tuning accuracy
-#   seconds, about:           190   230   480   40     150       490    400    310    420   130 290   100    290    340
+#   seconds, about:           190   230   480   40     150       490    400    400    420   130 290   100    290    340
 #
 # `peers:vit_l` (or another network) is `peers` for that one. Nothing is timed in `exact`, `tests` (all of tests/gpu) and
 # `compiled` (what `peers` would wait for the compiler): `for part in tests compiled; do bash benchmarks/on_gpu.sh $part & done`.
@@ -93,8 +93,8 @@ for part in "${@:-check}"; do
         slowdown vgg16_nhwc 115 in-core,checkpoint,hybrid --curve
         ;;
     curve3)
-        slowdown resnet152 180 in-core,checkpoint,hybrid --curve
-        slowdown r3d18_nhwc 140 in-core,checkpoint,hybrid --curve
+        slowdown resnet152 240 in-core,checkpoint,hybrid --curve
+        slowdown r3d18_nhwc 210 in-core,checkpoint,hybrid --curve
         ;;
     peers | peers:*)
         network=${part#peers} network=${network#:} part=peers
