@@ -73,7 +73,7 @@ BATCHES = (32, 64, 256, 1024, 2048, 128, 512) if ON_GPU else (4, 8, 16, 24, 32, 
 MEMORY = {"resnet50": "16GiB", "vit_b": "16GiB", "digits_resnet": "64MiB", "small_vit": "32MiB"}
 NUM_WARM = 12 if ON_GPU else 5  # ours: recorded, timed again, planned, watched, fitted to the allocator
 NUM_STEPS = 10
-NUM_IN_TURN = 16  # steps of each batch, of a curve in turn
+NUM_IN_TURN, QUICKEST_S = 8, 0.15  # turns of each batch, of a curve in turn; predictions, too, are of quickest steps
 NUM_TOP, NUM_TURNS, NUM_AGAIN = 4, 160, 6  # the sweep's best; steps of each of them in turn, or whole runs on a GPU
 _over = statistics.harmonic_mean  # of samples per second: over all of these steps together
 WIDE = "90%" if ON_GPU else "4GiB"  # of memory: nearly every batch is in-core
@@ -283,16 +283,19 @@ def _curve_in_turn(name: str, memory: str, settings: argparse.Namespace) -> Iter
         choosing = Choosing.start(bench, found.family)
         edge = choosing.planned.largest_in_core(max(settings.batches))
         batches = list(settings.batches) if memory == WIDE else around(edge, max(settings.batches))
+        choosing.curve = replace(choosing.curve, largest_in_core=edge)
         beyond = [batch for batch in batches if batch > edge][:1]
         points = {batch: choosing.add(batch) for batch in beyond}
-        for batch in beyond:
+        for batch in (edge, *beyond) if beyond else ():
+            choosing.add(batch)
             choosing.confirm(batch)
         points |= {batch: choosing.add(batch) for batch in batches if batch not in beyond}
         row: Row = {"network": name, "memory_bytes": bench.budget.device_bytes, "probed": list(choosing.curve.probed)}
     finally:
         bench.close()
-    peaks: dict[int, int] = {}
-    rates = _in_turn(*task_of(name), batches, memory, NUM_IN_TURN, peaks)
+    with _loops(*task_of(name), batches, memory) as loops:
+        rates = _turns(loops, NUM_IN_TURN, QUICKEST_S)
+        peaks = {loop.batch: loop.ooc.timeline.peak_bytes for loop in loops if loop.ooc.timeline is not None}
     speeds = [statistics.geometric_mean(turn) for turn in zip(*rates.values())]  # the machine's, turn by turn
     usual = statistics.median(speeds)
     middle = {batch: usual * statistics.median(map(truediv, took, speeds)) for batch, took in rates.items()}
@@ -419,7 +422,7 @@ def choice(settings: argparse.Namespace) -> Iterator[Row]:
     best = max(swept, key=lambda batch: swept[batch][0])
     sweep_s = sum(seconds for _, seconds in swept.values())
     top = sorted(swept, key=lambda batch: -swept[batch][0])[:NUM_TOP]
-    again = _in_turn(make_model, make_batch, sorted({micro, *top}), memory, NUM_TURNS)
+    again = _in_turn(make_model, make_batch, sorted({micro, *top}), memory)
     rival = max(again, key=lambda batch: _over(again[batch][1::2]))
     ours, theirs = (again[batch][::2] for batch in (micro, rival))
     yield {
@@ -498,38 +501,43 @@ def _error_of(ours: list[float], theirs: list[float]) -> float:
     return math.sqrt(len(ours) - 1) * statistics.pstdev(left)
 
 
-def _in_turn(
-    make_model: Any,
-    make_batch: Any,
-    batches: list[int],
-    memory: str,
-    num_turns: int,
-    peaks: dict[int, int] | None = None,
-) -> dict[int, list[float]]:
+def _in_turn(make_model: Any, make_batch: Any, batches: list[int], memory: str) -> dict[int, list[float]]:
     """Samples per second of each, a step at a time, round after round: what differs between two of a round differs
-    between the batches. A turn's first step, which finds the caches full of another batch, does not count. On a GPU
-    whole runs take turns: loops side by side would have to share the budget."""
+    between the batches. On a GPU whole runs take turns: loops side by side would have to share the budget."""
+    if not ON_GPU:
+        with _loops(make_model, make_batch, batches, memory) as loops:
+            return _turns(loops, NUM_TURNS)
     rates: dict[int, list[float]] = {batch: [] for batch in batches}
-    if ON_GPU:
-        for batch in NUM_AGAIN * batches:
-            rates[batch].append(_real_run(make_model, make_batch, batch, memory)[0])
-        return rates
+    for batch in NUM_AGAIN * batches:
+        rates[batch].append(_real_run(make_model, make_batch, batch, memory)[0])
+    return rates
+
+
+@contextmanager
+def _loops(make_model: Any, make_batch: Any, batches: list[int], memory: str) -> Iterator[list[_Loop]]:
+    """Side by side, each settled."""
     loops = [_Loop(make_model, make_batch, batch, memory) for batch in batches]
     try:
         for loop in NUM_WARM * loops:
             loop.step()
-        for at in range(num_turns):
-            for loop in loops if at // 2 % 2 else reversed(loops):
-                loop.step()
-                rates[loop.batch].append(loop.batch / loop.step())
-        for loop in loops if peaks is not None else ():
-            assert peaks is not None
-            assert loop.ooc.timeline is not None
-            peaks[loop.batch] = loop.ooc.timeline.peak_bytes
-        return rates
+        yield loops
     finally:
         for loop in loops:
             loop.ooc.close()
+
+
+def _turns(loops: list[_Loop], num_turns: int, for_s: float = 0.0) -> dict[int, list[float]]:
+    """Samples per second, turn by turn: of a step, or of the quickest within `for_s` seconds. A turn's first step does
+    not count: it finds the caches full of another batch."""
+    rates: dict[int, list[float]] = {loop.batch: [] for loop in loops}
+    for at in range(num_turns):
+        for loop in loops if at // 2 % 2 else reversed(loops):
+            loop.step()
+            times = [loop.step()]
+            while sum(times) < for_s:
+                times.append(loop.step())
+            rates[loop.batch].append(loop.batch / min(times))
+    return rates
 
 
 def _now_s() -> float:

@@ -102,6 +102,7 @@ def climb(bench: Bench, largest: int, tell: Tell, one: tuple[str, str] | None = 
     _reach(found, tell)
     if waits:  # a host is disturbed more often than a device, and for longer than one look; later that may be over
         _time_again(found, recorded, for_s=TIMED_S)
+    found.measured = bench.level(found.measured)
     return found
 
 

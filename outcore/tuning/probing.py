@@ -44,6 +44,7 @@ NUM_LOOPS, NUM_IN_LOOP = 9, 12  # times that steps in a loop are timed, and how 
 NUM_TRIED = 6  # steps until one was watched under a plan
 NUM_ROUNDS = 2  # of timing recorded batches in turn
 NUM_IN_TURN = 4, 8  # rounds of timing those from which one is chosen, at least and at most
+NUM_LEVEL = 3  # rounds of timing those from which others follow
 KNOWN = 0.01  # of the fastest one's seconds a sample: two that are compared so closely need no further round
 NUM_RECORDINGS = 2  # on the CPU, where the first one also pays for the first touch of memory
 SETTLE_S = 12.0  # for `limit` to find a room in which the allocator does not start over
@@ -122,7 +123,7 @@ class Bench:
             if sum(op.seconds for op in traces[0].ops) < BUSY_S:
                 break
         _newest_kind(self.ooc).trace = fastest(traces)
-        return self._watched(self.ooc, batch, data)
+        return self._watched(self.ooc, batch, data, brief=self.device.type == "cpu")
 
     def confirm(self, predicted: Predicted) -> Measured:
         """Real steps that follow a predicted plan from the first one on.
@@ -201,7 +202,10 @@ class Bench:
         return statistics.median(times[1:])
 
     def time_again(self, measured: Sequence[Measured], *, for_s: float = 0.0) -> list[Measured]:
-        """Recorded batches in turn, several times: a machine that is busy for a while slows all of them alike."""
+        """Recorded batches in turn, several times: a machine that is busy for a while slows all of them alike. On a CPU
+        that is for `level` to do."""
+        if self.device.type == "cpu":
+            return list(measured)
         best_s = [found.step_s for found in measured]
         for _ in range(NUM_ROUNDS):
             for at, found in enumerate(measured):
@@ -209,7 +213,32 @@ class Bench:
                 best_s[at] = min(best_s[at], self._time(self.ooc, data, for_s=for_s))
         return [found.retimed(step_s, self.optimizer_s) for found, step_s in zip(measured, best_s)]
 
-    def _watched(self, ooc: Limited, batch: int, data: Any, *, times_ops: bool = False) -> Measured:
+    def level(self, measured: Sequence[Measured]) -> list[Measured]:
+        """Batches that were measured one after the other on a CPU, whose speed is another a second later: once more, a
+        step in turn, and their seconds in proportion to what each took of the same rounds."""
+        if self.device.type != "cpu" or len(measured) < 2:
+            return list(measured)
+        ooc = self._limited()
+        times: dict[int, list[float]] = {found.batch: [] for found in measured}
+        self._advance()
+        try:
+            for found in measured:
+                ooc.expect(found.trace)
+                self._step(ooc, self.samples.any_batch(found.batch))
+                _newest_kind(ooc).num_steps = NUM_MEASURED  # from here on nobody looks closely
+            for _ in range(NUM_LEVEL):
+                for found in measured:
+                    times[found.batch].append(self._turn(ooc, found.batch, twice=found.step_s < SHORT_S))
+        finally:
+            ooc.close()
+            self._tidy()
+        least_s = [min(found.step_s, *times[found.batch]) for found in measured]
+        levelled = in_proportion([*times.values()], least_s)
+        return [found.retimed(step_s, self.optimizer_s) for found, step_s in zip(measured, levelled)]
+
+    def _watched(
+        self, ooc: Limited, batch: int, data: Any, *, times_ops: bool = False, brief: bool = False
+    ) -> Measured:
         """Steps under a plan: one is watched closely, for the peak, and the others are timed."""
         measured, step_s, trace = self._watch(ooc, data)
         kind = _newest_kind(ooc)
@@ -217,7 +246,7 @@ class Bench:
             trace = self._timed(ooc, kind, data)
             step_s = sum(op.seconds for op in trace.ops)
         num_restarts = count_restarts(self.device)
-        brief = self.device.type == "cpu" and measured.step_s < BUSY_S
+        brief = brief or (self.device.type == "cpu" and measured.step_s < BUSY_S)
         timed_s = self._time(ooc, data, for_s=BRIEF_S if brief else TIMED_S)
         num_restarts = count_restarts(self.device) - num_restarts
         followed = kind.num_left == 0
@@ -345,6 +374,15 @@ def _seconds_of(times: Mapping[int, Sequence[float]]) -> list[float]:
     undisturbed = statistics.fmean(min(taken) / statistics.fmean(taken) for taken in times.values())
     share = undisturbed * statistics.fmean(first)
     return [share * statistics.fmean(taken) / statistics.fmean(first[: len(taken)]) for taken in times.values()]
+
+
+def in_proportion(times: Sequence[Sequence[float]], least_s: Sequence[float]) -> list[float]:
+    """Seconds of several from rounds that they share: what all of a round were slowed down by is not theirs. As fast in
+    all as the least that each of them ever took."""
+    rounds = [statistics.geometric_mean(taken) for taken in zip(*times)]
+    shares = [statistics.median(one / all_s for one, all_s in zip(taken, rounds)) for taken in times]
+    whole = statistics.geometric_mean(least_s) / statistics.geometric_mean(shares)
+    return [whole * share for share in shares]
 
 
 def _newest_kind(ooc: Limited) -> Kind:

@@ -73,6 +73,9 @@ class Device:
     def time_again(self, measured: Sequence[Measured], *, for_s: float = 0.0) -> list[Measured]:
         return list(measured)
 
+    def level(self, measured: Sequence[Measured]) -> list[Measured]:
+        return list(measured)
+
     def _measured(self, batch: int) -> Measured:
         found = Measured(batch, self.step_s(batch), _in_core_bytes(batch), self.trace(batch))
         return found.retimed(found.step_s * self.disturbed.get(batch, 1.0), self.optimizer_s)

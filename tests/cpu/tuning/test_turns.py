@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from outcore.tuning.choosing import Choosing
 from outcore.tuning.curve import Curve, Planned, Point, Predicted
-from outcore.tuning.probing import NUM_IN_TURN, Bench
+from outcore.tuning.probing import NUM_IN_TURN, Bench, in_proportion
 from outcore.tuning.samples import Samples
 from outcore.tuning.scaling import Family, Recorded
 from tests.cpu.tuning.nets import CPU, quiet
@@ -96,6 +96,29 @@ def test_one_batch_lies_in_memory_at_a_time_and_every_other_step_counts(
     least, most = NUM_IN_TURN
     turns = steps[-4 * most :]
     assert [8, 8, 16, 16] * least == turns[-4 * least :]
+
+
+def test_what_all_of_a_round_were_slowed_down_by_is_nobodys() -> None:
+    """The machine is 1, 2 and 5 times as slow, and one step is disturbed besides."""
+    true_s, slower = [0.01, 0.04, 0.09], [1.0, 2.0, 5.0, 1.5, 1.0]
+    times = [[one * much for much in slower] for one in true_s]
+    times[1][2] *= 3
+    assert in_proportion(times, true_s) == pytest.approx(true_s)
+    assert in_proportion(times, [2 * one for one in true_s]) == pytest.approx([2 * one for one in true_s])
+    assert in_proportion(times, [0.09, 0.04, 0.01]) == pytest.approx(true_s)  # each ran in another moment
+
+
+def test_a_batch_that_was_measured_in_a_slow_moment_is_measured_again_beside_the_others(bench: Bench) -> None:
+    found = [bench.record(batch) for batch in (16, 128)]
+    slow = [found[0].retimed(50 * found[0].step_s, bench.optimizer_s), found[1]]
+    levelled = bench.level(slow)
+    assert [one.batch for one in levelled] == [16, 128]
+    assert levelled[0].step_s < levelled[1].step_s
+    assert sum(op.seconds for op in levelled[0].trace.ops) < levelled[0].step_s
+    assert bench.level(found[:1]) == found[:1]
+    bench.device = torch.device("cuda")  # a device of its own has one speed
+    assert bench.level(slow) == slow
+    bench.device = CPU
 
 
 def test_steps_in_a_loop_are_those_of_a_training_and_change_nothing(bench: Bench) -> None:
