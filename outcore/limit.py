@@ -475,12 +475,12 @@ class Limited:
     def _ran_out(self, kind: Kind | None, error: torch.OutOfMemoryError) -> None:
         """A step ran out of memory: no plan of this size again."""
         if kind is None or kind.trace is None:
-            memory, refused = format_bytes(self.budget.device_bytes), format_bytes(self.store.refused_bytes)
-            otherwise = ", or leave planner='hybrid', which makes values again" if self.planner in AS_IT_IS else ""
+            memory, stuck_bytes = format_bytes(self.budget.device_bytes), getattr(self._run, "stuck_bytes", 0)
+            otherwise = ", or use planner='hybrid', which makes values again" if self.planner in AS_IT_IS else ""
             error.add_note(
-                f"outcore: {refused} of what the first step puts away found no room beside the device; give it more "
-                f"with host=... or disk=...{otherwise}"
-                if self.store.refused_bytes
+                f"outcore: {format_bytes(stuck_bytes)} of what this first step saves found no room beside the device; "
+                f"give it more with host=... or disk=...{otherwise}"
+                if stuck_bytes
                 else f"outcore: a step cannot even be recorded in {memory}; raise that or lower the batch size"
             )
         if kind is None or kind.room is None or kind.stale:

@@ -35,7 +35,7 @@ NUM_VALUES = (0.35, 0.45, 0.2)  # how often one, two, three values are decided a
 BY_BYTES = 0.5  # of the values drawn: a large one more often; the others each as often
 EXCHANGES = 0.4  # of the flips of several, where two can: they take each other's decision
 MAX_DRAWS = 20  # for a flip that memory may have room for
-NUM_KICKS, MAX_IDLE_WALKS = 3, 40  # flips taken whatever they cost, then a walk; walks in a row that led nowhere
+NUM_KICKS, MAX_IDLE_WALKS = 3, 10  # flips taken whatever they cost, then a walk; walks in a row that led nowhere
 GOOD_ENOUGH = 1e-4  # a plan this near to the bound is not improved further
 KEEP_RESERVES = (0.0, 0.05, 0.15, 0.35)  # of the budget, tried in turn
 NUM_HALVINGS = 8  # when looking for the least budget that would do
@@ -92,7 +92,8 @@ def smallest_fit(terrain: Terrain, machine: Machine, budget: Budget, high_bytes:
 
 
 def _offers(terrain: Terrain, machine: Machine, budget: Budget, enough_s: float, progress: Progress) -> list[Scored]:
-    """Different ones, those that fit before the others and the faster before the slower. The leanest is among them."""
+    """Different ones, those that fit before the others and the faster before the slower. The leanest is among them, but
+    where it is enough, too, an offer may be better."""
     found = [score(terrain, machine, budget, leanest(terrain, machine, budget, progress))]
     market = Market(terrain, machine, budget)
 
@@ -115,7 +116,7 @@ def _offers(terrain: Terrain, machine: Machine, budget: Budget, enough_s: float,
                 if known.fits:
                     any_fit, any_anchored = True, any_anchored or not remakes
                     break
-            if any(map(is_enough, found)) or (any_fit and market.work > most_work):
+            if any(map(is_enough, found[1:])) or (any_fit and market.work > most_work):
                 break
         if any_anchored:
             break

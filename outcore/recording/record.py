@@ -100,6 +100,7 @@ class Recorder:
         reruns: bool = True,
     ) -> None:
         self._on_refused = on_refused  # memory, to what is no op of the step
+        self.stuck_bytes = 0  # no tier had room for them, and they cannot be made again
         self._reruns = reruns  # False: the user asked that each bit be itself
         self.budget_bytes = budget_bytes
         self.store = store
@@ -399,6 +400,8 @@ class Recorder:
         elif self._reruns and rerunnable(cell) and self._notes_sources(cell):
             cell.data = None
             cell.name(tensor, self._marked)
+        else:
+            self.stuck_bytes += tensor.untyped_storage().nbytes()
 
     def _notes_sources(self, cell: Cell) -> bool:
         """What it would be made from, of what was there before the step. False: one of these has changed since."""

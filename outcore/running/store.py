@@ -121,7 +121,6 @@ class Store:
         self.slabs: list[PinnedSlab] = []
         self.file: SwapFile | None = None
         self.num_parcels = 0
-        self.refused_bytes = 0  # no tier had room for them, so far
         self._is_forsaken = False  # closed while parcels were in use
         self.peak_bytes = {"host": 0, "disk": 0}
         self._lanes: dict[str, DiskLane] = {}
@@ -225,7 +224,6 @@ class Store:
         """Starts copying a byte tensor out of the device; None when no tier has room."""
         parcel = self._take(source.numel(), tiers)
         if parcel is None:
-            self.refused_bytes += source.numel()
             return None
         parcel.source = source
         if parcel.slab is None:

@@ -64,7 +64,8 @@ class Measured:
 
     def retimed(self, step_s: float, optimizer_s: float) -> Measured:
         """The same with other seconds, and the op seconds to go with them."""
-        factor = max(step_s - optimizer_s, 0.05 * step_s) / (self.step_s - optimizer_s)
+        before_s = max(self.step_s - optimizer_s, 0.05 * self.step_s)
+        factor = max(step_s - optimizer_s, 0.05 * step_s) / before_s
         trace = replace(self.trace, ops=tuple(stretched(self.trace.ops, factor)))
         return replace(self, step_s=step_s, trace=trace)
 
@@ -215,7 +216,8 @@ class Bench:
 
     def level(self, measured: Sequence[Measured]) -> list[Measured]:
         """Batches that were measured one after the other on a CPU, whose speed is another a second later: once more, a
-        step in turn, and their seconds in proportion to what each took of the same rounds."""
+        step in turn, and their seconds in proportion to what each took of the same rounds. As they are where a step
+        leaves its plan: what is timed then is a recording."""
         if self.device.type != "cpu" or len(measured) < 2:
             return list(measured)
         ooc = self._limited()
@@ -224,11 +226,14 @@ class Bench:
         try:
             for found in measured:
                 ooc.expect(found.trace)
-                self._step(ooc, self.samples.any_batch(found.batch))
-                _newest_kind(ooc).num_steps = NUM_MEASURED  # from here on nobody looks closely
+                self._watch(ooc, self.samples.any_batch(found.batch))
             for _ in range(NUM_LEVEL):
                 for found in measured:
                     times[found.batch].append(self._turn(ooc, found.batch, twice=found.step_s < SHORT_S))
+            if any(kind.num_left or kind.unplanned for kind in ooc.kinds.values()):
+                return list(measured)
+        except (BudgetTooSmall, TuningError):  # what was measured so far is known
+            return list(measured)
         finally:
             ooc.close()
             self._tidy()
