@@ -32,6 +32,7 @@ NOTE = (
     "more memory. accumulate:4 and compile give other numbers. curves: every row of runs at several budgets, one "
     "process a network. earlier_rows: what later runs replaced; earlier_note: what was said of these."
 )
+NO_ROOM = ("OutOfMemoryError", "BudgetTooSmall")  # errors
 Row = dict[str, Any]
 
 
@@ -91,9 +92,9 @@ def replace_rows(kept: Row, rows: list[Row]) -> None:
 
 
 def add_refused(kept: Row, rows: list[Row]) -> None:
-    """What does not run at all is a finding, too, unless it ran another time, or was only stopped."""
+    """What memory has no room for is a finding, too, unless it ran another time."""
     known = {_key(row) for row in kept["rows"]}
-    wanted = [row for row in rows if row.get("error") and row["method"] and _key(row) not in known]
+    wanted = [row for row in rows if str(row.get("error")).startswith(NO_ROOM) and _key(row) not in known]
     replace_rows(kept, [row for row in wanted if is_quoted(row)])
 
 
@@ -103,8 +104,10 @@ def _key(row: Row) -> tuple[str, str]:
 
 def replace_curve(kept: Row, rows: list[Row]) -> None:
     """Budget by budget: a run that was cut says nothing of those it did not come to."""
-    new, networks = {_place(row) for row in rows}, {row["network"] for row in rows}
     curves = kept.setdefault("curves", [])
+    known = {_place(row) for row in curves if row.get("step_s") is not None}
+    rows = [row for row in rows if row["method"] and (row.get("step_s") is not None or _place(row) not in known)]
+    new, networks = {_place(row) for row in rows}, {row["network"] for row in rows}
     kept.setdefault("earlier_rows", []).extend(row for row in curves if _place(row) in new)
     rest = [row for row in curves if _place(row) not in new]
     others, same = ([row for row in rest if (row["network"] in networks) is is_same] for is_same in (False, True))

@@ -119,7 +119,7 @@ NOT_WAITING = (
     "of activations (`:0`: for none), which of those measured it keeps for VGG-16 only: there it is the faster choice "
     "where other numbers are all right. `accumulate:4` cuts the batch in four and sums the gradients: other numbers "
     "too (BatchNorm sees a quarter of the batch); where that is all right, it is the cheapest way out. The plot's "
-    "solid lines join measured budgets ([with their figures](docs/figures.md#time-against-budget-measured)), of an "
+    "solid lines join one run's budgets ([with their figures](docs/figures.md#time-against-budget-measured)), of an "
     "earlier run and version than the table's rows where those lie beside them; broken lines are simulated: the "
     "default planner on recorded steps, without cuDNN's workspaces. Times are medians of ten steps, of three where a "
     "step takes longer than 1.5 s or, for peers, is not waited for (TRL's offloading then fills the whole device). "
@@ -151,7 +151,7 @@ def _slowdown(result: Result) -> str:
             budget = f"{row['memory_gib']:g}" if ours else "none"
             commit = row.get("commit") or result.get("commit", "")
             if row.get("step_s") is None:
-                error = str(row.get("error", "")).partition(".")[0][:60].replace("|", "/")
+                error = str(row.get("error", "")).partition(". ")[0][:100].replace("|", "/")
                 yield row["network"], name, budget, "does not run", "", "", error, commit
                 continue
             over, in_loop = (f"{100 * row[key]:+.1f} %" if key in row else "" for key in ("slowdown", "loop_slowdown"))

@@ -271,10 +271,10 @@ def _curve_of(
 
 
 def _curve_in_turn(name: str, memory: str, settings: argparse.Namespace) -> Iterator[Row]:
-    """As predicted, then all batches a step in turn, in training loops of their own. By how much all of them together
-    are off (`level`) is how much faster or slower the machine was by then; what is left of a batch's error is of its
-    place on the curve. The first batch beyond in-core, which shows what swapping costs, runs before the others are
-    predicted."""
+    """As predicted, then all batches a step in turn, in training loops of their own. By how much those in-core
+    are off together (`level`) is how much faster or slower the machine was by then; what is left of a batch's error is
+    of its place on the curve. The first batch beyond in-core, which shows what swapping costs, runs before the others
+    are predicted."""
     bench = bench_of(name, memory)
     try:
         found = climb(bench, max(settings.batches), lambda what, part: None)
@@ -282,6 +282,8 @@ def _curve_in_turn(name: str, memory: str, settings: argparse.Namespace) -> Iter
             raise RuntimeError("the recorded batches do different work")
         choosing = Choosing.start(bench, found.family)
         edge = choosing.planned.largest_in_core(max(settings.batches))
+        if edge < 1:
+            raise RuntimeError("no batch is in-core, so there is nothing to compare the others with")
         batches = list(settings.batches) if memory == WIDE else around(edge, max(settings.batches))
         choosing.curve = replace(choosing.curve, largest_in_core=edge)
         beyond = [batch for batch in batches if batch > edge][:1]
@@ -300,7 +302,7 @@ def _curve_in_turn(name: str, memory: str, settings: argparse.Namespace) -> Iter
     usual = statistics.median(speeds)
     middle = {batch: usual * statistics.median(map(truediv, took, speeds)) for batch, took in rates.items()}
     off = {batch: points[batch].samples_per_s / middle[batch] for batch in batches}
-    level = statistics.median(off[batch] for batch in batches if batch not in beyond)
+    level = statistics.median(off[batch] for batch in batches if points[batch].in_core)
     for batch in batches:
         yield {
             **row,
@@ -331,7 +333,7 @@ def around(edge: int, largest: int) -> list[int]:
     """The largest in-core batch and some beyond, as far as Guo et al. went, which comes first after the one that shows
     what swapping costs."""
     beyond = [int(edge * times) // 8 * 8 for times in (1.5, 4.2, 2.0, 3.0)]
-    return [edge, *(batch for batch in beyond if edge < batch <= largest)]
+    return list(dict.fromkeys([edge, *(batch for batch in beyond if edge < batch <= largest)]))
 
 
 def _compared(choosing: Choosing, predicted: Predicted, plan_s: float, visited_s: float) -> Row:
@@ -645,9 +647,9 @@ def main() -> None:
     parser.add_argument("--data", default="digits", help="of `accuracy`: digits, or a folder")
     parser.add_argument("--num-seeds", type=int, default=3, help="of `accuracy`")
     settings = parser.parse_args()
-    if settings.in_turn and ON_GPU:
-        parser.error("--in-turn is for CPUs: loops side by side would have to share a GPU's budget")
-    settings.batches = [int(batch) for batch in settings.batches.split(",")]
+    if settings.in_turn and (ON_GPU or settings.only != "curve"):
+        parser.error("--in-turn is for --only curve, on CPUs: loops side by side would have to share a GPU's budget")
+    settings.batches = list(dict.fromkeys(int(batch) for batch in settings.batches.split(",")))
     if not ON_GPU:
         torch.set_num_threads(1)
         hold_memory()

@@ -191,7 +191,8 @@ def curve_table(advice: Advice) -> Table:
             bar + mark,
         ]
         cells += [format_bytes(n) if n else "" for n in (point.swapped_bytes, point.recomputed_bytes)]
-        cells.append("" if point.error is None else f"{100 * (1 / point.error - 1):+.1f} %")
+        off = "" if point.error is None else f"{100 * (1 / point.error - 1):+.1f} %"
+        cells.append("in a loop" if point.micro_batch in curve.looped else off)
         if with_goodput and advice.noise is not None:
             worth = goodput(rate, point.micro_batch, advice.first_batch, advice.noise)
             cells.append(f"{worth:.4g}" if point.fits else "")

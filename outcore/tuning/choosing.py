@@ -152,6 +152,7 @@ class Choosing:
             self.curve = self.curve.with_points([replace(before.point, fits=False)])
             return self.curve.point(batch)
         self.curve = self.curve.measured(batch, found.step_s, found.peak_bytes)
+        self.curve = replace(self.curve, looped=tuple(other for other in self.curve.looped if other != batch))
         if not before.point.in_core:
             self.beyond_s[batch] = found.step_s
             self._learn_swapping()

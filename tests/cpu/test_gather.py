@@ -65,14 +65,16 @@ def test_rows_take_the_place_of_older_ones(tmp_path: Path, results: Path) -> Non
 
 
 def test_what_does_not_run_is_kept_where_nothing_was_measured(tmp_path: Path, results: Path) -> None:
-    full = [row("resnet50", method, 16, None, error="full") for method in ("hybrid", "swap", "")]
-    new = [*full, row("resnet50", "swap-all", 12, None, error="full"), row("resnet50", "pooch", 16)]
+    full, other = "OutOfMemoryError: full", "RuntimeError: not run"
+    errors = [("hybrid", 16, full), ("swap", 16, full), ("", 16, "stopped"), ("swap-all", 12, full), ("trl", 16, other)]
+    new = [row("resnet50", method, size, None, error=error) for method, size, error in errors]
+    new.append(row("resnet50", "pooch", 16))
     _, slowdown, _ = gather(tmp_path / "back", results, peers_resnet50=new)
     assert [(one["method"], one.get("error")) for one in slowdown["rows"] if one["network"] == "resnet50"] == [
         ("in-core", None),
         ("hybrid", None),
         ("pooch", None),
-        ("swap", "full"),
+        ("swap", "OutOfMemoryError: full"),
     ]
     _, slowdown, _ = gather(tmp_path / "again", results, peers_resnet50=[row("resnet50", "swap", 16)])
     assert [one.get("error") for one in slowdown["rows"] if one["method"] == "swap"] == [None]
@@ -103,6 +105,9 @@ def test_of_a_curve_that_was_cut_the_rest_stays(tmp_path: Path, results: Path) -
     _, slowdown, _ = gather(tmp_path / "back", results, curve1_vit_l=[row("vit_l", "hybrid", 24)])
     assert [(one["memory_gib"], one["run"]) for one in slowdown["curves"]] == [(24, "B"), (12, "A")]
     assert [(one["memory_gib"], one["run"]) for one in slowdown["earlier_rows"]] == [(24, "A")]
+    rows = [row("vit_l", "hybrid", 24), row("vit_l", "hybrid", 12, None, error="full"), row("vit_l", "", 8, None)]
+    _, slowdown, _ = gather(tmp_path / "again", results, curve1_vit_l=rows)
+    assert [(one["memory_gib"], one["step_s"]) for one in slowdown["curves"]] == [(24, 1.0), (12, 1.0)]
 
 
 @pytest.mark.parametrize("rows", [[], [row("vit_l", "hybrid", 12, None)]])

@@ -22,7 +22,7 @@ SLOWDOWN = {
          "slowdown": 0.0},
         {"network": "net", "batch": 4, "memory_gib": 16.0, "method": "hybrid", "step_s": 0.23, "peak_gib": 15.5,
          "slowdown": 0.15, "loop_slowdown": 0.14},
-        {"network": "net", "batch": 4, "memory_gib": 16.0, "method": "compile", "step_s": None, "error": "a | b"},
+        {"network": "net", "batch": 4, "memory_gib": 16.0, "method": "compile", "step_s": None, "error": "8.3 a|b. Y"},
     ],
 }  # fmt: skip
 
@@ -54,7 +54,7 @@ def test_rows_become_tables_and_a_plot(tmp_path: Path) -> None:
     assert code == 0
     assert "trains in 16 GiB instead of 50.0 GiB, and a step takes +15.0 %" in text
     assert "| net | **outcore, hybrid** | 16 | 230.0 ms | +15.0 % | +14.0 % | 15.5 |" in text
-    assert "| net | compile | none | does not run |  |  | a / b |" in text
+    assert "| net | compile | none | does not run |  |  | 8.3 a/b |" in text
     assert "](docs/results.svg)" in text
     assert "<svg" in (tmp_path / "docs" / "results.svg").read_text()
     assert run(tmp_path, "--check")[0] == 0
