@@ -287,11 +287,10 @@ def _curve_in_turn(name: str, memory: str, settings: argparse.Namespace) -> Iter
         batches = list(settings.batches) if memory == WIDE else around(edge, max(settings.batches))
         choosing.curve = replace(choosing.curve, largest_in_core=edge)
         beyond = [batch for batch in batches if batch > edge][:1]
-        points = {batch: choosing.add(batch) for batch in beyond}
-        for batch in (edge, *beyond) if beyond else ():
-            choosing.add(batch)
+        points = {batch: choosing.add(batch) for batch in (edge, *beyond)}
+        for batch in beyond:
             choosing.confirm(batch)
-        points |= {batch: choosing.add(batch) for batch in batches if batch not in beyond}
+        points |= {batch: choosing.add(batch) for batch in batches if batch not in points}
         row: Row = {"network": name, "memory_bytes": bench.budget.device_bytes, "probed": list(choosing.curve.probed)}
     finally:
         bench.close()

@@ -147,7 +147,7 @@ class Choosing:
         """Real steps of one batch; what they show of the cost of swapping goes into every other."""
         before = self.predicted[batch]
         try:
-            found = self.bench.confirm(before)
+            found = self.bench.confirm(before, self._beside(before))
         except torch.OutOfMemoryError:
             self.curve = self.curve.with_points([replace(before.point, fits=False)])
             return self.curve.point(batch)
@@ -157,6 +157,14 @@ class Choosing:
             self.beyond_s[batch] = found.step_s
             self._learn_swapping()
         return self.curve.point(batch)
+
+    def _beside(self, predicted: Predicted) -> tuple[Predicted, float] | None:
+        """What swapping costs is what a batch beyond in-core takes longer than one in-core would, on a CPU in the same
+        moments: the largest that is on the curve."""
+        inside = [point.micro_batch for point in self.curve.fitting if point.in_core]
+        if self.bench.device.type != "cpu" or predicted.point.in_core or not inside:
+            return None
+        return self.predicted[inside[-1]], self.curve.seconds(inside[-1])
 
     def loop(self, batch: int) -> None:
         """Where a training with this batch is to be counted in seconds: on CUDA those of a short step are taken in a

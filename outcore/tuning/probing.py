@@ -126,13 +126,14 @@ class Bench:
         _newest_kind(self.ooc).trace = fastest(traces)
         return self._watched(self.ooc, batch, data, brief=self.device.type == "cpu")
 
-    def confirm(self, predicted: Predicted) -> Measured:
-        """Real steps that follow a predicted plan from the first one on.
+    def confirm(self, predicted: Predicted, beside: tuple[Predicted, float] | None = None) -> Measured:
+        """Real steps that follow a predicted plan from the first one on. `beside`: a batch to compare it with, and its
+        seconds: on a CPU, whose speed is another a second later, they take turns.
 
         Where the allocator starts over in them, a training would not stay with that plan: `limit` goes on to the room
         it settles on, and the faster of the two is what a training gets.
         """
-        found = self._confirmed(predicted, predicted.plan)
+        found = self._confirmed(predicted, predicted.plan, beside)
         if predicted.point.in_core or not found.num_restarts:
             return found
         try:
@@ -140,7 +141,9 @@ class Bench:
         except (torch.OutOfMemoryError, BudgetTooSmall):
             return found
 
-    def _confirmed(self, predicted: Predicted, plan: Plan | None) -> Measured:
+    def _confirmed(
+        self, predicted: Predicted, plan: Plan | None, beside: tuple[Predicted, float] | None = None
+    ) -> Measured:
         batch = predicted.point.micro_batch
         ooc = self._limited(plan=plan)
         ooc.expect(predicted.trace)
@@ -149,7 +152,9 @@ class Bench:
             data, end_s = self.samples.any_batch(batch), time.perf_counter() + SETTLE_S
             while plan is None and not ooc.settled and time.perf_counter() < end_s:
                 self._step(ooc, data)
-            return self._watched(ooc, batch, data, times_ops=predicted.point.in_core and self.device.type == "cuda")
+            times_ops = predicted.point.in_core and self.device.type == "cuda"
+            found = self._watched(ooc, batch, data, times_ops=times_ops, brief=beside is not None)
+            return self._compared(ooc, found, *beside) if beside is not None else found
         except torch.OutOfMemoryError as error:
             self.ran_out[batch] = str(error)
             traceback.clear_frames(error.__traceback__)  # they hold the step's graph, and that what was swapped
@@ -158,6 +163,20 @@ class Bench:
         finally:
             ooc.close()
             self._tidy()
+
+    def _compared(self, ooc: Limited, found: Measured, other: Predicted, other_s: float) -> Measured:
+        """In proportion to the other's seconds, by steps of both in turn."""
+        batch, shares = other.point.micro_batch, list[float]()
+        ooc.expect(other.trace)
+        try:
+            self._watch(ooc, self.samples.any_batch(batch))
+            for _ in range(NUM_LEVEL):
+                shares.append(self._turn(ooc, found.batch, twice=False) / self._turn(ooc, batch, twice=False))
+        except (BudgetTooSmall, TuningError):
+            return found
+        if any(kind.num_left or kind.unplanned for kind in ooc.kinds.values()):
+            return found
+        return found.retimed(statistics.median(shares) * other_s, self.optimizer_s)
 
     def in_turn(self, predicted: Sequence[Predicted]) -> list[tuple[float, int]]:
         """Real steps of several batches, one of each after the other: seconds of each, and its peak. A shared CPU is

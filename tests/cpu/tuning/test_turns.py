@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -121,6 +122,14 @@ def test_a_batch_that_was_measured_in_a_slow_moment_is_measured_again_beside_the
     bench.device = CPU
 
 
+def test_a_batch_beyond_is_measured_in_the_same_moments_as_the_one_it_is_compared_with(bench: Bench) -> None:
+    """Whatever the other is said to take, the batch takes as many times that as its steps do."""
+    small, large = predicted(bench, (4, 36))
+    for other_s in (small.point.step_s, 100 * small.point.step_s):
+        shares = [bench.confirm(large, (small, other_s)).step_s / other_s for _ in range(3)]
+        assert 1.2 < statistics.median(shares) < 12
+
+
 def test_steps_in_a_loop_are_those_of_a_training_and_change_nothing(bench: Bench) -> None:
     before = [parameter.clone() for parameter in bench.model.parameters()]
     found = {batch: bench.loop_s(batch) for batch in (4, 32)}
@@ -141,8 +150,9 @@ def chosen(
         ran.append([one.point.micro_batch for one in found])
         return [(one.point.micro_batch / true[one.point.micro_batch], 1) for one in found]
 
-    def confirm(one: Predicted) -> Any:
+    def confirm(one: Predicted, beside: tuple[Predicted, float] | None) -> Any:
         batch = one.point.micro_batch
+        assert (beside[0].point.micro_batch if beside else None) == (edge if batch > edge else None)
         ran.append(batch)
         return SimpleNamespace(step_s=batch / alone[batch], peak_bytes=1)
 
