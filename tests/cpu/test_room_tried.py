@@ -14,7 +14,7 @@ from torch import nn
 
 from outcore.errors import BudgetTooSmall
 from outcore.limit import Limited, limit
-from outcore.planning import placeholders, tidy
+from outcore.planning import hybrid, placeholders, tidy
 from outcore.planning.crowd import Crowd, Placeholder
 from outcore.planning.holes import Places
 from outcore.running import allocator, execute
@@ -27,8 +27,10 @@ from tests.cpu.training import build, train
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rooms are planned for many times, and how good their plans are is nobody's question here."""
     torch.set_num_threads(1)
+    monkeypatch.setattr(hybrid, "MAX_FLIPS", 200)
 
 
 @functools.cache
