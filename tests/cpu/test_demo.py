@@ -15,6 +15,7 @@ import torch
 from outcore import demo as demo_room
 from outcore.demo import run_demo
 from outcore.errors import BudgetTooSmall, OutcoreError
+from outcore.planning import hybrid
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,7 +65,8 @@ def test_a_changed_bit_is_found(tiny: None, monkeypatch: pytest.MonkeyPatch) -> 
     assert not run_demo("60%", num_steps=5).bitwise_equal
 
 
-def test_a_budget_of_ones_own(tiny: None) -> None:
+def test_a_budget_of_ones_own(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hybrid, "MAX_FLIPS", 200)
     found = run_demo("70%", num_steps=5)
     assert found.budget_bytes == int(found.in_core_peak_bytes * 0.7)
     assert found.in_budget

@@ -6,10 +6,17 @@ import pytest
 
 from outcore.errors import BudgetTooSmall
 from outcore.limit import Limited, limit
-from outcore.planning import PLANNERS
+from outcore.planning import PLANNERS, hybrid
 from outcore.values import Timeline
 from tests.cpu.training import Outcome, build, train
 from tests.cpu.zoo import ZOO
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any plan must give the same numbers."""
+    monkeypatch.setattr(hybrid, "MAX_FLIPS", 300)
+
 
 PLAIN: dict[str, Outcome] = {}
 NEEDS: dict[str, tuple[int, int]] = {}
