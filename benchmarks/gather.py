@@ -30,7 +30,7 @@ NOTE = (
     "docs/design/002-planning.md for the 6 GiB of the issue; in the default layout (run Y) cuDNN is refused its "
     "workspaces in every step and takes other algorithms, so that those numbers are not the ones of a run with "
     "more memory. accumulate:4 and compile give other numbers. curves: every row of runs at several budgets, one "
-    "process a network. earlier_rows: what later runs replaced; earlier_note: what was said of these."
+    "process a network and run. earlier_rows: what later runs replaced; earlier_note: what was said of these."
 )
 NO_ROOM = ("OutOfMemoryError", "BudgetTooSmall")  # errors
 Row = dict[str, Any]

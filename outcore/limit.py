@@ -475,7 +475,8 @@ class Limited:
     def _ran_out(self, kind: Kind | None, error: torch.OutOfMemoryError) -> None:
         """A step ran out of memory: no plan of this size again."""
         if kind is None or kind.trace is None:
-            memory, stuck_bytes = format_bytes(self.budget.device_bytes), getattr(self._run, "stuck_bytes", 0)
+            memory = format_bytes(self.budget.device_bytes)
+            stuck_bytes = self._run.stuck_bytes if isinstance(self._run, Recorder) else 0
             otherwise = ", or use planner='hybrid', which makes values again" if self.planner in AS_IT_IS else ""
             error.add_note(
                 f"outcore: {format_bytes(stuck_bytes)} of what this first step saves found no room beside the device; "
