@@ -13,7 +13,7 @@ import torch
 from benchmarks import tuning_accuracy, tuning_cases
 from benchmarks.tuning import errors_of
 from benchmarks.tuning_accuracy import Contest
-from benchmarks.tuning_cases import Case, Row, Setting, train
+from benchmarks.tuning_cases import Case, Look, Row, Setting, train
 from benchmarks.tuning_grid import of_grid, of_pairs
 from outcore.elastic.digits import lenet
 
@@ -101,11 +101,16 @@ def test_all_train_for_the_same_time() -> None:
     assert case.num_samples(96) == 48
 
 
+def told_s(steps: list[float], step_s: float, looks: list[Look]) -> float:
+    """A clock on which steps take their time and looks an age."""
+    return len(steps) * step_s + 7.0 * len(looks)
+
+
 def test_a_clock_says_how_far_a_training_is() -> None:
     """Whatever steps of its batch seemed to take beforehand."""
     case = small_case()
     case.rates = {32: 48 / 0.4, 8: 1e9, 96: 1.0}  # today's batch takes 0.4 s for half an epoch
-    for batch in (8, 96):
+    for batch, step_s in ((8, 0.003), (96, 0.01)):
         rates: list[float] = []
         made = case.make_optimizer
 
@@ -115,8 +120,11 @@ def test_a_clock_says_how_far_a_training_is() -> None:
             return optimizer
 
         case.make_optimizer = make  # type: ignore[method-assign]
-        looks = list(train(case, Setting(batch, 0.01), 0))
-        assert looks[-1].second == pytest.approx(0.4, rel=0.25)
+        looks: list[Look] = []
+        case.now_s = partial(told_s, rates, step_s, looks)  # type: ignore[method-assign]
+        for look in train(case, Setting(batch, 0.01), 0):
+            looks += [look]
+        assert looks[-1].second == pytest.approx(0.4, abs=step_s)
         assert len(looks) == 8
         assert looks[-1].num_samples == batch * len(rates)
         assert rates[0] == rates[len(rates) // 2] == 0.01
