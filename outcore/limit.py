@@ -42,7 +42,7 @@ from outcore.running.aside import Aside
 from outcore.running.clock import Clock
 from outcore.running.execute import Execution, is_distributed
 from outcore.running.kinds import Kind
-from outcore.running.meter import LiveBytes, resident_bytes
+from outcore.running.meter import LiveBytes, resident_bytes, storages_there
 from outcore.running.program import Program
 from outcore.running.room import NUM_STEPS, Room
 from outcore.running.store import Store
@@ -502,7 +502,7 @@ class Limited:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return
-        self._meter = LiveBytes(before_bytes, know_what_is_there=trace is None or trace.has_unseen)
+        self._meter = LiveBytes(before_bytes, storages_there(self.model) if trace is None or trace.has_unseen else None)
 
     def _now(self) -> Any:
         if self.device.type == "cuda":

@@ -1,14 +1,27 @@
-"""Property tests draw the same examples every time, so that a change is judged by what it changes.
+"""What holds for all tests.
 
-OUTCORE_EXPLORE=1 draws new ones: a failure then is a counterexample to keep as a test of its own.
+One thread each, also for the processes they start: two test workers on two cores with two threads each would wait for
+each other at every small op, and a CPU's sums have other bits on other numbers of threads.
+
+Property tests draw the same examples every time, so that a change is judged by what it changes. OUTCORE_EXPLORE=1 draws
+new ones: a failure then is a counterexample to keep as a test of its own.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 
 from hypothesis import settings
 
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is there
+
 settings.register_profile("repeatable", derandomize=True)
 if not os.environ.get("OUTCORE_EXPLORE"):
     settings.load_profile("repeatable")
+
+
+def pytest_collection_finish() -> None:
+    """What libraries and pytest hold need not be walked over at every recorded step and every collection."""
+    gc.collect()
+    gc.freeze()

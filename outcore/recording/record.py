@@ -10,7 +10,6 @@ Because nothing is held for autograd, the lifetimes seen are the program's own.
 
 from __future__ import annotations
 
-import gc
 import math
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -47,6 +46,7 @@ from outcore.running.cells import (
 )
 from outcore.running.clock import Clock
 from outcore.running.execute import SMALL_BYTES, bring, swap_out_now
+from outcore.running.meter import storages_there
 from outcore.running.replay import Recipe, below_everything, capture, has_twin
 from outcore.running.signatures import (
     UNFILLED,
@@ -137,19 +137,11 @@ class Recorder:
         self._node_values: set[int] = set()  # what they read and made
         self._modules = ModuleNames(model)
         self._serial = object()
-        self._know_what_is_there()
+        for storage in storages_there(model):  # what turns up later without a mark was made by an op we did not see
+            storage.__dict__[_MARK] = (self._serial, None)
         self._reset_peak()
 
     # -- storages and values ------------------------------------------------------------------------------------------
-
-    def _know_what_is_there(self) -> None:
-        """Marks every tensor Python can see: what turns up later without a mark was made by an op we did not see."""
-        for item in gc.get_objects():
-            if type(item) in (torch.Tensor, torch.nn.Parameter) and item.layout is torch.strided:
-                try:
-                    item.untyped_storage().__dict__[_MARK] = (self._serial, None)
-                except (RuntimeError, NotImplementedError):  # a tensor without storage: nothing of ours
-                    continue
 
     def _storage_of(self, tensor: torch.Tensor) -> int:
         """The number of a tensor's storage; an unknown one gets the next number."""

@@ -9,25 +9,38 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import chain, compress
 
 import torch
 
 _SEEN = "_outcore_metered"
+_KINDS = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+def storages_there(model: torch.nn.Module) -> Iterator[torch.UntypedStorage]:
+    """Of the model, and of every tensor Python can see: `gc.freeze()` hides those that were there before it."""
+    seen = gc.get_objects()  # hundreds of thousands
+    tensors = compress(seen, map(_KINDS.__contains__, map(type, seen)))
+    for tensor in chain(model.parameters(), model.buffers(), tensors):
+        if tensor.layout is torch.strided:
+            try:
+                yield tensor.untyped_storage()
+            except (RuntimeError, NotImplementedError):  # without one: nothing of ours
+                continue
 
 
 class LiveBytes:
     """Storages made since it began, counted while they live."""
 
-    def __init__(self, before_bytes: int, *, know_what_is_there: bool) -> None:
+    def __init__(self, before_bytes: int, there: Iterable[torch.UntypedStorage] | None) -> None:
         self.current_bytes = self.peak_bytes = before_bytes
-        self.knows_what_was_there = know_what_is_there
+        self.knows_what_was_there = there is not None
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._next = 0
-        for item in gc.get_objects() if know_what_is_there else ():
-            if type(item) in (torch.Tensor, torch.nn.Parameter) and item.layout is torch.strided:
-                item.untyped_storage().__dict__[_SEEN] = self
+        for storage in there or ():
+            storage.__dict__[_SEEN] = self
 
     def see(self, tensor: torch.Tensor) -> None:
         """Counts the storage of `tensor`, which was not there before the step, once."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,6 @@ import torch
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BUDGETS_MIB = {"plain_loop": 16, "accumulation": 6, "hugging_face": 10, "hf_trainer": 10, "lightning_callback": 12}
 NEEDS = {"hugging_face": "transformers", "hf_trainer": "accelerate", "lightning_callback": "lightning"}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.mark.parametrize("name", BUDGETS_MIB)

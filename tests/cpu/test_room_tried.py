@@ -29,7 +29,6 @@ from tests.cpu.training import build, train
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rooms are planned for many times, and how good their plans are is nobody's question here."""
-    torch.set_num_threads(1)
     monkeypatch.setattr(hybrid, "MAX_FLIPS", 200)
 
 

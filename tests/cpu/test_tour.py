@@ -7,21 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 TOUR = Path(__file__).parents[2] / "docs" / "tour.md"
 
 
 def test_the_tour_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     names: dict[str, Any] = {}
     blocks = re.findall(r"```python\n(.*?)```", TOUR.read_text(), flags=re.DOTALL)
     assert len(blocks) >= 7
     for number, block in enumerate(blocks):
         exec(compile(block, f"tour block {number}", "exec"), names)
-    torch.set_num_threads(num_threads)
     told = capsys.readouterr().out
     for line in ("1 2 aten.addmm.default (2, 1, 0) -> (3,) 0", "5 12 pack value 8 (2048, 1024)", "keep-all needs"):
         assert line in told

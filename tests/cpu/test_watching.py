@@ -41,7 +41,6 @@ def alone_in_a_group(tmp_path: Any) -> Iterator[None]:
 
 def seen_in_the_last_step(seen: list[bool]) -> tuple[int, int]:
     """Ops of the forward and of the backward that Python saw in a step that nobody measures any more."""
-    torch.set_num_threads(1)
     model, loss_of = build("resnet")
     ooc = limit(model, 1 * MIB, planner="recompute-all")
     train(model, loss_of, ooc, 2 + NUM_MEASURED)

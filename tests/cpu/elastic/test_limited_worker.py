@@ -29,7 +29,6 @@ def deep_net() -> nn.Sequential:
 
 def train(rank: int, port: int, out: str) -> None:
     """One process: per level a few steps, plain and then under a budget, each with workers of its own name."""
-    torch.set_num_threads(1)
     torch.save({level: train_twice(rank, port, level) for level in LEVELS}, f"{out}/{rank}.pt")
 
 

@@ -1,4 +1,4 @@
-"""What the tuning tests train: scikit-learn's digits, a small net, one thread."""
+"""What the tuning tests train: scikit-learn's digits, a small net."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from outcore.elastic.digits import Digits, load_digits
-
-torch.set_num_threads(1)
 
 
 def digits() -> Digits:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -17,18 +15,6 @@ from outcore.tuning.samples import Samples
 
 CPU = torch.device("cpu")
 make_sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """One thread, for a busy machine; and what is there now is not looked through for tensors at every recording."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(num_threads)
 
 
 def convnet() -> nn.Module:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,17 +19,11 @@ from outcore.tuning.probing import Bench, Measured
 from outcore.tuning.scaling import Family, Recorded
 from outcore.units import MIB
 from outcore.values import Budget, Machine, Plan, Trace
-from tests.cpu.tuning.nets import NETS, bench_of, quiet
+from tests.cpu.tuning.nets import NETS, bench_of
 
 PEAK = 0.03  # the bar
 BATCH = 192
 PRETEND = Machine("pretend", 1 << 40, 0, 1 << 40, 1e9, 1e9, 1e9, 1e9)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quiet() -> Iterator[None]:
-    with quiet():
-        yield
 
 
 @pytest.fixture(scope="module")

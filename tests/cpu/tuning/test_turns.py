@@ -18,13 +18,7 @@ from outcore.tuning.curve import Curve, Planned, Point, Predicted
 from outcore.tuning.probing import NUM_IN_TURN, Bench, in_proportion
 from outcore.tuning.samples import Samples
 from outcore.tuning.scaling import Family, Recorded
-from tests.cpu.tuning.nets import CPU, quiet
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with quiet():
-        yield
+from tests.cpu.tuning.nets import CPU
 
 
 class Branching(nn.Module):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from outcore.tuning.curve import Curve, Point
 from outcore.tuning.ranks import Ranks
 from outcore.tuning.shares import Shares, of_ideal
 from outcore.tuning.tune import _aim_together
-from tests.cpu.tuning.nets import make_sgd, mlp, quiet, stripes
+from tests.cpu.tuning.nets import make_sgd, mlp, stripes
 from tests.cpu.tuning.test_tune_cli import EXAMPLE, call
 from tests.cpu.tuning.workers import free_port, run_ranks
 
@@ -35,11 +34,9 @@ SAMPLE_S = 4e-4
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probing, "TIMED_S", 0.02)
     monkeypatch.setattr(probing, "NUM_ROUNDS", 1)
-    with quiet():
-        yield
 
 
 class Timed(nn.Module):
@@ -81,8 +78,7 @@ def tuned(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {"disk": f"{settings['folder']}/{rank}"}
     Path(options["disk"]).mkdir()
     model = mlp()
-    with quiet():
-        return answers(rank, settings, model, options)
+    return answers(rank, settings, model, options)
 
 
 def answers(rank: int, settings: dict[str, Any], model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:

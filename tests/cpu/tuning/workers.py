@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -39,7 +40,7 @@ def free_port() -> int:
 
 def _rank(rank: int, port: int, num_ranks: int, work: Callable[..., Any], settings: dict[str, Any]) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    torch.set_num_threads(1)
+    gc.freeze()  # what is there now need not be walked over at every recording
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
     found = work(rank, settings)
     (Path(settings["folder"]) / f"{rank}.json").write_text(json.dumps(found))
