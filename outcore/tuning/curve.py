@@ -25,6 +25,7 @@ from outcore.values.codec import Saved
 
 KNEE_SHARE = 0.99  # of the best samples per second: steps are not told apart more finely
 MOST_OPTIMIZER = 0.8  # of a step: timed in a slow moment it took longer than all of one, and to accumulate cost nothing
+NUM_ON_LINE = 8  # batches looked at where a line says; were it none, halving ends sooner
 SURE_SHARE = 0.03  # of a step: a smaller difference may be the line's error and is no cost of swapping
 
 
@@ -222,13 +223,17 @@ class Planned:
         return found.peak_bytes + self.resident_bytes
 
     def largest_in_core(self, at_most: int) -> int:
-        """By bisection; 0: not even one sample."""
-        low, high = 0, at_most
-        if self.in_core_bytes(high) <= self.budget.device_bytes:
+        """Where a line says; bytes lie nearly on one. 0: not even one sample."""
+        room_bytes, low, high = self.budget.device_bytes, 0, at_most
+        known = {0: self.family.recorded[0].trace.before_bytes + self.resident_bytes, high: self.in_core_bytes(high)}
+        if known[high] <= room_bytes:
             return high
         while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.in_core_bytes(middle) <= self.budget.device_bytes else (low, middle)
+            slope_bytes = max(1, known[high] - known[low])
+            part = (room_bytes - known[low]) / slope_bytes if len(known) < NUM_ON_LINE else 0.5
+            batch = min(max(low + int(part * (high - low)), low + 1), high - 1)
+            known[batch] = self.in_core_bytes(batch)
+            low, high = (batch, high) if known[batch] <= room_bytes else (low, batch)
         return low
 
 

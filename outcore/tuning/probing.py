@@ -38,7 +38,6 @@ Tell = Callable[[str, float], None]
 BUSY_S = 0.02  # shorter steps are mostly overhead: their times tell little about larger batches
 NUM_TIMED, TIMED_S = 3, 0.2  # real steps that are timed: at least so many, and for so long
 NUM_LONG_TIMED = 2  # of steps that take as long each
-BRIEF_S = 0.05  # for steps whose times tell little
 SHORT_S, SHORT_TIMED_S = 0.05, 0.5  # on CUDA such a step waits for its host, whom much else disturbs: timed so long
 NUM_LOOPS, NUM_IN_LOOP = 9, 12  # times that steps in a loop are timed, and how many of them at a time
 NUM_TRIED = 6  # steps until one was watched under a plan
@@ -126,14 +125,17 @@ class Bench:
         _newest_kind(self.ooc).trace = fastest(traces)
         return self._watched(self.ooc, batch, data, brief=self.device.type == "cpu")
 
-    def confirm(self, predicted: Predicted, beside: tuple[Predicted, float] | None = None) -> Measured:
+    def confirm(
+        self, predicted: Predicted, beside: tuple[Predicted, float] | None = None, *, levelled: bool = False
+    ) -> Measured:
         """Real steps that follow a predicted plan from the first one on. `beside`: a batch to compare it with, and its
-        seconds: on a CPU, whose speed is another a second later, they take turns.
+        seconds: on a CPU, whose speed is another a second later, they take turns. `levelled`: as it will with others,
+        in `level`.
 
         Where the allocator starts over in them, a training would not stay with that plan: `limit` goes on to the room
         it settles on, and the faster of the two is what a training gets.
         """
-        found = self._confirmed(predicted, predicted.plan, beside)
+        found = self._confirmed(predicted, predicted.plan, beside, brief=levelled and self.device.type == "cpu")
         if predicted.point.in_core or not found.num_restarts:
             return found
         try:
@@ -142,7 +144,12 @@ class Bench:
             return found
 
     def _confirmed(
-        self, predicted: Predicted, plan: Plan | None, beside: tuple[Predicted, float] | None = None
+        self,
+        predicted: Predicted,
+        plan: Plan | None,
+        beside: tuple[Predicted, float] | None = None,
+        *,
+        brief: bool = False,
     ) -> Measured:
         batch = predicted.point.micro_batch
         ooc = self._limited(plan=plan)
@@ -153,7 +160,7 @@ class Bench:
             while plan is None and not ooc.settled and time.perf_counter() < end_s:
                 self._step(ooc, data)
             times_ops = predicted.point.in_core and self.device.type == "cuda"
-            found = self._watched(ooc, batch, data, times_ops=times_ops, brief=beside is not None)
+            found = self._watched(ooc, batch, data, times_ops=times_ops, brief=brief or beside is not None)
             return self._compared(ooc, found, *beside) if beside is not None else found
         except torch.OutOfMemoryError as error:
             self.ran_out[batch] = str(error)
@@ -271,7 +278,8 @@ class Bench:
             step_s = sum(op.seconds for op in trace.ops)
         num_restarts = count_restarts(self.device)
         brief = brief or (self.device.type == "cpu" and measured.step_s < BUSY_S)
-        timed_s = self._time(ooc, data, for_s=BRIEF_S if brief else TIMED_S)
+        twice = measured.step_s < SHORT_S
+        timed_s = self._turn(ooc, batch, twice=twice) if brief else self._time(ooc, data, for_s=TIMED_S)
         num_restarts = count_restarts(self.device) - num_restarts
         followed = kind.num_left == 0
         found = Measured(batch, step_s + self.optimizer_s, measured.peak_bytes, trace, followed, num_restarts)
@@ -365,8 +373,8 @@ class Bench:
 
     def _tidy(self) -> None:
         self.model.zero_grad()
-        gc.collect()
         if self.device.type == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
 
     def close(self) -> None:

@@ -65,7 +65,7 @@ class Device:
         self.recorded.append(batch)
         return self._measured(batch)
 
-    def confirm(self, predicted: Predicted) -> Measured:
+    def confirm(self, predicted: Predicted, *, levelled: bool) -> Measured:
         assert predicted.point.in_core  # nothing is learned about ops from a step that swaps
         self.ran.append(predicted.point.micro_batch)
         return self._measured(predicted.point.micro_batch)

@@ -146,9 +146,9 @@ def test_where_the_allocator_starts_over_the_settled_plan_counts(folder: str, mo
     plans: list[Plan | None] = []
     confirmed = Bench._confirmed
 
-    def noted(self: Bench, predicted: Predicted, given: Plan | None, *beside: Any) -> Measured:
+    def noted(self: Bench, predicted: Predicted, given: Plan | None, *beside: Any, **options: Any) -> Measured:
         plans.append(given)
-        return confirmed(self, predicted, given, *beside)
+        return confirmed(self, predicted, given, *beside, **options)
 
     monkeypatch.setattr(Bench, "_confirmed", noted)
     beyond = tight.planned(family).at(BATCH)
@@ -191,9 +191,9 @@ def test_a_second_look_that_runs_out_of_memory_leaves_the_first(monkeypatch: pyt
     restarts, really, looks_again = itertools.count(), Bench._confirmed, [False]
     monkeypatch.setattr(probing, "count_restarts", lambda device: next(restarts))
 
-    def confirmed(self: Bench, predicted: Predicted, plan: Plan | None, *beside: Any) -> Measured:
+    def confirmed(self: Bench, predicted: Predicted, plan: Plan | None, *beside: Any, **options: Any) -> Measured:
         looks_again[0] = plan is None
-        return really(self, predicted, plan, *beside)
+        return really(self, predicted, plan, *beside, **options)
 
     def loss_of(*args: Any) -> torch.Tensor:
         loss = batches.loss_of(*args)

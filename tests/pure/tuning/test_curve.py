@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -15,10 +17,12 @@ from outcore.values import Budget
 from tests.pure.test_reporting import MACHINE
 from tests.pure.tuning.test_scaling import family_of
 
+FAMILY = family_of(8, 16, 32)
+
 
 def planned(memory_bytes: int = 3 * MIB) -> Planned:
     machine = replace(MACHINE, swap_out_bytes_per_s=20.0 * MIB, swap_in_bytes_per_s=20.0 * MIB)
-    return Planned(family_of(8, 16, 32), machine, Budget(memory_bytes, 64 * MIB), optimizer_s=0.004)
+    return Planned(FAMILY, machine, Budget(memory_bytes, 64 * MIB), optimizer_s=0.004)
 
 
 def point(batch: int, rate: float, *, in_core: bool = True, fits: bool = True) -> Point:
@@ -47,6 +51,38 @@ def test_every_point_is_what_its_plan_does() -> None:
         assert made.fits
         assert made.peak_bytes <= 3 * MIB
         assert made.in_core == (batch <= edge)
+
+
+@dataclass(frozen=True)
+class Bent(Planned):
+    """Bytes by any law."""
+
+    law: Callable[[int], float] = float
+    asked: list[int] = field(default_factory=list)
+
+    def in_core_bytes(self, batch: int) -> int:
+        self.asked.append(batch)
+        return int(self.law(batch))
+
+
+@pytest.mark.parametrize(
+    ("law", "most_asked"),
+    [
+        (lambda batch: 1000 + 37 * batch, 5),
+        (lambda batch: 512 * math.ceil((900_000 + 37 * batch) / 512), 8),
+        (lambda batch: batch**3, 22),
+        (lambda batch: 0 if batch < 4000 else 1e9, 22),
+        (lambda batch: 1e9 if batch > 1 else 0, 22),
+    ],
+)
+def test_the_edge_of_memory_is_found_by_few_looks(law: Callable[[int], float], most_asked: int) -> None:
+    for room_bytes in (0, 1, 1036, 1037, 50_000, 910_000, 1_000_000, 999_999_999):
+        for at_most in (1, 2, 9, 4096):
+            plans = Bent(FAMILY, MACHINE, Budget(room_bytes, 0), 0.0, law=law)
+            edge = plans.largest_in_core(at_most)
+            expected = max((batch for batch in range(1, at_most + 1) if int(law(batch)) <= room_bytes), default=0)
+            assert edge == expected
+            assert len(plans.asked) <= most_asked
 
 
 def test_a_batch_that_no_plan_fits_says_how_much_it_needs() -> None:
