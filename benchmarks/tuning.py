@@ -75,6 +75,7 @@ NUM_WARM = 12 if ON_GPU else 5  # ours: recorded, timed again, planned, watched,
 NUM_STEPS = 10
 NUM_IN_TURN, QUICKEST_S = 8, 0.15  # turns of each batch, of a curve in turn; predictions, too, are of quickest steps
 NUM_TOP, NUM_TURNS, NUM_AGAIN = 4, 160, 6  # the sweep's best; steps of each of them in turn, or whole runs on a GPU
+NUM_TUNED_AGAIN = 2  # after the sweep: on a CPU, whose speed is another a minute later
 _over = statistics.harmonic_mean  # of samples per second: over all of these steps together
 WIDE = "90%" if ON_GPU else "4GiB"  # of memory: nearly every batch is in-core
 NUM_PLANNERS = 5 if ON_GPU else 0  # processes; here a CPU's cores are what is measured
@@ -400,16 +401,21 @@ def choice(settings: argparse.Namespace) -> Iterator[Row]:
     memory = settings.memory or MEMORY[name]
     make_model, make_batch = task_of(name)
     _set_up(make_model(), make_batch, memory)
-    began_s = _now_s()
-    micro, found = _chosen(name, memory, settings.largest)
-    tune_s = _now_s() - began_s
-    clean()
-    row = {"network": name, "memory": memory}
-    yield {**row, "what": "tune", "micro_batch": micro, "seconds": tune_s, "curve": json.loads(found.to_json())}
-    grid = sorted({micro, *range(settings.sweep_step, settings.largest + 1, settings.sweep_step)})
+    row, tuned = {"network": name, "memory": memory}, list[Row]()
+
+    def tune() -> Row:
+        began_s = _now_s()
+        micro, found = _chosen(name, memory, settings.largest)
+        tuned.append({"micro_batch": micro, "seconds": _now_s() - began_s})
+        clean()
+        return {**row, "what": "tune", **tuned[-1], "curve": json.loads(found.to_json())}
+
+    yield tune()
+    first = tuned[0]["micro_batch"]
+    grid = sorted({first, *range(settings.sweep_step, settings.largest + 1, settings.sweep_step)})
     swept: dict[int, tuple[float, float]] = {}
     deadline_s = time.perf_counter() + settings.limit_s
-    for batch in sorted(grid, key=lambda batch: (batch != micro, batch)):
+    for batch in sorted(grid, key=lambda batch: (batch != first, batch)):
         if time.perf_counter() > deadline_s:
             yield {**row, "what": "sweep", "batch": batch, "error": "not reached in time"}
             continue
@@ -420,12 +426,17 @@ def choice(settings: argparse.Namespace) -> Iterator[Row]:
             clean()
             continue
         yield {**row, "what": "sweep", "batch": batch, "samples_per_s": swept[batch][0], "seconds": swept[batch][1]}
+    for _ in range(0 if ON_GPU else NUM_TUNED_AGAIN):
+        yield tune()
     best = max(swept, key=lambda batch: swept[batch][0])
     sweep_s = sum(seconds for _, seconds in swept.values())
     top = sorted(swept, key=lambda batch: -swept[batch][0])[:NUM_TOP]
-    again = _in_turn(make_model, make_batch, sorted({micro, *top}), memory)
+    chosen = {found["micro_batch"] for found in tuned}
+    again = _in_turn(make_model, make_batch, sorted({*chosen, *top}), memory)
     rival = max(again, key=lambda batch: _over(again[batch][1::2]))
+    micro = min(chosen, key=lambda batch: _over(again[batch][1::2]))  # the worst of our choices
     ours, theirs = (again[batch][::2] for batch in (micro, rival))
+    tune_s = statistics.median(found["seconds"] for found in tuned)
     yield {
         **row,
         "what": "verdict",
@@ -434,9 +445,10 @@ def choice(settings: argparse.Namespace) -> Iterator[Row]:
         "rival": rival,
         "of_best_throughput": _over(ours) / _over(theirs),
         "standard_error": _error_of(ours, theirs),
-        "in_the_sweep": swept[micro][0] / swept[best][0],
+        "in_the_sweep": swept[first][0] / swept[best][0],
         "over_all_rounds": {str(batch): _over(rates) for batch, rates in again.items()},
         "again": {str(batch): rates for batch, rates in again.items()},
+        "tuned": tuned,
         "tune_s": tune_s,
         "sweep_s": sweep_s,
         "num_swept": len(swept),
