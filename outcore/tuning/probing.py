@@ -43,6 +43,7 @@ NUM_LOOPS, NUM_IN_LOOP = 9, 12  # times that steps in a loop are timed, and how 
 NUM_TRIED = 6  # steps until one was watched under a plan
 NUM_ROUNDS = 2  # of timing recorded batches in turn
 NUM_IN_TURN = 4, 8  # rounds of timing those from which one is chosen, at least and at most
+QUICK_S = 0.04  # for a turn of short ones
 NUM_LEVEL = 3  # rounds of timing those from which others follow
 KNOWN = 0.01  # of the fastest one's seconds a sample: two that are compared so closely need no further round
 NUM_RECORDINGS = 2  # on the CPU, where the first one also pays for the first touch of memory
@@ -178,7 +179,7 @@ class Bench:
         try:
             self._watch(ooc, self.samples.any_batch(batch))
             for _ in range(NUM_LEVEL):
-                shares.append(self._turn(ooc, found.batch, twice=False) / self._turn(ooc, batch, twice=False))
+                shares.append(self._turn(ooc, found.batch, is_short=False) / self._turn(ooc, batch, is_short=False))
         except (BudgetTooSmall, TuningError):
             return found
         if any(kind.num_left or kind.unplanned for kind in ooc.kinds.values()):
@@ -188,8 +189,7 @@ class Bench:
     def in_turn(self, predicted: Sequence[Predicted]) -> list[tuple[float, int]]:
         """Real steps of several batches, one of each after the other: seconds of each, and its peak. A shared CPU is
         not the same machine a second later, and batches are told apart by a few percent: their means over the same
-        rounds tell them apart, of few steps the least is luck. How fast they all are, left alone, the least say. A
-        short step finds the caches full of another batch, and is run twice."""
+        rounds tell them apart, of few steps the least is luck. How fast they all are, left alone, the least say."""
         ooc, peaks = self._limited(), list[int]()
         batches = [found.point.micro_batch for found in predicted]
         times: dict[int, list[float]] = {batch: [] for batch in batches}
@@ -201,19 +201,23 @@ class Bench:
             while (going := _undecided(times)) and len(times[going[0]]) < NUM_IN_TURN[1]:
                 for found, batch in zip(predicted, batches):
                     if batch in going:
-                        times[batch].append(self._turn(ooc, batch, twice=found.point.step_s < SHORT_S))
+                        times[batch].append(self._turn(ooc, batch, is_short=found.point.step_s < SHORT_S))
         finally:
             ooc.close()
             self._tidy()
         return list(zip(_seconds_of(times), peaks))
 
-    def _turn(self, ooc: Limited, batch: int, *, twice: bool) -> float:
-        data = self.samples.any_batch(batch)
-        if twice:
+    def _turn(self, ooc: Limited, batch: int, *, is_short: bool) -> float:
+        """What a step takes. A short one finds the caches full of another batch, and a neighbour's moment may last as
+        long as it: the least of several that follow on a first."""
+        data, least_s, end_s = self.samples.any_batch(batch), math.inf, time.perf_counter() + QUICK_S
+        if is_short:
             self._step(ooc, data)
-        start_s = self._now()
-        self._step(ooc, data)
-        return self._now() - start_s
+        while least_s == math.inf or (is_short and time.perf_counter() < end_s):
+            start_s = self._now()
+            self._step(ooc, data)
+            least_s = min(least_s, self._now() - start_s)
+        return least_s
 
     def loop_s(self, batch: int) -> float:
         """Seconds of a step with everything kept, in a loop that waits for nothing, as a user's does: there the host
@@ -255,7 +259,7 @@ class Bench:
                 self._watch(ooc, self.samples.any_batch(found.batch))
             for _ in range(NUM_LEVEL):
                 for found in measured:
-                    times[found.batch].append(self._turn(ooc, found.batch, twice=found.step_s < SHORT_S))
+                    times[found.batch].append(self._turn(ooc, found.batch, is_short=found.step_s < SHORT_S))
             if any(kind.num_left or kind.unplanned for kind in ooc.kinds.values()):
                 return list(measured)
         except (BudgetTooSmall, TuningError):  # what was measured so far is known
@@ -278,8 +282,8 @@ class Bench:
             step_s = sum(op.seconds for op in trace.ops)
         num_restarts = count_restarts(self.device)
         brief = brief or (self.device.type == "cpu" and measured.step_s < BUSY_S)
-        twice = measured.step_s < SHORT_S
-        timed_s = self._turn(ooc, batch, twice=twice) if brief else self._time(ooc, data, for_s=TIMED_S)
+        is_short = measured.step_s < SHORT_S
+        timed_s = self._turn(ooc, batch, is_short=is_short) if brief else self._time(ooc, data, for_s=TIMED_S)
         num_restarts = count_restarts(self.device) - num_restarts
         followed = kind.num_left == 0
         found = Measured(batch, step_s + self.optimizer_s, measured.peak_bytes, trace, followed, num_restarts)
