@@ -99,13 +99,18 @@ class Choosing:
         return pick(self.curve)
 
     def _take_turns(self, rivals: list[int], tell: Tell) -> bool:
-        """Real steps in turn; False where that has happened already, or one alone was measured already."""
+        """Real steps in turn; False where that has happened already, or one alone was measured already. Who comes later
+        takes turns with the best of those before, and counts in proportion to it."""
         alone = len(rivals) == 1 and self.curve.point(rivals[0]).measured_step_s is not None
         if alone or self.compared.issuperset(rivals):
             return False
-        tell(f"real steps in turn with batches of {', '.join(map(str, rivals))}", 0.9)
-        for batch, (step_s, peak_bytes) in zip(rivals, self.bench.in_turn([self.predicted[b] for b in rivals])):
-            self.curve = self.curve.measured(batch, step_s, peak_bytes)
+        before = max(self.compared.intersection(rivals), key=self.curve.rate, default=0)
+        turning = [batch for batch in rivals if batch == before or batch not in self.compared]
+        tell(f"real steps in turn with batches of {', '.join(map(str, turning))}", 0.9)
+        took = dict(zip(turning, self.bench.in_turn([self.predicted[batch] for batch in turning])))
+        level = self.curve.seconds(before) / took.pop(before)[0] if before else 1.0
+        for batch, (step_s, peak_bytes) in took.items():
+            self.curve = self.curve.measured(batch, step_s * level, peak_bytes)
         self.compared.update(rivals)
         return True
 

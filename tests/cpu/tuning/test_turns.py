@@ -136,15 +136,21 @@ def test_steps_in_a_loop_are_those_of_a_training_and_change_nothing(bench: Bench
 
 
 def chosen(
-    said: dict[int, float], true: dict[int, float], edge: int, fast: dict[int, float] | None = None
+    said: dict[int, float],
+    true: dict[int, float],
+    edge: int,
+    fast: dict[int, float] | None = None,
+    slows_down: float = 1.0,
 ) -> tuple[int, list[Any], Curve]:
-    """What is taken where the curve promises `said` samples per second and real steps have `true`; `fast` alone."""
+    """What is taken where the curve promises `said` samples per second and real steps have `true`; `fast` alone. The
+    machine slows down each time that batches take turns."""
     alone = true | (fast or {})
     ran: list[Any] = []
 
     def in_turn(found: list[Predicted]) -> list[tuple[float, int]]:
+        slower = slows_down ** sum(isinstance(those, list) for those in ran)
         ran.append([one.point.micro_batch for one in found])
-        return [(one.point.micro_batch / true[one.point.micro_batch], 1) for one in found]
+        return [(slower * one.point.micro_batch / true[one.point.micro_batch], 1) for one in found]
 
     def confirm(one: Predicted, beside: tuple[Predicted, float] | None) -> Any:
         batch = one.point.micro_batch
@@ -175,6 +181,17 @@ def test_what_comes_out_beyond_in_core_ran_too() -> None:
     assert taken == 64
     assert 128 in ran
     assert curve.point(taken).measured_step_s is not None
+
+
+def test_who_comes_later_counts_in_proportion_to_the_best_of_those_before() -> None:
+    said = {16: 500.0, 32: 895.0, 48: 900.0, 64: 905.0, 79: 907.0}
+    true = {16: 400.0, 32: 940.0, 48: 930.0, 64: 880.0, 79: 870.0}
+    taken, ran, curve = chosen(said, true, 79, slows_down=2.0)
+    assert ran == [[48, 64, 79], [32, 48]]
+    assert taken == 32
+    assert {batch: curve.rate(batch) for batch in (32, 48, 64, 79)} == {
+        batch: pytest.approx(true[batch]) for batch in (32, 48, 64, 79)
+    }
 
 
 def test_one_batch_alone_runs_once() -> None:
