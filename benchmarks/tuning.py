@@ -445,7 +445,7 @@ def choice(settings: argparse.Namespace) -> Iterator[Row]:
         "rival": rival,
         "of_best_throughput": _over(ours) / _over(theirs),
         "standard_error": _error_of(ours, theirs),
-        "in_the_sweep": swept[first][0] / swept[best][0],
+        "first_in_the_sweep": swept[first][0] / swept[best][0] if first in swept else None,
         "over_all_rounds": {str(batch): _over(rates) for batch, rates in again.items()},
         "again": {str(batch): rates for batch, rates in again.items()},
         "tuned": tuned,

@@ -223,7 +223,7 @@ class Limited:
             return
         if kind.trace is None and not kind.unplanned:
             self._know_parameters()
-            where = self.model, self.store, self.device, before_bytes, self.budget.device_bytes
+            where = self.model, inputs, self.store, self.device, before_bytes, self.budget.device_bytes
             self._run = Recorder(*where, on_refused=self._refusals.excuse, reruns=self.planner not in AS_IT_IS)
             self._interception.listen(self._run, ops=True)
             return
@@ -238,7 +238,7 @@ class Limited:
         closely = kind.program is not None and (self.measure or kind.num_steps < NUM_MEASURED)
         if closely:
             self._log = []
-            self._watch_memory(before_bytes, kind.trace)
+            self._watch_memory(before_bytes, kind.trace, inputs)
         time_again = self.device.type == "cuda" and not kind.timed_again
         clock = None
         if time_again and kind.trace is not None:
@@ -498,11 +498,12 @@ class Limited:
         resident = resident_bytes(self.model, self._optimizers, self.device)
         return resident + sum(tensor.nbytes for tensor in inputs if tensor.device.type == "cpu")
 
-    def _watch_memory(self, before_bytes: int, trace: Trace | None) -> None:
+    def _watch_memory(self, before_bytes: int, trace: Trace | None, inputs: tuple[torch.Tensor, ...]) -> None:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return
-        self._meter = LiveBytes(before_bytes, storages_there(self.model) if trace is None or trace.has_unseen else None)
+        looks = trace is None or trace.has_unseen
+        self._meter = LiveBytes(before_bytes, storages_there(self.model, inputs) if looks else None)
 
     def _now(self) -> Any:
         if self.device.type == "cuda":

@@ -21,6 +21,12 @@ if not os.environ.get("OUTCORE_EXPLORE"):
     settings.load_profile("repeatable")
 
 
+def pytest_configure() -> None:
+    import torch
+
+    torch.set_num_threads(1)  # a plugin may have had it before us
+
+
 def pytest_collection_finish() -> None:
     """What libraries and pytest hold need not be walked over at every recorded step and every collection."""
     gc.collect()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from datetime import date
 from functools import partial
 from typing import Any, TypeVar
@@ -90,6 +90,7 @@ class Recorder:
     def __init__(
         self,
         model: torch.nn.Module,
+        inputs: Iterable[torch.Tensor],
         store: Store,
         device: torch.device,
         before_bytes: int,
@@ -137,7 +138,9 @@ class Recorder:
         self._node_values: set[int] = set()  # what they read and made
         self._modules = ModuleNames(model)
         self._serial = object()
-        for storage in storages_there(model):  # what turns up later without a mark was made by an op we did not see
+        for storage in storages_there(
+            model, inputs
+        ):  # what turns up later without a mark was made by an op we did not see
             storage.__dict__[_MARK] = (self._serial, None)
         self._reset_peak()
 

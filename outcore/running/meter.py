@@ -14,17 +14,20 @@ from functools import partial
 from itertools import chain, compress
 
 import torch
+from torch.nn.parameter import is_lazy
 
 _SEEN = "_outcore_metered"
 _KINDS = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
-def storages_there(model: torch.nn.Module) -> Iterator[torch.UntypedStorage]:
-    """Of the model, and of every tensor Python can see: `gc.freeze()` hides those that were there before it."""
+def storages_there(model: torch.nn.Module, inputs: Iterable[torch.Tensor]) -> Iterator[torch.UntypedStorage]:
+    """Of the model and its inputs, and of every tensor Python can see: `gc.freeze()` hides those that were there before
+    it."""
     seen = gc.get_objects()  # hundreds of thousands
     tensors = compress(seen, map(_KINDS.__contains__, map(type, seen)))
-    for tensor in chain(model.parameters(), model.buffers(), tensors):
-        if tensor.layout is torch.strided:
+    gradients = (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    for tensor in chain(model.parameters(), model.buffers(), gradients, inputs, tensors):
+        if type(tensor) in _KINDS and tensor.layout is torch.strided:
             try:
                 yield tensor.untyped_storage()
             except (RuntimeError, NotImplementedError):  # without one: nothing of ours
@@ -76,6 +79,6 @@ def resident_bytes(model: torch.nn.Module, optimizers: Iterable[torch.optim.Opti
     sizes = {
         tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
         for tensor in tensors
-        if tensor.device.type == device.type and tensor.layout is torch.strided
+        if tensor.device.type == device.type and tensor.layout is torch.strided and not is_lazy(tensor)
     }
     return sum(sizes.values())

@@ -104,8 +104,8 @@ class Choosing:
         alone = len(rivals) == 1 and self.curve.point(rivals[0]).measured_step_s is not None
         if alone or self.compared.issuperset(rivals):
             return False
-        before = max(self.compared.intersection(rivals), key=self.curve.rate, default=0)
-        turning = [batch for batch in rivals if batch == before or batch not in self.compared]
+        before = max(self.compared, key=self.curve.rate, default=0)
+        turning = sorted({before, *rivals} - (self.compared - {before}) - {0})
         tell(f"real steps in turn with batches of {', '.join(map(str, turning))}", 0.9)
         took = dict(zip(turning, self.bench.in_turn([self.predicted[batch] for batch in turning])))
         level = self.curve.seconds(before) / took.pop(before)[0] if before else 1.0

@@ -25,7 +25,7 @@ from outcore.values.codec import Saved
 
 KNEE_SHARE = 0.99  # of the best samples per second: steps are not told apart more finely
 MOST_OPTIMIZER = 0.8  # of a step: timed in a slow moment it took longer than all of one, and to accumulate cost nothing
-NUM_ON_LINE = 8  # batches looked at where a line says; were it none, halving ends sooner
+NUM_ON_LINE = 8  # batches known, after which halves are looked at: there is no line
 SURE_SHARE = 0.03  # of a step: a smaller difference may be the line's error and is no cost of swapping
 
 

@@ -179,7 +179,8 @@ class Bench:
         try:
             self._watch(ooc, self.samples.any_batch(batch))
             for _ in range(NUM_LEVEL):
-                shares.append(self._turn(ooc, found.batch, is_short=False) / self._turn(ooc, batch, is_short=False))
+                took_s = [self._turn(ooc, self.samples.any_batch(num), is_short=False) for num in (found.batch, batch)]
+                shares.append(took_s[0] / took_s[1])
         except (BudgetTooSmall, TuningError):
             return found
         if any(kind.num_left or kind.unplanned for kind in ooc.kinds.values()):
@@ -201,19 +202,20 @@ class Bench:
             while (going := _undecided(times)) and len(times[going[0]]) < NUM_IN_TURN[1]:
                 for found, batch in zip(predicted, batches):
                     if batch in going:
-                        times[batch].append(self._turn(ooc, batch, is_short=found.point.step_s < SHORT_S))
+                        is_short = found.point.step_s < SHORT_S
+                        times[batch].append(self._turn(ooc, self.samples.any_batch(batch), is_short=is_short))
         finally:
             ooc.close()
             self._tidy()
         return list(zip(_seconds_of(times), peaks))
 
-    def _turn(self, ooc: Limited, batch: int, *, is_short: bool) -> float:
-        """What a step takes. A short one finds the caches full of another batch, and a neighbour's moment may last as
-        long as it: the least of several that follow on a first."""
-        data, least_s, end_s = self.samples.any_batch(batch), math.inf, time.perf_counter() + QUICK_S
+    def _turn(self, ooc: Limited, data: Any, *, is_short: bool, for_s: float = 0.0) -> float:
+        """What a step takes. A short one finds the caches full of another batch, and is run once before; what disturbs
+        it may last as long as it does: the least of those within `for_s`."""
         if is_short:
             self._step(ooc, data)
-        while least_s == math.inf or (is_short and time.perf_counter() < end_s):
+        least_s, end_s = math.inf, time.perf_counter() + (for_s if is_short else 0.0)
+        while least_s == math.inf or time.perf_counter() < end_s:
             start_s = self._now()
             self._step(ooc, data)
             least_s = min(least_s, self._now() - start_s)
@@ -248,8 +250,12 @@ class Bench:
         """Batches that were measured one after the other on a CPU, whose speed is another a second later: once more, a
         step in turn, and their seconds in proportion to what each took of the same rounds. As they are where a step
         leaves its plan: what is timed then is a recording."""
-        if self.device.type != "cpu" or len(measured) < 2:
+        if self.device.type != "cpu" or not measured:
             return list(measured)
+        if len(measured) == 1:  # with nobody to take turns with
+            found = measured[0]
+            timed_s = self._time(self.ooc, self.samples.any_batch(found.batch), for_s=TIMED_S)
+            return [found.retimed(min(timed_s, found.step_s), self.optimizer_s)]
         ooc = self._limited()
         times: dict[int, list[float]] = {found.batch: [] for found in measured}
         self._advance()
@@ -259,7 +265,9 @@ class Bench:
                 self._watch(ooc, self.samples.any_batch(found.batch))
             for _ in range(NUM_LEVEL):
                 for found in measured:
-                    times[found.batch].append(self._turn(ooc, found.batch, is_short=found.step_s < SHORT_S))
+                    data, is_short = self.samples.any_batch(found.batch), found.step_s < SHORT_S
+                    times[found.batch].append(self._turn(ooc, data, is_short=is_short, for_s=QUICK_S))
+                    del data
             if any(kind.num_left or kind.unplanned for kind in ooc.kinds.values()):
                 return list(measured)
         except (BudgetTooSmall, TuningError):  # what was measured so far is known
@@ -283,7 +291,10 @@ class Bench:
         num_restarts = count_restarts(self.device)
         brief = brief or (self.device.type == "cpu" and measured.step_s < BUSY_S)
         is_short = measured.step_s < SHORT_S
-        timed_s = self._turn(ooc, batch, is_short=is_short) if brief else self._time(ooc, data, for_s=TIMED_S)
+        if brief:
+            timed_s = self._turn(ooc, data, is_short=is_short, for_s=QUICK_S)
+        else:
+            timed_s = self._time(ooc, data, for_s=TIMED_S)
         num_restarts = count_restarts(self.device) - num_restarts
         followed = kind.num_left == 0
         found = Measured(batch, step_s + self.optimizer_s, measured.peak_bytes, trace, followed, num_restarts)
