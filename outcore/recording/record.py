@@ -138,9 +138,7 @@ class Recorder:
         self._node_values: set[int] = set()  # what they read and made
         self._modules = ModuleNames(model)
         self._serial = object()
-        for storage in storages_there(
-            model, inputs
-        ):  # what turns up later without a mark was made by an op we did not see
+        for storage in storages_there(model, inputs):  # whatever has no mark later was made by an op we did not see
             storage.__dict__[_MARK] = (self._serial, None)
         self._reset_peak()
 
