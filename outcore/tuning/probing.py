@@ -290,9 +290,8 @@ class Bench:
             step_s = sum(op.seconds for op in trace.ops)
         num_restarts = count_restarts(self.device)
         brief = brief or (self.device.type == "cpu" and measured.step_s < BUSY_S)
-        is_short = measured.step_s < SHORT_S
         if brief:
-            timed_s = self._turn(ooc, data, is_short=is_short, for_s=QUICK_S)
+            timed_s = self._turn(ooc, data, is_short=measured.step_s < SHORT_S, for_s=QUICK_S)
         else:
             timed_s = self._time(ooc, data, for_s=TIMED_S)
         num_restarts = count_restarts(self.device) - num_restarts
