@@ -23,7 +23,7 @@ import torch
 
 import outcore
 from benchmarks.overhead import small_networks
-from benchmarks.slowdown import FIELDS, about, hardware
+from benchmarks.slowdown import FIELDS, PINNED_S, about, hardware, watch_pinning
 from outcore.limit import Limited
 
 GIB = 1024**3
@@ -64,8 +64,11 @@ def swap_all_s(model: torch.nn.Module, loss_of: Loss, memory: int | str) -> floa
 
 def measure(model: torch.nn.Module, loss_of: Loss, memory: int | str) -> Row:
     """The first recording, later ones, and one of these under a profiler."""
+    watch_pinning()
     ooc = outcore.limit(model, memory)
+    PINNED_S.clear()
     first_s = timed(ooc, model, loss_of)
+    pinning_s = sum(PINNED_S)
     again_s = []
     for _ in range(NUM_STEPS):
         ooc.kinds.clear()
@@ -79,7 +82,13 @@ def measure(model: torch.nn.Module, loss_of: Loss, memory: int | str) -> Row:
     gc.collect()
     whole_s = swap_all_s(model, loss_of, memory)
     again = statistics.median(again_s)
-    row = {"num_ops": num_ops, "first_record_s": first_s, "record_s": again, "swap_all_s": whole_s}
+    row = {
+        "num_ops": num_ops,
+        "first_record_s": first_s,
+        "pinning_s": pinning_s,
+        "record_s": again,
+        "swap_all_s": whole_s,
+    }
     return row | {"first_times": first_s / whole_s, "times": again / whole_s, "profile": _lines(profile)}
 
 

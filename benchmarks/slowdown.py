@@ -36,6 +36,7 @@ HEADLINES = ("in-core", "hybrid")  # timed for longest; the others stand beside 
 PINNED_SHARE = 4 / 3  # of in-core memory: PyTorch pins powers of two
 OURS = ("hybrid", "pooch", "swap", "swap-all")
 PINNING = ("save_on_cpu", "trl-offload")
+PINNED_S: list[float] = []  # of each piece of host memory that we page-locked so far
 FIELDS = (  # every row of every question has these, None where there is nothing to say
     "network",
     "batch",
@@ -183,6 +184,7 @@ def _time_steps(
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.0)
     ooc = None
     if method in OURS:
+        watch_pinning()
         ooc = outcore.limit(model, int(memory_gib * GIB), planner=method)
         around: Any = ooc.step
     elif method.startswith("compile"):
@@ -209,6 +211,21 @@ def _time_steps(
         if ooc is not None:
             ooc.close()
     return row
+
+
+@functools.cache
+def watch_pinning() -> None:
+    """From now on each piece of host memory that we touch and page-lock is noted with its seconds."""
+    from outcore.running.store import PinnedSlab
+
+    make = PinnedSlab.__init__
+
+    def timed(slab: PinnedSlab, *args: Any, **kwargs: Any) -> None:
+        began_s = time.perf_counter()
+        make(slab, *args, **kwargs)
+        PINNED_S.append(time.perf_counter() - began_s)
+
+    PinnedSlab.__init__ = timed  # type: ignore[method-assign, assignment]
 
 
 def _num_parts(method: str) -> int:
@@ -271,7 +288,8 @@ def _measure(
     once = functools.partial(training_step, network, around, optimizer, ours=ooc is not None, num_parts=num_parts)
     times: list[float] = []
     marks: list[float] = []
-    num_restarts = 0
+    num_restarts, pinning_s = 0, 0.0
+    PINNED_S.clear()
     most_warm = MOST_WARM if headline else MOST_WARM_OTHERS
     while len(times) < (3 if times and min(times) > SLOW_S else steps):
         warm = len(marks) >= 3 if ooc is None else len(marks) >= most_warm or (ooc.settled and len(marks) >= 5)
@@ -286,6 +304,8 @@ def _measure(
         began = time.perf_counter()
         loss = once()
         (times if warm or times else marks).append(time.perf_counter() - began)
+        if len(marks) == 1:
+            pinning_s = sum(PINNED_S)
     return {
         "batch": network.batch * num_parts,
         "loop_step_s": _time_loop(functools.partial(once, wait=False), len(times) if headline else NUM_LOOP_OTHERS),
@@ -293,6 +313,7 @@ def _measure(
         "num_steps": len(times),
         "spread_s": [min(times), max(times)],
         "first_steps_s": marks,
+        "pinning_s": pinning_s,  # of the first step
         "peak_gib": torch.cuda.max_memory_allocated() / GIB,
         "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
         "num_alloc_retries": torch.cuda.memory_stats()["num_alloc_retries"] - num_restarts,
