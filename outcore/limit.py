@@ -553,6 +553,8 @@ class Limited:
             pending()
 
     def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer in self._optimizers:
+            return
         owned = {id(parameter) for parameter in self.model.parameters()}
         if any(id(p) in owned for group in optimizer.param_groups for p in group["params"]):
             self._optimizers.add(optimizer)

@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from outcore.planning.crowd import GRADIENTS_BYTES, GRADIENTS_SHARE, SMALLEST_BYTES
 
@@ -43,7 +44,7 @@ class Aside:
         self._on_refused = on_refused  # memory: then a tensor stays where it is
         self._parameters: list[weakref.ref[torch.nn.Parameter]] = []
         self._waiting: set[int] = set()  # parameters without a gradient yet, by id
-        self._hooks = []
+        self._hooks: list[RemovableHandle] = []  # from the first step on in which gradients go aside
         left_bytes = min(int(GRADIENTS_SHARE * budget_bytes), GRADIENTS_BYTES)
         known = (parameter for parameter in parameters if not torch.nn.parameter.is_lazy(parameter))
         for parameter in sorted(known, key=lambda parameter: parameter.nbytes):
@@ -53,12 +54,13 @@ class Aside:
             if left_bytes < 0:
                 break
             self._parameters.append(weakref.ref(parameter))
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._move))
 
     def begin(self) -> None:
         """A step begins."""
-        there = (reference() for reference in self._parameters)
-        self._waiting = {id(parameter) for parameter in there if parameter is not None and parameter.grad is None}
+        there = [parameter for reference in self._parameters if (parameter := reference()) is not None]
+        if not self._hooks:
+            self._hooks = [parameter.register_post_accumulate_grad_hook(self._move) for parameter in there]
+        self._waiting = {id(parameter) for parameter in there if parameter.grad is None}
 
     def end(self) -> None:
         self._waiting.clear()

@@ -126,9 +126,22 @@ def test_nothing_happens_outside_a_step() -> None:
     assert not aside.moved
 
 
+def test_a_backward_calls_no_python_before_a_step_in_which_gradients_go_aside() -> None:
+    """And of two on one model the one that has nothing to do is not in the other's way: tuning has two."""
+    model = deep()
+    idle, aside = Watched(model), Watched(model)
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    gradients(model, aside, 1)
+    assert sorted(aside.moved) == ["0.weight", "2.weight"]
+    assert not idle.moved
+    aside.remove()
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
 def test_hooks_keep_nothing_alive() -> None:
     model = deep()
     aside = Aside(model.parameters(), GIB, CPU)
+    gradients(model, aside, 1)
     gone = weakref.ref(model)
     del model, aside
     gc.collect()

@@ -52,6 +52,28 @@ def seen_in_the_last_step(seen: list[bool]) -> tuple[int, int]:
     return seen.count(False), seen.count(True)
 
 
+def test_an_optimizer_that_is_known_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To walk through a model's modules takes as long as several ops, after every step."""
+    model, loss_of = build("resnet")
+    ooc, optimizer = limit(model, "50%"), torch.optim.SGD(model.parameters(), lr=0.0)
+    num_walks, walk = [0], model.parameters
+
+    def parameters(*args: Any, **kwargs: Any) -> Any:
+        num_walks[0] += 1
+        return walk(*args, **kwargs)
+
+    monkeypatch.setattr(model, "parameters", parameters)
+    found = []
+    for step in range(3):
+        with ooc.step():
+            loss_of(model, step).backward()
+        before = num_walks[0]
+        optimizer.step()
+        found.append(num_walks[0] - before)
+    ooc.close()
+    assert found == [1, 0, 0]
+
+
 def test_no_op_of_a_backward_is_looked_at(seen: list[bool]) -> None:
     num_forward, num_backward = seen_in_the_last_step(seen)
     assert num_forward > 10
