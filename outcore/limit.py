@@ -26,13 +26,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from outcore.errors import BudgetTooSmall, OutcoreError, PlanMismatch
-from outcore.planning import AS_IT_IS, PLANNERS, lower, simulate, verify
-from outcore.planning import plan as make_plan
+from outcore.planning import AS_IT_IS, PLANNERS, lower, plans, simulate, verify
 from outcore.planning.crowd import Crowd
 from outcore.planning.echoes import step_of
 from outcore.planning.holes import asked_by_ops
 from outcore.planning.sums import sums_in_place
-from outcore.planning.tidy import tidy
+from outcore.planning.tidy import Tidied, tidy
 from outcore.recording.intercept import Interception
 from outcore.recording.machine import device_bytes, device_of, host_bytes_granted, measure_machine
 from outcore.recording.record import Recorder
@@ -59,6 +58,7 @@ STALL_SHARE = 0.01  # of a step: waiting longer than predicted by this much, cop
 MOST_PACE = 1.1  # how much slower than its ops one by one a whole step may run
 NUM_SLOWED = 2  # times copies are planned slower than measured
 NUM_MEASURED = NUM_STEPS  # planned steps of a kind that are measured closely; later ones run without any meter
+NUM_PLANS = 8  # for one room, from which tidying may begin
 NUM_TRIES = 3  # recordings of a kind whose steps keep changing, before it is left unplanned
 
 
@@ -390,14 +390,19 @@ class Limited:
             )
         margin, memory_bytes = (LEAST_MARGIN if room is not None else 0.0), self.budget.device_bytes
 
-        def plan_in(room_bytes: int) -> Plan:
+        def plan_in(room_bytes: int, most: int = 1) -> list[Plan]:
             budget = dataclasses.replace(self.budget, device_bytes=room_bytes)
-            return make_plan(trace, self.machine, budget, planner="market" if brief else self.planner)
+            return plans(trace, self.machine, budget, planner="market" if brief else self.planner, most=most)
 
         if room is not None and room.crowded and not room.again:
             there = allocator.places(self.device)
-            where, keeps = (memory_bytes, there), room.keeps_places
-            found = room.another(lambda size: tidy(trace, self.machine, plan_in(size), *where, keeps_places=keeps))
+            keeps = room.keeps_places
+
+            def tidied(size: int) -> Tidied:
+                made, *others = plan_in(size, NUM_PLANS)
+                return tidy(trace, self.machine, made, memory_bytes, there, others=others, keeps_places=keeps)
+
+            found = room.another(tidied)
             if found is not None or room.attempts:
                 return found
         rooms = [room.room_bytes] if room is not None else []
@@ -405,7 +410,7 @@ class Limited:
             rooms.append(int(memory_bytes * (1 - margin)))
         for room_bytes in rooms:
             try:
-                made = plan_in(room_bytes)
+                made = plan_in(room_bytes)[0]
             except BudgetTooSmall as error:
                 too_small = error
                 continue

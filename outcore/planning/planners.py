@@ -9,7 +9,7 @@ from outcore.errors import BudgetTooSmall, OutcoreError
 from outcore.planning.bound import bound_step_s
 from outcore.planning.echoes import merged
 from outcore.planning.exact import exact
-from outcore.planning.hybrid import hybrid, market, smallest_fit
+from outcore.planning.hybrid import hybrid, market, several, smallest_fit
 from outcore.planning.pooch import pooch
 from outcore.planning.scoring import Decisions, Planner, Progress, Scored, lean_bytes, score
 from outcore.planning.simple import keep_all, leanest, recompute_all, swap_all
@@ -32,37 +32,66 @@ PURE = ("keep-all", "swap-all", "recompute-all")  # what they decide does not de
 
 
 def plan(
-    trace: Trace, machine: Machine, budget: Budget, planner: str = "hybrid", progress: Progress | None = None
+    trace: Trace,
+    machine: Machine,
+    budget: Budget,
+    planner: str = "hybrid",
+    progress: Progress | None = None,
+    *,
+    brief: bool = False,
 ) -> Plan:
-    """Keep, swap or recompute each saved value so that the step fits `budget`. Raises BudgetTooSmall."""
+    """Keep, swap or recompute each saved value so that the step fits `budget`. Raises BudgetTooSmall. `brief`: the
+    default planner searches no longer than to tell about what the step will take, as for a curve of many."""
+    return plans(trace, machine, budget, planner, progress, most=1, brief=brief)[0]
+
+
+def plans(
+    trace: Trace,
+    machine: Machine,
+    budget: Budget,
+    planner: str = "hybrid",
+    progress: Progress | None = None,
+    *,
+    most: int,
+    brief: bool = False,
+) -> list[Plan]:
+    """`plan`, and behind it others that are nearly as fast, where the planner found some; `most` in all."""
     if planner not in PLANNERS:
         raise OutcoreError(f"there is no planner {planner!r}; choose one of {', '.join(PLANNERS)}")
     tell = progress or _say_nothing
     kept = score(terrain_of(trace), machine, budget, keep_all(terrain_of(trace), machine, budget, tell))
     step = trace if kept.fits or planner in AS_IT_IS else merged(trace)
     terrain = terrain_of(step)
-    decisions = PLANNERS[planner](terrain, machine, budget, tell)
-    scored = score(terrain, machine, budget, decisions)
-    if not scored.fits:
+    if planner == "hybrid":
+        found = several(terrain, machine, budget, tell, most=most, brief=brief)
+    else:
+        found = [PLANNERS[planner](terrain, machine, budget, tell)]
+    decided = [score(terrain, machine, budget, decisions) for decisions in found]
+    if not decided[0].fits:
         if planner not in PURE:  # a last resort that every planner which mixes has
-            decisions = leanest(terrain, machine, budget, tell)
-            scored = score(terrain, machine, budget, decisions)
-        if not scored.fits:
-            raise _too_small(terrain, machine, budget, decisions, searches=planner in ("market", "hybrid", "exact"))
-    return Plan(
-        fingerprint=trace.fingerprint,
-        planner=planner,
-        budget=budget,
-        decisions=decisions,
-        before_bytes=trace.before_bytes,
-        predicted_step_s=scored.step_s,
-        predicted_peak_bytes=scored.peak_bytes,
-        in_core_step_s=kept.step_s,
-        in_core_peak_bytes=kept.peak_bytes,
-        bound_step_s=bound_step_s(terrain, machine, budget),
-        echoes=step.has_echoes,
-        reasons=_reasons(terrain, scored),
-    )
+            decided = [score(terrain, machine, budget, leanest(terrain, machine, budget, tell))]
+        if not decided[0].fits:
+            searches = planner in ("market", "hybrid", "exact")
+            raise _too_small(terrain, machine, budget, dict(decided[0].decisions), searches=searches)
+    bound_s = bound_step_s(terrain, machine, budget)
+    return [
+        Plan(
+            fingerprint=trace.fingerprint,
+            planner=planner,
+            budget=budget,
+            decisions=dict(scored.decisions),
+            before_bytes=trace.before_bytes,
+            predicted_step_s=scored.step_s,
+            predicted_peak_bytes=scored.peak_bytes,
+            in_core_step_s=kept.step_s,
+            in_core_peak_bytes=kept.peak_bytes,
+            bound_step_s=bound_s,
+            echoes=step.has_echoes,
+            reasons=_reasons(terrain, scored),
+        )
+        for scored in decided
+        if scored.fits
+    ]
 
 
 def _say_nothing(what: str, part: float) -> None:

@@ -3,15 +3,17 @@
 How many pages a step wants (`outcore.planning.holes`) changes with any small change of the plan, and there are
 thousands of plans within a percent of the fastest. So walks start from the plan, to neighbours as the hybrid planner
 draws them, downhill in time and pages together: pages beyond what is safe have a price, another one in each walk, and a
-walk that gets nowhere ends. The plan that should be fastest stays, starts over included. One that wants safely less
-than the cap has none. One that wants more and starts over little may have found its places by luck: a request that no
-trace knows, and they are others. So it counts as half a start more than it has.
+walk that gets nowhere ends. Other plans that are nearly as fast are starts, too: where few values have nearly all
+bytes, one that wants few pages may be many flips away. The plan that should be fastest stays, starts over included. One
+that wants safely less than the cap has none. One that wants more and starts over little may have found its places by
+luck: a request that no trace knows, and they are others. So it counts as half a start more than it has.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from outcore.planning.crowd import Crowd
@@ -57,12 +59,14 @@ def tidy(
     memory_bytes: int,
     there: Places = (),
     *,
+    others: Sequence[Plan] = (),
     keeps_places: bool = True,
 ) -> Tidied:
-    """The plan or a neighbour. `memory_bytes`: what may be mapped, of which the plan allocates its own budget. `there`:
-    where the weights lie; without it they are taken for one block. Planners that are there to be compared with decide
-    for themselves: their plans have no neighbours."""
+    """The plan, one of the `others` for the same step and budget, or a neighbour of these. `memory_bytes`: what may be
+    mapped, of which plans allocate their own budget. `there`: where the weights lie; without it they are taken for one
+    block. Planners that are there to be compared with decide for themselves: their plans have no neighbours."""
     search = _Search(trace, machine, plan, memory_bytes, there, keeps_places)
+    search.begin_with(others)
     if plan.planner == "hybrid" and search.has_hope:
         search.run()
     best = search.best
@@ -89,11 +93,21 @@ class _Search:
         self.safe_bytes = safe_bytes(trace, self._crowd(events, peak_bytes), memory_bytes)
         self.first_bytes = self.least_bytes = self._wanted_bytes(self.first)
         self.best_s = self.first.step_s + self._lost_s(self.first, self.first_bytes)
+        self.starts = [(self.first, self.first_bytes)]
         self.num_draws, self.most_draws = 0, min(MOST_DRAWS, DRAW_WORK // max(1, trace.num_slots))
+
+    def begin_with(self, others: Sequence[Plan]) -> None:
+        """Walks begin there, too."""
+        for other in others:
+            scored = score(self.terrain, self.machine, self.budget, other.decisions)
+            page_bytes = self._wanted_bytes(scored)
+            self._note(scored, page_bytes)
+            self.starts.append((scored, page_bytes))
 
     @property
     def has_hope(self) -> bool:
-        return self.first_bytes <= self.safe_bytes + HOPELESS_SHARE * self.memory_bytes and bool(self.terrain.evictable)
+        least_bytes = min(page_bytes for _, page_bytes in self.starts)
+        return least_bytes <= self.safe_bytes + HOPELESS_SHARE * self.memory_bytes and bool(self.terrain.evictable)
 
     def run(self) -> None:
         end_s = time.monotonic() + MOST_S
@@ -103,8 +117,9 @@ class _Search:
             near = self.best_s <= self.first.step_s * (1 + NEAR)
             return near or self.num_draws >= most_draws or time.monotonic() > end_s
 
-        for price in itertools.cycle(PRICES):
-            here, height, num_idle = self.first, self._height(self.first, self.first_bytes, price), 0
+        starts = itertools.cycle(sorted(self.starts, key=lambda start: start[1]))
+        for price, (here, page_bytes) in zip(itertools.cycle(PRICES), starts):
+            height, num_idle = self._height(here, page_bytes, price), 0
             while num_idle < PATIENCE and not is_over():
                 num_idle += 1
                 tried = self._draw(here, height)

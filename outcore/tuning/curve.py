@@ -198,7 +198,7 @@ class Planned:
             trace = replace(trace, before_bytes=trace.before_bytes + self.resident_bytes)
         step = _as_run(trace)
         try:
-            made = plan(step, self.machine, self.budget, planner="hybrid")
+            made = plan(step, self.machine, self.budget, brief=True)
         except BudgetTooSmall as error:
             return Predicted(self._outside(batch, error.needed_bytes), trace, None)
         schedule = lower(step, made, self.machine)

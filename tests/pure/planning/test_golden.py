@@ -13,7 +13,7 @@ import pytest
 
 import outcore.planning.tidy as tidying
 from outcore.errors import BudgetTooSmall
-from outcore.planning import lower, plan, simulate, verify
+from outcore.planning import lower, plan, plans, simulate, verify
 from outcore.planning.bound import bound_step_s
 from outcore.planning.lower import lean_of, lower_steps
 from outcore.planning.market import Market
@@ -90,9 +90,9 @@ def test_what_is_let_go_and_remade_makes_room_where_few_values_have_nearly_all_b
     """Held from the first rerun that passes them, they took +28 % in 9 GiB; and without a host nothing fitted."""
     trace = Trace.load(GOLDEN / "r3d18_nhwc.trace.json")
     made = plan(sums_in_place(trace), MACHINE, Budget(9 * GIB, 100 * GIB))
-    assert made.count("remake")
     assert made.predicted_step_s / made.in_core_step_s - 1 <= 0.23
     alone = plan(trace, MACHINE, Budget(int(8.3 * GIB)))
+    assert alone.count("remake")
     assert alone.predicted_peak_bytes <= 8.3 * GIB
     with pytest.raises(BudgetTooSmall) as caught:
         plan(trace, MACHINE, Budget(8 * GIB))
@@ -113,16 +113,22 @@ def test_early_copies_that_do_not_fit_are_let_go_where_no_anchor_helps() -> None
     assert (lean.slot_bytes == before).all()  # others begin with it, too
 
 
-def test_a_plan_that_wants_far_too_many_pages_has_neighbours_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its weights where they lay on the device every plan of this step wanted 3 GiB too much, and was tried."""
+def test_where_a_plan_wants_far_too_many_pages_another_has_neighbours_that_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With its weights where they lay on the device every plan of this step wanted 3 GiB too much, and was tried. From
+    the fastest one alone no walk leads to one that does not."""
     monkeypatch.setattr(tidying, "MOST_S", 60.0)  # as many as on a host that is not busy
     trace = sums_in_place(Trace.load(GOLDEN / "vgg16_nhwc.trace.json"))
     blocks = ((0, 36), (45, 471), (664, 162), (18440, 2), (18450, 2), (18453, 64))  # address and size, in MiB
     there = tuple((address * MIB, size * MIB) for address, size in blocks)
-    made = plan(trace, MACHINE, Budget(int(0.9 * 12 * GIB), 74 * GIB))
+    made, *others = plans(trace, MACHINE, Budget(int(0.92 * 12 * GIB), 74 * GIB), most=8)
+    assert made.predicted_step_s <= min(other.predicted_step_s for other in others)
     first = tidy(trace, MACHINE, replace(made, planner="pooch"), 12 * GIB, there)  # which has no neighbours
-    found = tidy(trace, MACHINE, made, 12 * GIB, there)
+    alone = tidy(trace, MACHINE, made, 12 * GIB, there)
+    found = tidy(trace, MACHINE, made, 12 * GIB, there, others=others)
     assert first.restarts
+    assert alone.restarts
     assert not found.restarts
     assert found.plan.predicted_step_s <= 1.02 * made.predicted_step_s
 
