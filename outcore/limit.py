@@ -227,7 +227,7 @@ class Limited:
             self._run = Recorder(*where, on_refused=self._refusals.excuse, reruns=self.planner not in AS_IT_IS)
             self._interception.listen(self._run, ops=True)
             return
-        grown = kind.plan is not None and before_bytes > kind.plan.before_bytes + MIB
+        grown = kind.has_grown(before_bytes)
         if kind.in_place and self._looks_at_all(kind):  # since the last step
             kind.room, kind.stale = None, True
         if kind.trace is not None and (kind.stale or grown):
@@ -319,9 +319,9 @@ class Limited:
 
     def _make_plan(self, kind: Kind, before_bytes: int) -> None:
         assert kind.trace is not None
-        grown = kind.plan is not None and before_bytes > kind.plan.before_bytes + MIB
+        grown = kind.has_grown(before_bytes)
         if kind.plan is not None:  # what lies around between steps may come and go: plan for the most
-            before_bytes = max(before_bytes, kind.plan.before_bytes)
+            before_bytes = max(before_bytes, kind.trace.before_bytes)
         if self._tries_rooms:
             torch.cuda.empty_cache()  # what the allocator reserves from here on is the plan's own doing
             if kind.room is None or grown:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from outcore.running.program import Program
 from outcore.running.room import Room
+from outcore.units import MIB
 from outcore.values import Plan, Schedule, Timeline, Trace
 
 NEARLY = 0.9  # as many bytes: weights and statistics do not count
@@ -45,6 +46,10 @@ class Kind:
     def is_final(self) -> bool:
         """Will its plan not change any more?"""
         return self.program is not None and not self.stale and (self.room is None or self.room.settled)
+
+    def has_grown(self, before_bytes: int) -> bool:
+        """Is more there before the step than it was planned with? A plan that was given may be for less: it stays."""
+        return self.plan is not None and self.trace is not None and before_bytes > self.trace.before_bytes + MIB
 
     def take_times(self, names: Sequence[str], seconds: Sequence[float]) -> bool:
         """Of its ops, timed once more: the smaller figures count; False where other ops ran. It is to be planned anew

@@ -21,6 +21,8 @@ from torch.nn import functional as F
 
 from outcore.errors import BadSize, BudgetTooSmall, OutcoreError, PlanMismatch, StoreError
 from outcore.limit import Limited, limit
+from outcore.running.kinds import Kind
+from outcore.units import MIB
 from outcore.values import Plan
 from tests.cpu.training import build, train
 
@@ -207,6 +209,28 @@ def test_a_saved_plan_is_used_where_it_fits() -> None:
     ooc = limit(model, "100%", plan=saved)
     plain.assert_same(train(model, loss, ooc))
     assert ooc.plan is saved
+    ooc.close()
+
+
+def test_a_plan_made_for_less_memory_before_the_step_is_taken_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stays as it is; to take it up anew in every step gave all cached memory back each time."""
+    model, loss = build("custom_function")
+    ooc = limit(model, "100%", planner="swap-all")
+    train(model, loss, ooc, num_steps=2)
+    assert ooc.plan is not None
+    given = dataclasses.replace(ooc.plan, before_bytes=ooc.plan.before_bytes - 2 * MIB)
+    ooc.close()
+    num_made, make = [0], Limited._make_plan
+
+    def counted(self: Limited, kind: Kind, before_bytes: int) -> None:
+        num_made[0] += 1
+        make(self, kind, before_bytes)
+
+    monkeypatch.setattr(Limited, "_make_plan", counted)
+    ooc = limit(model, "100%", plan=given)
+    train(model, loss, ooc, num_steps=6)
+    assert ooc.plan is given
+    assert num_made == [1]
     ooc.close()
 
 
