@@ -427,13 +427,13 @@ def timed_kind(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, list[str]]:
     train(model, loss_of, ooc, 1)
     asked: list[str] = []
     home = sys.modules["outcore.limit"]
-    really = home.make_plan
+    really = home.plans
 
-    def make_plan(trace: Any, machine: Any, budget: Any, planner: str) -> Any:
+    def plans(trace: Any, machine: Any, budget: Any, planner: str, most: int) -> Any:
         asked.append(planner)
-        return really(trace, machine, budget, planner=planner)
+        return really(trace, machine, budget, planner=planner, most=most)
 
-    monkeypatch.setattr(home, "make_plan", make_plan)
+    monkeypatch.setattr(home, "plans", plans)
     monkeypatch.setattr(ooc, "device", SimpleNamespace(type="cuda"))
     ooc._tries_rooms = True
     kind: Any = next(iter(ooc.kinds.values()))
