@@ -79,7 +79,7 @@ NUM_TUNED_AGAIN = 2  # after the sweep: on a CPU, whose speed is another a minut
 _over = statistics.harmonic_mean  # of samples per second: over all of these steps together
 WIDE = "90%" if ON_GPU else "4GiB"  # of memory: nearly every batch is in-core
 NUM_PLANNERS = 5 if ON_GPU else 0  # processes; here a CPU's cores are what is measured
-NUM_VISITS = 1 if ON_GPU else 0  # to a short step, before the one that is reported with its peak
+NUM_VISITS = 3 if ON_GPU else 0  # to a short step, before the one that is reported with its peak
 SHORT_S = 0.06  # of a step: a shorter one is timed while nothing else goes on
 
 
