@@ -32,7 +32,7 @@ NOTE = (
     "more memory. accumulate:4 and compile give other numbers. curves: every row of runs at several budgets, one "
     "process a network and run. earlier_rows: what later runs replaced; earlier_note: what was said of these."
 )
-NO_ROOM = ("OutOfMemoryError", "BudgetTooSmall", "RuntimeError: not run")  # errors
+NO_ROOM = ("OutOfMemoryError", "BudgetTooSmall", "RuntimeError: not run: would pin")  # errors
 Row = dict[str, Any]
 
 

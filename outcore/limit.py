@@ -392,7 +392,8 @@ class Limited:
 
         def plan_in(room_bytes: int, most: int = 1) -> list[Plan]:
             budget = dataclasses.replace(self.budget, device_bytes=room_bytes)
-            return plans(trace, self.machine, budget, planner="market" if brief else self.planner, most=most)
+            starts, planner = room.known if room is not None else [], "market" if brief else self.planner
+            return plans(trace, self.machine, budget, planner=planner, most=most, starts=starts)
 
         if room is not None and room.crowded and not room.again:
             there = allocator.places(self.device)

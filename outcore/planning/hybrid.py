@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from outcore.planning.bound import bound_step_s
@@ -54,20 +54,31 @@ def hybrid(terrain: Terrain, machine: Machine, budget: Budget, progress: Progres
 
 
 def several(
-    terrain: Terrain, machine: Machine, budget: Budget, progress: Progress, *, most: int, brief: bool = False
+    terrain: Terrain,
+    machine: Machine,
+    budget: Budget,
+    progress: Progress,
+    *,
+    most: int,
+    starts: Sequence[Mapping[int, Decision]] = (),
+    brief: bool = False,
 ) -> list[Decisions]:
     """What `hybrid` decides, and other ends of its walks that are nearly as fast, `most` in all: what the simulator
-    does not know of, a device's allocator say, may favour one of them."""
+    does not know of, a device's allocator say, may favour one of them. `starts`: what was decided for about as much
+    memory; with them less work will do."""
     if (whole := _kept_if_it_fits(terrain, machine, budget, progress)) is not None:
         return [whole]
     bound_s = bound_step_s(terrain, machine, budget)
     enough_s = bound_s * (1 + (BRIEFLY_ENOUGH if brief else GOOD_ENOUGH))
-    found = _offers(terrain, machine, budget, enough_s, progress)
+    offers = _offers(terrain, machine, budget, enough_s, progress)
+    known = [score(terrain, machine, budget, start) for start in starts if start.keys() == set(terrain.evictable)]
+    found = sorted((*offers, *known), key=_merit)
     if not found[0].fits:
         return [dict(found[0].decisions)]
     if found[0].step_s > enough_s:
-        far = FAR_TIMES if found[0].step_s > (1 + FAR) * bound_s else 1.0
-        found = Walk(terrain, machine, budget, enough_s, progress, BRIEF_TIMES if brief else far).improved(found)
+        far = FAR_TIMES if found[0].step_s > (1 + FAR) * bound_s and not known else 1.0
+        walk = Walk(terrain, machine, budget, enough_s, progress, BRIEF_TIMES if brief else far)
+        found = walk.improved(offers, sorted(known, key=_merit)[:1])
     near = [scored for scored in found if scored.fits and scored.step_s <= (1 + NEARLY) * found[0].step_s]
     kept = [_keep_what_fits(terrain, machine, budget, scored) for scored in near[: max(most, NUM_ENDS)]]
     return [dict(scored.decisions) for scored in sorted(kept, key=lambda scored: scored.step_s)[:most]]
@@ -140,7 +151,12 @@ def _offers(terrain: Terrain, machine: Machine, budget: Budget, enough_s: float,
             break
     if enough_s <= terrain.total_s / machine.speed * (1 + NEARLY_FREE) and not any(map(is_enough, found)):
         found.append(score(terrain, machine, budget, swap(terrain, machine, budget, progress)))
-    return sorted(found, key=lambda scored: (not scored.fits, scored.step_s))
+    return sorted(found, key=_merit)
+
+
+def _merit(scored: Scored) -> tuple[bool, float]:
+    """The better, the less."""
+    return not scored.fits, scored.step_s
 
 
 def _keep_what_fits(terrain: Terrain, machine: Machine, budget: Budget, best: Scored) -> Scored:
@@ -174,20 +190,20 @@ class Walk:
         self.num_flips = self.num_left = int(num_flips)
         self.flips = Flips(terrain, budget)
 
-    def improved(self, offers: list[Scored]) -> list[Scored]:
-        """Where walks from promising offers end, each as far as it goes, and walks from near the best of these; the
-        best first."""
-        num_values, ends = len(self.terrain.evictable), offers[:1]
-        patience = max(MIN_PATIENCE, 4 * num_values)
-        for start in self._raced([scored for scored in offers if scored.fits], patience):
-            ends.append(self._descend(start, patience))
-        best = min(ends, key=lambda scored: scored.step_s)
+    def improved(self, offers: list[Scored], known: list[Scored]) -> list[Scored]:
+        """Where walks from promising offers and from what is known end, each as far as it goes, and walks from near
+        the best of these; the best first."""
+        num_values, starts = len(self.terrain.evictable), [scored for scored in (*offers, *known) if scored.fits]
+        patience, ends = max(MIN_PATIENCE, 4 * num_values), [min(starts, key=_merit)]
+        promising = self._raced([scored for scored in offers if scored.fits], patience)
+        ends += [self._descend(start, patience) for start in (*promising, *(one for one in known if one.fits))]
+        best = min(ends, key=_merit)
         num_idle, max_idle = 0, min(MAX_IDLE_WALKS, num_values)
         while not self._is_over(best) and num_idle < max_idle:
             ends.append(self._descend(self._kicked(best), max(LATER_PATIENCE, num_values)))
             num_idle = 0 if ends[-1].step_s < best.step_s else num_idle + 1
             best = better(best, ends[-1])
-        return sorted(ends, key=lambda scored: scored.step_s)
+        return sorted(ends, key=_merit)
 
     def _raced(self, here: list[Scored], patience: int) -> list[Scored]:
         """Some flips for each, and the better half goes on. The best offer often leads nowhere: of ResNet-50's for

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from outcore.errors import BudgetTooSmall, OutcoreError
 from outcore.planning.bound import bound_step_s
 from outcore.planning.echoes import merged
@@ -53,9 +55,11 @@ def plans(
     progress: Progress | None = None,
     *,
     most: int,
+    starts: Sequence[Plan] = (),
     brief: bool = False,
 ) -> list[Plan]:
-    """`plan`, and behind it others that are nearly as fast, where the planner found some; `most` in all."""
+    """`plan`, and behind it others that are nearly as fast, where the planner found some; `most` in all. `starts`:
+    plans for about as much memory, from which the default planner's search may begin."""
     if planner not in PLANNERS:
         raise OutcoreError(f"there is no planner {planner!r}; choose one of {', '.join(PLANNERS)}")
     tell = progress or _say_nothing
@@ -63,7 +67,8 @@ def plans(
     step = trace if kept.fits or planner in AS_IT_IS else merged(trace)
     terrain = terrain_of(step)
     if planner == "hybrid":
-        found = several(terrain, machine, budget, tell, most=most, brief=brief)
+        known = [other.decisions for other in starts]
+        found = several(terrain, machine, budget, tell, most=most, starts=known, brief=brief)
     else:
         found = [PLANNERS[planner](terrain, machine, budget, tell)]
     decided = [score(terrain, machine, budget, decisions) for decisions in found]

@@ -65,8 +65,9 @@ def test_rows_take_the_place_of_older_ones(tmp_path: Path, results: Path) -> Non
 
 
 def test_what_does_not_run_is_kept_where_nothing_was_measured(tmp_path: Path, results: Path) -> None:
-    full, other = "OutOfMemoryError: full", "RuntimeError: not run"
-    errors = [("hybrid", 16, full), ("swap", 16, full), ("", 16, "stopped"), ("swap-all", 12, full), ("trl", 16, other)]
+    full, host, other = "OutOfMemoryError: full", "RuntimeError: not run: would pin too much", "RuntimeError: broken"
+    errors = [("hybrid", 16, full), ("swap", 16, full), ("", 16, "stopped"), ("swap-all", 12, full), ("trl", 16, host)]
+    errors.append(("checkpoint", 16, other))
     new = [row("resnet50", method, size, None, error=error) for method, size, error in errors]
     new.append(row("resnet50", "pooch", 16))
     _, slowdown, _ = gather(tmp_path / "back", results, peers_resnet50=new)
@@ -74,7 +75,8 @@ def test_what_does_not_run_is_kept_where_nothing_was_measured(tmp_path: Path, re
         ("in-core", None),
         ("hybrid", None),
         ("pooch", None),
-        ("swap", "OutOfMemoryError: full"),
+        ("swap", full),
+        ("trl", host),
     ]
     _, slowdown, _ = gather(tmp_path / "again", results, peers_resnet50=[row("resnet50", "swap", 16)])
     assert [one.get("error") for one in slowdown["rows"] if one["method"] == "swap"] == [None]

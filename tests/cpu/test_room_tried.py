@@ -429,9 +429,9 @@ def timed_kind(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, list[str]]:
     home = sys.modules["outcore.limit"]
     really = home.plans
 
-    def plans(trace: Any, machine: Any, budget: Any, planner: str, most: int) -> Any:
+    def plans(trace: Any, machine: Any, budget: Any, planner: str, **more: Any) -> Any:
         asked.append(planner)
-        return really(trace, machine, budget, planner=planner, most=most)
+        return really(trace, machine, budget, planner=planner, **more)
 
     monkeypatch.setattr(home, "plans", plans)
     monkeypatch.setattr(ooc, "device", SimpleNamespace(type="cuda"))
