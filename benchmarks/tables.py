@@ -330,6 +330,43 @@ def _exactness(result: Result) -> str:
     return markdown((*headings, "in-core GiB", "ours GiB", "bitwise equal"), rows())
 
 
+def _recording(result: Result) -> str:
+    """Seconds of recorded steps beside those of the step that swaps all, and of an offloading peer's first step."""
+    swap_all_s = {row["network"]: row["step_s"] for row in measured(result) if row["method"] == "swap-all"}
+    peers_s: dict[str, float] = {}
+    for row in measured(result):
+        if row["method"] in ("trl-offload", "save_on_cpu") and row.get("first_steps_s"):
+            first_s = row["first_steps_s"][0]
+            peers_s[row["network"]] = min(first_s, peers_s.get(row["network"], first_s))
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        for row in measured(result):
+            if row["method"] == "hybrid" and row.get("record_s") and row["network"] in swap_all_s:
+                whole_s = swap_all_s[row["network"]]
+                pinning = format_seconds(row["pinning_s"]) if row.get("pinning_s") else ""
+                peer = format_seconds(peers_s[row["network"]]) if row["network"] in peers_s else ""
+                first, later = format_seconds(row["first_record_s"]), format_seconds(row["record_s"])
+                times = f"{row['record_s'] / whole_s:.1f}"
+                yield row["network"], first, pinning, peer, later, format_seconds(whole_s), times
+
+    headings = ("network", "first step", "of it pinning", "a peer's first step", "recorded later", "swap-all step")
+    made = [*rows()]
+    return markdown((*headings, "times that"), iter(made)) if made else ""
+
+
+def _floors(result: Result) -> str:
+    """The largest cap under which a forward did not run, and the least under which it did."""
+    found: dict[str, dict[bool, Row]] = {}
+    for row in result["rows"]:
+        found.setdefault(row["network"], {})[row["runs"]] = row
+    rows = (
+        (name, *(f"{row['memory_gib']:g}" for row in (tried[False], tried[True])), f"{tried[True]['peak_gib']:.2f}")
+        for name, tried in found.items()
+        if len(tried) == 2
+    )
+    return markdown(("network", "does not run in GiB", "runs in GiB", "and holds GiB"), rows)
+
+
 ACCURACY = (  # the newest of each data set
     "tuning-accuracy-alone-digits_cpu2_20261117.json",
     "tuning-accuracy-pairs-mnist_cpu2_20261117.json",
@@ -395,6 +432,8 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str]]] = {
     "overhead": ("overhead", _overhead),
     "budgets": ("slowdown", _budgets),
     "prediction": ("prediction", _prediction),
+    "recording": ("slowdown", _recording),
+    "floors": ("floors", _floors),
     "fit": ("fit", _fit),
     "exactness": ("exactness", _exactness),
 }

@@ -73,6 +73,20 @@ def test_how_far_off_a_prediction_was_is_worked_out_from_the_row() -> None:
     assert "| net, 16 GiB | hybrid | 210.0 ms | 200.0 ms | +5.0 % | -10.0 % | abc |" in text
 
 
+def test_recorded_steps_stand_beside_the_step_that_swaps_all() -> None:
+    ours = {"method": "hybrid", "step_s": 0.2, "first_record_s": 9.0, "pinning_s": 5.0, "record_s": 3.0}
+    peers = [{"method": "swap-all", "step_s": 1.5}, {"method": "trl-offload", "step_s": 2.0, "first_steps_s": [20.0]}]
+    text = SECTIONS["recording"][1]({"rows": [{"network": "net", **row} for row in (ours, *peers)]})
+    assert "| net | 9.00 s | 5.00 s | 20.00 s | 3.00 s | 1.50 s | 2.0 |" in text
+    assert SECTIONS["recording"][1]({"rows": [{"network": "net", **ours}]}) == ""
+
+
+def test_the_least_memory_of_a_forward_is_told_with_what_was_too_little() -> None:
+    tried = [(6.0, False, None), (6.25, False, None), (6.5, True, 6.4)]
+    rows = [{"network": "net", "memory_gib": gib, "runs": runs, "peak_gib": held} for gib, runs, held in tried]
+    assert "| net | 6.25 | 6.5 | 6.40 |" in SECTIONS["floors"][1]({"rows": rows})
+
+
 def test_the_newest_of_a_question_and_hardware_counts(tmp_path: Path) -> None:
     for name in ("slowdown_h200_20261101", "slowdown_h200_20261115", "slowdown_a_b_20261101", "other_x_20261101"):
         (tmp_path / f"{name}.json").write_text(json.dumps({"rows": []}))
