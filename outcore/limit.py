@@ -128,7 +128,8 @@ class Limited:
         self._interception = Interception(lambda: self._start(("no forward",), ()))
         self._active = False
         self._thread = 0  # the one that entered the step: hooks and modes are a thread's own
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # of our parameters
+        self._looked_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, Key] = weakref.WeakKeyDictionary()
         self._hooks = [
             model.register_forward_pre_hook(self._on_forward, with_kwargs=True),
             register_optimizer_step_post_hook(partial(_tell, weakref.WeakMethod(self._on_optimizer))),
@@ -559,10 +560,15 @@ class Limited:
             pending()
 
     def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer in self._optimizers:
+        """Any optimizer of the process stepped. To walk through a model takes as long as many ops, so one whose
+        parameters are as they were is not looked at again."""
+        groups = [group["params"] for group in optimizer.param_groups]
+        told = tuple((len(params), id(params[0]) if params else 0) for params in groups)
+        if self._looked_at.get(optimizer) == told:
             return
+        self._looked_at[optimizer] = told
         owned = {id(parameter) for parameter in self.model.parameters()}
-        if any(id(p) in owned for group in optimizer.param_groups for p in group["params"]):
+        if any(id(parameter) in owned for params in groups for parameter in params):
             self._optimizers.add(optimizer)
 
     # -- what a user looks at -----------------------------------------------------------------------------------------

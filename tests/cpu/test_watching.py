@@ -53,25 +53,31 @@ def seen_in_the_last_step(seen: list[bool]) -> tuple[int, int]:
 
 
 def test_an_optimizer_that_is_known_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To walk through a model's modules takes as long as several ops, after every step."""
+    """To walk through a model's modules takes as long as many ops, after every step; and with several limits in a
+    process each of them heard of every optimizer."""
     model, loss_of = build("resnet")
     ooc, optimizer = limit(model, "50%"), torch.optim.SGD(model.parameters(), lr=0.0)
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.0)
     num_walks, walk = [0], model.parameters
 
     def parameters(*args: Any, **kwargs: Any) -> Any:
         num_walks[0] += 1
         return walk(*args, **kwargs)
 
-    monkeypatch.setattr(model, "parameters", parameters)
-    found = []
-    for step in range(3):
-        with ooc.step():
-            loss_of(model, step).backward()
+    def walks_of(stepped: torch.optim.Optimizer) -> int:
         before = num_walks[0]
-        optimizer.step()
-        found.append(num_walks[0] - before)
+        stepped.step()
+        return num_walks[0] - before
+
+    monkeypatch.setattr(model, "parameters", parameters)
+    with ooc.step():
+        loss_of(model, 0).backward()
+    assert [walks_of(one) for one in (optimizer, other, optimizer, other)] == [1, 1, 0, 0]
+    assert set(ooc._optimizers) == {optimizer}
+    other.add_param_group({"params": [next(walk())]})  # ours, too, from now on
+    assert [walks_of(other), walks_of(other)] == [1, 0]
+    assert set(ooc._optimizers) == {optimizer, other}
     ooc.close()
-    assert found == [1, 0, 0]
 
 
 def test_no_op_of_a_backward_is_looked_at(seen: list[bool]) -> None:
