@@ -17,12 +17,10 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from outcore.errors import BudgetTooSmall, OutcoreError, PlanMismatch
@@ -41,7 +39,7 @@ from outcore.running.aside import Aside
 from outcore.running.clock import Clock
 from outcore.running.execute import Execution, is_distributed
 from outcore.running.kinds import Kind
-from outcore.running.meter import LiveBytes, resident_bytes, storages_there
+from outcore.running.meter import LiveBytes, Optimizers, resident_bytes, storages_there
 from outcore.running.program import Program
 from outcore.running.room import NUM_STEPS, Room
 from outcore.running.store import Store
@@ -128,12 +126,11 @@ class Limited:
         self._interception = Interception(lambda: self._start(("no forward",), ()))
         self._active = False
         self._thread = 0  # the one that entered the step: hooks and modes are a thread's own
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # of our parameters
-        self._looked_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, Key] = weakref.WeakKeyDictionary()
-        self._hooks = [
-            model.register_forward_pre_hook(self._on_forward, with_kwargs=True),
-            register_optimizer_step_post_hook(partial(_tell, weakref.WeakMethod(self._on_optimizer))),
-        ]
+        self._optimizers = (
+            Optimizers(model) if not on_cuda else None
+        )  # there the allocator knows what their state takes
+        self._hooks: list[Any] = [model.register_forward_pre_hook(self._on_forward, with_kwargs=True)]
+        self._hooks += [self._optimizers] if self._optimizers is not None else []
         self._know_parameters()
         self._aside = Aside(model.parameters(), memory_bytes, self.device, self._refusals.excuse) if on_cuda else None
 
@@ -502,7 +499,7 @@ class Limited:
     def _before_bytes(self, inputs: tuple[torch.Tensor, ...]) -> int:
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device)
-        resident = resident_bytes(self.model, self._optimizers, self.device)
+        resident = resident_bytes(self.model, self._optimizers or (), self.device)
         return resident + sum(tensor.nbytes for tensor in inputs if tensor.device.type == "cpu")
 
     def _watch_memory(self, before_bytes: int, trace: Trace | None, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -559,18 +556,6 @@ class Limited:
             self._pending = None
             pending()
 
-    def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Any optimizer of the process stepped. To walk through a model takes as long as many ops, so one whose
-        parameters are as they were is not looked at again."""
-        groups = [group["params"] for group in optimizer.param_groups]
-        told = tuple((len(params), id(params[0]) if params else 0) for params in groups)
-        if self._looked_at.get(optimizer) == told:
-            return
-        self._looked_at[optimizer] = told
-        owned = {id(parameter) for parameter in self.model.parameters()}
-        if any(id(parameter) in owned for params in groups for parameter in params):
-            self._optimizers.add(optimizer)
-
     # -- what a user looks at -----------------------------------------------------------------------------------------
 
     @property
@@ -617,9 +602,3 @@ class Limited:
         if self._aside is not None:
             self._aside.remove()
         self.store.close()
-
-
-def _tell(listener: weakref.WeakMethod[Callable[..., None]], optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """A hook for all optimizers must not keep its owner alive."""
-    if (tell := listener()) is not None:
-        tell(optimizer)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
 from itertools import chain, compress
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 _SEEN = "_outcore_metered"
 _KINDS = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -63,6 +64,39 @@ class LiveBytes:
 
     def stop(self) -> None:
         self._refs.clear()
+
+
+class Optimizers:
+    """Those that step a model's parameters: a process tells of every one that steps, ours or not. To walk through a
+    model takes as long as many ops, so one whose parameters are as they were is not looked at again."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._ours: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, Hashable] = weakref.WeakKeyDictionary()
+        self._hook = register_optimizer_step_post_hook(partial(_tell, weakref.WeakMethod(self._stepped)))
+
+    def __iter__(self) -> Iterator[torch.optim.Optimizer]:
+        return iter(self._ours)
+
+    def remove(self) -> None:
+        self._hook.remove()
+
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        groups = [group["params"] for group in optimizer.param_groups]
+        told = tuple((len(params), id(params[0]) if params else 0) for params in groups)
+        if self._known.get(optimizer) == told:
+            return
+        self._known[optimizer] = told
+        owned = {id(parameter) for parameter in self._model.parameters()}
+        if any(id(parameter) in owned for params in groups for parameter in params):
+            self._ours.add(optimizer)
+
+
+def _tell(listener: weakref.WeakMethod[Callable[..., None]], optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """A hook for all optimizers must not keep its owner alive."""
+    if (tell := listener()) is not None:
+        tell(optimizer)
 
 
 def resident_bytes(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> int:
