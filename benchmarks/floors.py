@@ -35,15 +35,16 @@ STEP_GIB = 0.25
 def main(networks: str, least_gib: float, most_gib: float, limit_s: float, out: Path | None) -> None:
     """The least cap under which a forward without gradients runs."""
     until_s = time.monotonic() + limit_s
+    out = out or Path(f"benchmarks/results/floors_{hardware()}_{date.today():%Y%m%d}.json")
     rows: list[Row] = []
     for name in networks.split(","):
         network = build(name)
-        rows += _caps(network, least_gib, most_gib, until_s)
-        print(name, rows[-1], flush=True)
+        found = _caps(network, least_gib, most_gib, until_s)
+        print(name, *found[-1:], flush=True)
+        rows += found
+        out.write_text(json.dumps({"question": "floors", **about(), "rows": rows}, indent=1))
         del network
         _give_back()
-    out = out or Path(f"benchmarks/results/floors_{hardware()}_{date.today():%Y%m%d}.json")
-    out.write_text(json.dumps({"question": "floors", **about(), "rows": rows}, indent=1))
 
 
 def _caps(network: Network, least_gib: float, most_gib: float, until_s: float) -> list[Row]:
@@ -78,6 +79,7 @@ def _run(network: Network, cap_gib: float) -> Row:
 def _give_back() -> None:
     gc.collect()
     torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 if __name__ == "__main__":

@@ -313,7 +313,7 @@ def _measure(
         "num_steps": len(times),
         "spread_s": [min(times), max(times)],
         "first_steps_s": marks,
-        "pinning_s": pinning_s,  # of the first step
+        "pinning_s": pinning_s if ooc is not None else None,  # of the first step
         "peak_gib": torch.cuda.max_memory_allocated() / GIB,
         "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
         "num_alloc_retries": torch.cuda.memory_stats()["num_alloc_retries"] - num_restarts,

@@ -319,7 +319,7 @@ class Limited:
         assert kind.trace is not None
         grown = kind.has_grown(before_bytes)
         if kind.plan is not None:  # what lies around between steps may come and go: plan for the most
-            before_bytes = max(before_bytes, kind.trace.before_bytes)
+            before_bytes = max(before_bytes, kind.plan.before_bytes)
         if self._tries_rooms:
             torch.cuda.empty_cache()  # what the allocator reserves from here on is the plan's own doing
             if kind.room is None or grown:
@@ -347,6 +347,7 @@ class Limited:
         if peak.peak_bytes > self.budget.device_bytes:  # a plan that was given, for another budget
             kind.stale = True
             raise BudgetTooSmall(peak.peak_bytes, self.budget.device_bytes, peak.peak_at, where=str(self.device))
+        kind.taken_bytes = before_bytes if made is self._given_plan else 0
         crowd = Crowd()
         if kind.room is not None and kind.room.crowded:
             crowd = kind.room.arrange(trace, kind.schedule, peak.peak_bytes, allocator.places(self.device))
@@ -387,11 +388,12 @@ class Limited:
                 f"{trace.fingerprint}); plan this one anew: leave out plan=..."
             )
         margin, memory_bytes = (LEAST_MARGIN if room is not None else 0.0), self.budget.device_bytes
+        known = [attempt.made[0] for attempt in room.attempts] if room is not None else []
 
         def plan_in(room_bytes: int, most: int = 1) -> list[Plan]:
             budget = dataclasses.replace(self.budget, device_bytes=room_bytes)
-            starts, planner = room.known if room is not None else [], "market" if brief else self.planner
-            return plans(trace, self.machine, budget, planner=planner, most=most, starts=starts)
+            planner = "market" if brief else self.planner
+            return plans(trace, self.machine, budget, planner=planner, most=most, starts=known)
 
         if room is not None and room.crowded and not room.again:
             there = allocator.places(self.device)
@@ -399,7 +401,9 @@ class Limited:
 
             def tidied(size: int) -> Tidied:
                 made, *others = plan_in(size, NUM_PLANS)
-                return tidy(trace, self.machine, made, memory_bytes, there, others=others, keeps_places=keeps)
+                found = tidy(trace, self.machine, made, memory_bytes, there, others=others, keeps_places=keeps)
+                known.append(found.plan)
+                return found
 
             found = room.another(tidied)
             if found is not None or room.attempts:

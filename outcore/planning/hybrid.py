@@ -1,10 +1,11 @@
 """Terrain + Machine + Budget -> decisions, near the least step time: the default planner.
 
 The market proposes, the simulator judges: for several shares of the copy lanes and several reserves of memory (room
-for copies in flight), the cheapest decisions that fit are lowered and simulated. The best few are then improved by
-flips: one to three values are kept, swapped or recomputed instead, the larger ones more often, and the change stays if
-the simulated step fits and got faster. Where flips lead nowhere any more, the walk goes on from near the best one. At
-last, what memory still has room for is kept.
+for copies in flight), the cheapest decisions that fit are lowered and simulated. They are then improved by flips: one
+to three values are kept, swapped or recomputed instead, the larger ones more often, and the change stays if the
+simulated step fits and got faster. All offers race for some flips, and those that come furthest go on as far as it
+goes. Where flips lead nowhere any more, the walk goes on from near the best one. At last, what memory still has room
+for is kept.
 
 PoocH (arXiv 1907.05013) searches by simulating too, from all-swap and layer by layer. Here prices do the coarse work,
 so that what the simulator must decide is small; values are storages of ops, and both lanes' capacity is a price.
@@ -23,7 +24,7 @@ from outcore.planning.scoring import Decisions, Progress, Scored, better, lean_b
 from outcore.planning.simple import keep_all, leanest
 from outcore.planning.swap import swap
 from outcore.planning.terrain import Terrain
-from outcore.values import Budget, Decision, Machine
+from outcore.values import MADE_AGAIN, Budget, Decision, Machine
 
 OFFERS = (*itertools.product((1.0, 0.95, 1.05, 0.8), (0.0, 0.02)), (1.5, 0.15), (1.5, 0.2))  # (share, reserve)
 FORCED = tuple(itertools.product((0.0, 1.5, 2.0, 3.0, INF), (0.0, 0.02)))  # where nothing else fits
@@ -31,7 +32,7 @@ MARKET_WORK = 700_000  # offers x (ops + ticks), after which no other is asked f
 FLIP_WORK = 1_500_000  # flips drawn x (ops + ticks): what improving may cost, a few seconds
 MAX_FLIPS = 3000
 FAR, FAR_TIMES = 0.05, 2.5  # where the best offer takes this much longer than the bound: so many times the work
-BRIEF_TIMES = 0.3  # as much, where a brief search will do
+BRIEF_TIMES = 0.3  # so many times the work, for a brief search
 NUM_STARTS, NUM_FINALISTS = 8, 2  # offers that are improved a little, and as far as it goes
 LEAST_EACH, RACE_PART = 60, 6  # flips for each start, or fewer start; of all flips, for each round of halving
 NUM_VALUES = (0.35, 0.45, 0.2)  # how often one, two, three values are decided anew
@@ -47,10 +48,9 @@ NEARLY_FREE = 1e-3  # where the bound says that copies alone may hide, the swap 
 MIN_PATIENCE, LATER_PATIENCE = 150, 30  # flips in a row that change nothing before a walk stops; those after the first
 
 
-def hybrid(terrain: Terrain, machine: Machine, budget: Budget, progress: Progress, *, brief: bool = False) -> Decisions:
-    """Market, simulator, flips. Keeps everything when everything fits. `brief`: a plan that is nearly as good as any
-    could be is not improved further, and one that is far from it not for longer."""
-    return several(terrain, machine, budget, progress, most=1, brief=brief)[0]
+def hybrid(terrain: Terrain, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
+    """Market, simulator, flips. Keeps everything when everything fits."""
+    return several(terrain, machine, budget, progress, most=1)[0]
 
 
 def several(
@@ -65,23 +65,41 @@ def several(
 ) -> list[Decisions]:
     """What `hybrid` decides, and other ends of its walks that are nearly as fast, `most` in all: what the simulator
     does not know of, a device's allocator say, may favour one of them. `starts`: what was decided for about as much
-    memory; with them less work will do."""
+    memory; with those that fit less work will do. `brief`: a plan that is nearly as good as any could be is not
+    improved further, and one that is far from it not for longer."""
     if (whole := _kept_if_it_fits(terrain, machine, budget, progress)) is not None:
         return [whole]
     bound_s = bound_step_s(terrain, machine, budget)
     enough_s = bound_s * (1 + (BRIEFLY_ENOUGH if brief else GOOD_ENOUGH))
     offers = _offers(terrain, machine, budget, enough_s, progress)
-    known = [score(terrain, machine, budget, start) for start in starts if start.keys() == set(terrain.evictable)]
+    known = [score(terrain, machine, budget, start) for start in starts if _is_of(terrain, start)]
+    known = sorted((scored for scored in known if scored.fits), key=_merit)[:1]
     found = sorted((*offers, *known), key=_merit)
     if not found[0].fits:
         return [dict(found[0].decisions)]
     if found[0].step_s > enough_s:
         far = FAR_TIMES if found[0].step_s > (1 + FAR) * bound_s and not known else 1.0
         walk = Walk(terrain, machine, budget, enough_s, progress, BRIEF_TIMES if brief else far)
-        found = walk.improved(offers, sorted(known, key=_merit)[:1])
-    near = [scored for scored in found if scored.fits and scored.step_s <= (1 + NEARLY) * found[0].step_s]
-    kept = [_keep_what_fits(terrain, machine, budget, scored) for scored in near[: max(most, NUM_ENDS)]]
-    return [dict(scored.decisions) for scored in sorted(kept, key=lambda scored: scored.step_s)[:most]]
+        found = walk.improved(offers, known)
+    return _ends(terrain, machine, budget, found, most)
+
+
+def _is_of(terrain: Terrain, start: Mapping[int, Decision]) -> bool:
+    """Does it decide this step's values, each so that it can be done?"""
+    made_again = (value for value, decision in start.items() if decision in MADE_AGAIN)
+    return start.keys() == set(terrain.evictable) and all(terrain.recomputable[value] for value in made_again)
+
+
+def _ends(terrain: Terrain, machine: Machine, budget: Budget, found: list[Scored], most: int) -> list[Decisions]:
+    """The best, different ones, with what there is room for kept; which may make another one the best."""
+    kept: list[Scored] = []
+    for scored in found:
+        if len(kept) == max(most, NUM_ENDS) or not scored.fits or scored.step_s > (1 + NEARLY) * found[0].step_s:
+            break
+        fuller = _keep_what_fits(terrain, machine, budget, scored)
+        if all(fuller.decisions != other.decisions for other in kept):
+            kept.append(fuller)
+    return [dict(scored.decisions) for scored in sorted(kept, key=_merit)[:most]]
 
 
 def market(terrain: Terrain, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
@@ -193,10 +211,9 @@ class Walk:
     def improved(self, offers: list[Scored], known: list[Scored]) -> list[Scored]:
         """Where walks from promising offers and from what is known end, each as far as it goes, and walks from near
         the best of these; the best first."""
-        num_values, starts = len(self.terrain.evictable), [scored for scored in (*offers, *known) if scored.fits]
-        patience, ends = max(MIN_PATIENCE, 4 * num_values), [min(starts, key=_merit)]
-        promising = self._raced([scored for scored in offers if scored.fits], patience)
-        ends += [self._descend(start, patience) for start in (*promising, *(one for one in known if one.fits))]
+        num_values, fitting = len(self.terrain.evictable), [scored for scored in offers if scored.fits]
+        patience, ends = max(MIN_PATIENCE, 4 * num_values), [min((*fitting, *known), key=_merit)]
+        ends += [self._descend(start, patience) for start in (*self._raced(fitting, patience), *known)]
         best = min(ends, key=_merit)
         num_idle, max_idle = 0, min(MAX_IDLE_WALKS, num_values)
         while not self._is_over(best) and num_idle < max_idle:

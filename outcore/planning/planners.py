@@ -67,7 +67,7 @@ def plans(
     step = trace if kept.fits or planner in AS_IT_IS else merged(trace)
     terrain = terrain_of(step)
     if planner == "hybrid":
-        known = [other.decisions for other in starts]
+        known = [other.decisions for other in starts if other.fingerprint == trace.fingerprint]
         found = several(terrain, machine, budget, tell, most=most, starts=known, brief=brief)
     else:
         found = [PLANNERS[planner](terrain, machine, budget, tell)]

@@ -30,7 +30,7 @@ RESTART_S = 0.02  # what one start over costs, about, on an H200
 HOPELESS_SHARE = 0.4  # of a cap, beyond what is safe: no neighbour changes that
 DOUBT = 0.5  # starts over beyond those of the model, for a step that wants more than is safe
 PRICES = (0.3, 0.8, 1.6)  # of the step's time, for as many pages as the whole cap has, beyond what is safe
-PATIENCE = 80  # neighbours drawn that lead nowhere: a new walk from the plan
+PATIENCE = 80  # neighbours drawn that lead nowhere: a new walk
 DRAW_WORK, MOST_DRAWS = 1_500_000, 1500  # neighbours drawn x (ops + ticks), and drawn: a few seconds
 STUCK_SHARE = 0.25  # of them, where by then none wanted less
 MOST_S = 4.0  # on a slow or busy host fewer are drawn
@@ -77,7 +77,7 @@ def tidy(
 
 
 class _Search:
-    """Walks from one plan. `best_s`: what a step of the best so far should take, starts over included."""
+    """Walks from one plan and others. `best_s`: what a step of the best so far should take, starts over included."""
 
     def __init__(
         self, trace: Trace, machine: Machine, plan: Plan, memory_bytes: int, there: Places, keeps_places: bool
@@ -91,9 +91,9 @@ class _Search:
         events, peak_bytes = self._events(self.first), self.first.peak_bytes
         self.giant_share = best_share(trace, events, memory_bytes, peak_bytes, there) if keeps_places else None
         self.safe_bytes = safe_bytes(trace, self._crowd(events, peak_bytes), memory_bytes)
-        self.first_bytes = self.least_bytes = self._wanted_bytes(self.first)
-        self.best_s = self.first.step_s + self._lost_s(self.first, self.first_bytes)
-        self.starts = [(self.first, self.first_bytes)]
+        self.least_bytes = first_bytes = self._wanted_bytes(self.first)
+        self.best_s = self.first.step_s + self._lost_s(self.first, first_bytes)
+        self.starts = [(self.first, first_bytes)]
         self.num_draws, self.most_draws = 0, min(MOST_DRAWS, DRAW_WORK // max(1, trace.num_slots))
 
     def begin_with(self, others: Sequence[Plan]) -> None:
@@ -110,15 +110,15 @@ class _Search:
         return least_bytes <= self.safe_bytes + HOPELESS_SHARE * self.memory_bytes and bool(self.terrain.evictable)
 
     def run(self) -> None:
-        end_s = time.monotonic() + MOST_S
+        end_s, start_bytes = time.monotonic() + MOST_S, min(page_bytes for _, page_bytes in self.starts)
 
         def is_over() -> bool:
-            most_draws = self.most_draws * (1 if self.least_bytes < self.first_bytes else STUCK_SHARE)
+            most_draws = self.most_draws * (1 if self.least_bytes < start_bytes else STUCK_SHARE)
             near = self.best_s <= self.first.step_s * (1 + NEAR)
             return near or self.num_draws >= most_draws or time.monotonic() > end_s
 
-        starts = itertools.cycle(sorted(self.starts, key=lambda start: start[1]))
-        for price, (here, page_bytes) in zip(itertools.cycle(PRICES), starts):
+        starts = sorted(self.starts, key=lambda start: start[1])
+        for price, (here, page_bytes) in itertools.cycle(itertools.product(PRICES, starts)):
             height, num_idle = self._height(here, page_bytes, price), 0
             while num_idle < PATIENCE and not is_over():
                 num_idle += 1

@@ -44,7 +44,8 @@ class Aside:
         self._on_refused = on_refused  # memory: then a tensor stays where it is
         self._parameters: list[weakref.ref[torch.nn.Parameter]] = []
         self._waiting: set[int] = set()  # parameters without a gradient yet, by id
-        self._hooks: list[RemovableHandle] = []  # from the first step on in which gradients go aside
+        self._hooks: list[RemovableHandle] = []
+        self._is_listening = False  # from the first step on in which gradients go aside
         left_bytes = min(int(GRADIENTS_SHARE * budget_bytes), GRADIENTS_BYTES)
         known = (parameter for parameter in parameters if not torch.nn.parameter.is_lazy(parameter))
         for parameter in sorted(known, key=lambda parameter: parameter.nbytes):
@@ -58,16 +59,21 @@ class Aside:
     def begin(self) -> None:
         """A step begins."""
         there = [parameter for reference in self._parameters if (parameter := reference()) is not None]
-        if not self._hooks:
-            self._hooks = [parameter.register_post_accumulate_grad_hook(self._move) for parameter in there]
+        if not self._is_listening:
+            self._is_listening = True
+            for parameter in there:
+                if parameter.requires_grad:  # still: some are frozen later
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(self._move))
         self._waiting = {id(parameter) for parameter in there if parameter.grad is None}
 
     def end(self) -> None:
         self._waiting.clear()
 
     def remove(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        """For good."""
+        self._is_listening = True
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def move(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same tensor, aside; `tensor` itself where that would be another one in some way."""

@@ -32,6 +32,7 @@ class Kind:
     timed_again: bool = False  # op times were corrected on a planned step
     in_place: bool = False  # planned as it runs where Python looks at no op of the backward
     watched: bool = False  # Python looks at all of it, whatever the plan
+    taken_bytes: int = 0  # that were there before the step when a plan that was given was taken up
     stale: bool = True  # to be planned (again) when it comes next
     room: Room | None = None  # what plans may use of a CUDA budget
     num_slowed: int = 0  # times copies turned out slower than measured
@@ -48,8 +49,10 @@ class Kind:
         return self.program is not None and not self.stale and (self.room is None or self.room.settled)
 
     def has_grown(self, before_bytes: int) -> bool:
-        """Is more there before the step than it was planned with? A plan that was given may be for less: it stays."""
-        return self.plan is not None and self.trace is not None and before_bytes > self.trace.before_bytes + MIB
+        """Is more there before the step than its plan is for? One that was given may be for less: it stays as it is,
+        and is taken up anew only where more is there than it was taken up with."""
+        known_bytes = max(self.plan.before_bytes, self.taken_bytes) if self.plan is not None else before_bytes
+        return before_bytes > known_bytes + MIB
 
     def take_times(self, names: Sequence[str], seconds: Sequence[float]) -> bool:
         """Of its ops, timed once more: the smaller figures count; False where other ops ran. It is to be planned anew

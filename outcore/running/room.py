@@ -131,12 +131,6 @@ class Room:
         """What a step of a crowded room does for the allocator. `there`: where the weights lie."""
         return arrange(trace, schedule, self.memory_bytes, peak_bytes, there, keeps_places=self.keeps_places)
 
-    @property
-    def known(self) -> list[Plan]:
-        """What was planned so far, for other rooms and as it was tidied."""
-        tried = [attempt.made[0] for attempt in self.attempts if isinstance(attempt.made, tuple)]
-        return [*(seen.plan for seen in self._looked.values()), *tried]
-
     def forget(self) -> None:
         """What was looked at so far was planned with other times."""
         self._looked.clear()

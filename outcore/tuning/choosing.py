@@ -54,7 +54,7 @@ class Choosing:
         wanted = sorted(set(batches) - set(self.curve.batches))
         for at, batch in enumerate(wanted):
             tell(f"planning a batch of {batch}", at / len(wanted))
-            point = self.add(batch)
+            point = self.put(self.planned.at(batch, brief=True))
             if not point.fits or (not point.in_core and point.samples_per_s < HOPELESS * self._best_rate()):
                 break
 
@@ -149,7 +149,10 @@ class Choosing:
         return best.micro_batch if worth_it else 0
 
     def confirm(self, batch: int) -> Point:
-        """Real steps of one batch; what they show of the cost of swapping goes into every other."""
+        """Real steps of one batch, with a plan as a training gets it; what they show of the cost of swapping goes into
+        every other."""
+        if self.predicted[batch].brief:
+            self.add(batch)
         before = self.predicted[batch]
         try:
             found = self.bench.confirm(before, self._beside(before))

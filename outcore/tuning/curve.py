@@ -180,6 +180,7 @@ class Predicted:
     point: Point
     trace: Trace
     plan: Plan | None  # None: nothing fits
+    brief: bool = False  # a training may find a faster plan
 
 
 @dataclass(frozen=True)
@@ -192,13 +193,14 @@ class Planned:
     optimizer_s: float
     resident_bytes: int = 0  # there besides the recorded step: gradients, while they are accumulated
 
-    def at(self, batch: int) -> Predicted:
+    def at(self, batch: int, *, brief: bool = False) -> Predicted:
+        """`brief`: as long a search for a plan as it takes to tell whether the batch is worth a real step."""
         trace = self.family.at(batch)
         if self.resident_bytes:
             trace = replace(trace, before_bytes=trace.before_bytes + self.resident_bytes)
         step = _as_run(trace)
         try:
-            made = plan(step, self.machine, self.budget, brief=True)
+            made = plan(step, self.machine, self.budget, brief=brief)
         except BudgetTooSmall as error:
             return Predicted(self._outside(batch, error.needed_bytes), trace, None)
         schedule = lower(step, made, self.machine)
@@ -209,7 +211,7 @@ class Planned:
         kept, swapped, recomputed = found.kept_bytes, found.swapped_bytes, found.recomputed_bytes
         rate = batch / step_s
         point = Point(batch, found.peak_bytes, step_s, rate, kept, swapped, recomputed, in_core, fits=True)
-        return Predicted(point, trace, made)
+        return Predicted(point, trace, made, brief=brief and not in_core)
 
     def _outside(self, batch: int, needed_bytes: int) -> Point:
         step_s = self.family.step_s(batch) + self.optimizer_s  # if there were room

@@ -138,6 +138,20 @@ def test_a_backward_calls_no_python_before_a_step_in_which_gradients_go_aside() 
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
 
+def test_a_parameter_that_is_frozen_later_is_left_alone() -> None:
+    model = deep()
+    aside = Watched(model)
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter is not model[2].weight)  # type: ignore[index]
+    for _ in range(2):
+        gradients(model, aside, 1)
+        model.zero_grad()
+    assert aside.moved == ["0.weight", "0.weight"]
+    aside.remove()
+    aside.begin()
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
 def test_hooks_keep_nothing_alive() -> None:
     model = deep()
     aside = Aside(model.parameters(), GIB, CPU)

@@ -234,6 +234,24 @@ def test_a_plan_made_for_less_memory_before_the_step_is_taken_up_once(monkeypatc
     ooc.close()
 
 
+def test_more_memory_before_the_step_than_a_plan_has_room_for_is_refused_every_time() -> None:
+    """And not only in the step that notices it."""
+    model = nn.Sequential(*(part for _ in range(8) for part in (nn.Linear(128, 128), nn.Tanh())))
+    x = torch.randn(1024, 128)
+    ooc = limit(model, 6 * MIB)
+    for step in range(6):
+        if step == 3:
+            model.register_buffer("more", torch.zeros(5 * MIB // 4))
+        with ooc.step() if step < 3 else pytest.raises(BudgetTooSmall):
+            if step < 3:
+                model(x).sum().backward()
+            else:
+                with ooc.step():
+                    model(x).sum().backward()
+        model.zero_grad()
+    ooc.close()
+
+
 def test_steps_do_not_nest() -> None:
     ooc = limit(nn.Linear(2, 2), "1GiB")
     with ooc.step(), pytest.raises(OutcoreError, match="inside"), ooc.step():

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from outcore.errors import BudgetTooSmall, OutcoreError, PlanMismatch
-from outcore.planning import PLANNERS, lower, plan, simulate, verify
+from outcore.planning import PLANNERS, lower, plan, plans, simulate, verify
 from outcore.planning import hybrid as hybrid_planner
 from outcore.planning.bound import bound_step_s
 from outcore.planning.market import Market
@@ -52,6 +52,63 @@ def test_a_plan_fits_or_says_what_would(planner: str, trace: Trace, machine: Mac
     check(trace, machine, made)
 
 
+@QUICK
+@given(trace=steps(), machine=MACHINES, budget=budgets(), brief=st.booleans())
+def test_several_plans_are_different_and_the_best_comes_first(
+    trace: Trace, machine: Machine, budget: Budget, brief: bool
+) -> None:
+    try:
+        found = plans(trace, machine, budget, most=5, brief=brief)
+    except BudgetTooSmall:
+        assume(False)
+    for made in found:
+        check(trace, machine, made)
+    took_s = [made.predicted_step_s for made in found]
+    assert took_s == sorted(took_s)
+    assert len({tuple(sorted(made.decisions.items())) for made in found}) == len(found) <= 5
+    assert found == plans(trace, machine, budget, most=5, brief=brief)
+
+
+@QUICK
+@given(trace=steps(), machine=MACHINES, budget=budgets())
+def test_a_search_that_begins_from_a_plan_ends_no_worse(trace: Trace, machine: Machine, budget: Budget) -> None:
+    """Found for less memory, or for more, which may not fit; and nothing comes of a start that cannot be done."""
+    try:
+        less = plan(trace, machine, replace(budget, device_bytes=int(0.9 * budget.device_bytes)))
+    except BudgetTooSmall:
+        assume(False)
+    more = plan(trace, machine, replace(budget, device_bytes=2 * budget.device_bytes))
+    again: dict[int, Decision] = dict.fromkeys(less.decisions, "recompute")
+    for starts in (
+        [less],
+        [more],
+        [less, more],
+        [replace(less, decisions=again)],
+        [replace(less, fingerprint="other")],
+    ):
+        made = plans(trace, machine, budget, most=1, starts=starts)[0]
+        check(trace, machine, made)
+        assert made.predicted_step_s <= less.predicted_step_s + 1e-12 or less not in starts
+
+
+def test_a_brief_search_is_a_third_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_drawn = [0]
+
+    def draw(self: hybrid_planner.Flips, scored: object) -> None:
+        num_drawn[0] += 1
+
+    monkeypatch.setattr(hybrid_planner, "bound_step_s", lambda *asked: 0.0)  # nothing is good enough
+    monkeypatch.setattr(hybrid_planner.Flips, "draw", draw)
+    monkeypatch.setattr(hybrid_planner, "MIN_PATIENCE", hybrid_planner.MAX_FLIPS)
+    trace, took = chain(), list[int]()
+    budget = Budget(plan(trace, MACHINE, Budget(1000, 1000), "keep-all").predicted_peak_bytes - 1, 1000)
+    for brief in (False, True):
+        num_drawn[0] = 0
+        plan(trace, MACHINE, budget, brief=brief)
+        took.append(num_drawn[0])
+    assert took == [hybrid_planner.MAX_FLIPS, int(hybrid_planner.BRIEF_TIMES * hybrid_planner.MAX_FLIPS)]
+
+
 def test_however_little_work_is_allowed_the_market_is_asked_until_an_offer_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -85,7 +142,7 @@ def test_a_plan_for_one_step_is_an_offer_that_nobody_improves(monkeypatch: pytes
         asked.append(remakes)
         return really(self, share, device_bytes, remakes=remakes) if remakes else None
 
-    def improved(self: hybrid_planner.Walk, offers: object) -> None:
+    def improved(self: hybrid_planner.Walk, *offers: object) -> None:
         pytest.fail("improved")
 
     monkeypatch.setattr(Market, "cheapest_fit", cheapest_fit)
