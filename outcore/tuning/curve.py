@@ -26,6 +26,9 @@ from outcore.values.codec import Saved
 KNEE_SHARE = 0.99  # of the best samples per second: steps are not told apart more finely
 MOST_OPTIMIZER = 0.8  # of a step: timed in a slow moment it took longer than all of one, and to accumulate cost nothing
 NUM_ON_LINE = 8  # batches known, after which halves are looked at: there is no line
+SWAP_BYTES = (
+    256 * 1024
+)  # as much as so many bytes more each swapped value costs on a CPU, two copies' beginnings and ends
 SURE_SHARE = 0.03  # of a step: a smaller difference may be the line's error and is no cost of swapping
 
 
@@ -44,6 +47,12 @@ class Point:
     fits: bool
     measured_step_s: float | None = None
     measured_peak_bytes: int | None = None
+    num_swapped: int = 0  # values
+
+    @property
+    def charged_bytes(self) -> int:
+        """What swapping is paid for by: bytes, and each of the values."""
+        return self.swapped_bytes + SWAP_BYTES * self.num_swapped
 
     @property
     def error(self) -> float | None:
@@ -51,7 +60,7 @@ class Point:
         return None if self.measured_step_s is None else self.measured_step_s / self.step_s
 
     def dearer(self, swap_s_per_byte: float) -> Point:
-        step_s = self.step_s + swap_s_per_byte * self.swapped_bytes
+        step_s = self.step_s + swap_s_per_byte * self.charged_bytes
         return replace(self, step_s=step_s, samples_per_s=self.micro_batch / step_s)
 
 
@@ -164,13 +173,13 @@ def swap_s_per_byte(simulated: Iterable[Point], measured_s: Iterable[float], in_
     Ops that run again are simulated with their own seconds; a copy is not always as hidden as it seems: on the CPU it
     takes turns with compute. At most it doubles a step: whatever takes longer is something else.
     """
-    beyond_s, whole_s, swapped_bytes = 0.0, 0.0, 0
+    beyond_s, whole_s, charged_bytes = 0.0, 0.0, 0
     for point, step_s in zip(simulated, measured_s):
         expected_s = in_core_error * point.step_s
         beyond_s += min(step_s - expected_s, expected_s)
         whole_s += expected_s
-        swapped_bytes += point.swapped_bytes
-    return beyond_s / swapped_bytes if swapped_bytes and beyond_s > SURE_SHARE * whole_s else 0.0
+        charged_bytes += point.charged_bytes
+    return beyond_s / charged_bytes if charged_bytes and beyond_s > SURE_SHARE * whole_s else 0.0
 
 
 @dataclass(frozen=True)
@@ -211,6 +220,7 @@ class Planned:
         kept, swapped, recomputed = found.kept_bytes, found.swapped_bytes, found.recomputed_bytes
         rate = batch / step_s
         point = Point(batch, found.peak_bytes, step_s, rate, kept, swapped, recomputed, in_core, fits=True)
+        point = replace(point, num_swapped=made.count("swap"))
         return Predicted(point, trace, made, brief=brief and not in_core)
 
     def _outside(self, batch: int, needed_bytes: int) -> Point:

@@ -150,6 +150,15 @@ def test_batches_that_swap_more_say_more_about_it() -> None:
     assert point(64, 1000.0).dearer(both) == point(64, 1000.0)
 
 
+def test_many_small_values_cost_more_than_a_large_one() -> None:
+    one = replace(point(128, 1000.0, in_core=False), num_swapped=1)
+    many = replace(one, num_swapped=129)  # a quarter of a MiB each, besides
+    per_byte = swap_s_per_byte([many], [0.228], 1.0)
+    assert per_byte == pytest.approx(0.1 / (160.25 * MIB))
+    assert many.dearer(per_byte).step_s == pytest.approx(0.228)
+    assert one.dearer(per_byte).step_s == pytest.approx(0.128 + 0.1 * 128.25 / 160.25)
+
+
 def test_only_real_steps_count_as_known() -> None:
     curve = curve_of(point(32, 1000.0), point(64, 1000.0), point(128, 1000.0, in_core=False))
     assert curve.in_core_error == 1.0
