@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU machine, in parts with a time limit each, in the order in which a doubt should stop it:
 #
-#   bash benchmarks/on_gpu.sh check exact speed pieces recording curve1 curve2 curve3 peers fit cores matmul tuning accuracy
-#   seconds, about:           190   230   480   40     150       490    400    400    420   130 290   100    290    340
+#   bash benchmarks/on_gpu.sh check exact speed pieces floors recording curve1 curve2 curve3 peers fit cores matmul tuning accuracy
+#   seconds, about:           190   230   480   40     25     150       490    400    400    420   130 290   100    290    340
 #
-# `peers:vit_l` (or another network) is `peers` for that one. Nothing is timed in `exact`, `tests` (all of tests/gpu) and
+# `peers:vit_l` (or another network) is `peers` for that one. Nothing is timed in `exact`, `tests` (but its last part) and
 # `compiled` (what `peers` would wait for the compiler): `for part in tests compiled; do bash benchmarks/on_gpu.sh $part & done`.
 #
 # Results and logs go to $OUT (default: benchmarks/results), one file a part. `cores` uses all CPU cores, the others but
@@ -63,11 +63,14 @@ for part in "${@:-check}"; do
     pieces)
         run pieces 60 python -m benchmarks.pieces --out "$out/pieces.json"
         ;;
+    floors)
+        run floors 60 python -m benchmarks.floors --out "$out/floors.json"
+        ;;
     recording)
         run recording 170 python -m benchmarks.recording --out "$out/recording.json"
         ;;
     compiled) # fills the compiler's cache for `peers:...` on the same machine, 460 s beside tests; 0.28: the share of
-        # memory that it has there. ResNet-152's with a budget is not done in 200 s.
+        # memory that it has there. ResNet-152's with a budget took 143 s.
         compile_ahead() { # network, share
             run "compiled_$1" 290 python -m benchmarks.slowdown --networks "$1" --methods "compile,compile-budget:$2" \
                 --steps 1 --limit-s 280 --out "$out/compiled_$1.json"
@@ -76,13 +79,14 @@ for part in "${@:-check}"; do
         { compile_ahead vgg16_nhwc 0.64; compile_ahead r3d18_nhwc 0.59; compile_ahead llama 0.26; } &
         wait
         ;;
-    tests) # all of tests/gpu, in three processes
+    tests) # all of tests/gpu, most of it in three processes
         run tests_1 240 python -m pytest -q --tb=short -rs -p no:cacheprovider tests/gpu/test_same_numbers.py &
         run tests_2 240 python -m pytest -q --tb=short -rs -p no:cacheprovider tests/gpu/test_allocator.py \
             tests/gpu/test_switches.py tests/gpu/test_tiling.py tests/gpu/tiling &
         run tests_3 240 python -m pytest -q --tb=short -rs -p no:cacheprovider tests/gpu/test_echoes.py tests/gpu/test_fused.py \
-            tests/gpu/test_sums_in_place.py tests/gpu/tuning tests/gpu/elastic &
+            tests/gpu/test_sums_in_place.py tests/gpu/elastic &
         wait
+        run tests_4 60 python -m pytest -q --tb=short -rs -p no:cacheprovider tests/gpu/tuning # these time steps
         ;;
     curve1)
         slowdown resnet50 230 in-core,checkpoint,hybrid --curve
