@@ -45,7 +45,8 @@ NUM_ROUNDS = 2  # of timing recorded batches in turn
 NUM_IN_TURN = 4, 8  # rounds of timing those from which one is chosen, at least and at most
 QUICK_S = 0.04  # for a turn of short ones
 NUM_LEVEL = 3  # rounds of timing those from which others follow
-NUM_BESIDE = 5  # rounds of a batch that swaps beside one that does not: of what differs the cost of every byte is made
+NUM_BESIDE = 3, 5  # rounds of a batch that swaps beside one that does not, at least and at most: what differs between
+ALIKE = 0.03  # them tells what every byte costs; rounds this near to each other are enough
 KNOWN = 0.01  # of the fastest one's seconds a sample: two that are compared so closely need no further round
 NUM_RECORDINGS = 2  # on the CPU, where the first one also pays for the first touch of memory
 SETTLE_S = 12.0  # for `limit` to find a room in which the allocator does not start over
@@ -179,7 +180,9 @@ class Bench:
         ooc.expect(other.trace)
         try:
             self._watch(ooc, self.samples.any_batch(batch))
-            for _ in range(NUM_BESIDE):
+            while len(shares) < NUM_BESIDE[0] or (
+                len(shares) < NUM_BESIDE[1] and max(shares) - min(shares) > ALIKE * statistics.median(shares)
+            ):
                 took_s = [self._turn(ooc, self.samples.any_batch(num), is_short=False) for num in (found.batch, batch)]
                 shares.append(took_s[0] / took_s[1])
         except (BudgetTooSmall, TuningError):

@@ -91,7 +91,7 @@ def test_a_search_that_begins_from_a_plan_ends_no_worse(trace: Trace, machine: M
         assert made.predicted_step_s <= less.predicted_step_s + 1e-12 or less not in starts
 
 
-def test_a_brief_search_is_a_third_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_brief_search_is_a_fifth_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
     num_drawn = [0]
 
     def draw(self: hybrid_planner.Flips, scored: object) -> None:
