@@ -126,11 +126,10 @@ class Limited:
         self._interception = Interception(lambda: self._start(("no forward",), ()))
         self._active = False
         self._thread = 0  # the one that entered the step: hooks and modes are a thread's own
-        self._optimizers = (
-            Optimizers(model) if not on_cuda else None
-        )  # there the allocator knows what their state takes
-        self._hooks: list[Any] = [model.register_forward_pre_hook(self._on_forward, with_kwargs=True)]
-        self._hooks += [self._optimizers] if self._optimizers is not None else []
+        # On CUDA the allocator knows what optimizers' state takes.
+        self._optimizers = None if on_cuda else Optimizers(model)
+        forward = model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
+        self._hooks = [hook for hook in (forward, self._optimizers) if hook is not None]
         self._know_parameters()
         self._aside = Aside(model.parameters(), memory_bytes, self.device, self._refusals.excuse) if on_cuda else None
 

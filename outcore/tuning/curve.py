@@ -26,9 +26,7 @@ from outcore.values.codec import Saved
 KNEE_SHARE = 0.99  # of the best samples per second: steps are not told apart more finely
 MOST_OPTIMIZER = 0.8  # of a step: timed in a slow moment it took longer than all of one, and to accumulate cost nothing
 NUM_ON_LINE = 8  # batches known, after which halves are looked at: there is no line
-SWAP_BYTES = (
-    256 * 1024
-)  # as much as so many bytes more each swapped value costs on a CPU, two copies' beginnings and ends
+SWAP_BYTES = 256 * 1024  # that a swapped value costs besides its own, on a CPU: two copies begin and end
 SURE_SHARE = 0.03  # of a step: a smaller difference may be the line's error and is no cost of swapping
 
 
@@ -219,8 +217,8 @@ class Planned:
         in_core = found.swapped_bytes + found.recomputed_bytes == 0
         kept, swapped, recomputed = found.kept_bytes, found.swapped_bytes, found.recomputed_bytes
         rate = batch / step_s
-        point = Point(batch, found.peak_bytes, step_s, rate, kept, swapped, recomputed, in_core, fits=True)
-        point = replace(point, num_swapped=made.count("swap"))
+        sizes, num_swapped = (kept, swapped, recomputed), made.count("swap")
+        point = Point(batch, found.peak_bytes, step_s, rate, *sizes, in_core, fits=True, num_swapped=num_swapped)
         return Predicted(point, trace, made, brief=brief and not in_core)
 
     def _outside(self, batch: int, needed_bytes: int) -> Point:

@@ -239,16 +239,18 @@ def test_more_memory_before_the_step_than_a_plan_has_room_for_is_refused_every_t
     model = nn.Sequential(*(part for _ in range(8) for part in (nn.Linear(128, 128), nn.Tanh())))
     x = torch.randn(1024, 128)
     ooc = limit(model, 6 * MIB)
-    for step in range(6):
-        if step == 3:
-            model.register_buffer("more", torch.zeros(5 * MIB // 4))
-        with ooc.step() if step < 3 else pytest.raises(BudgetTooSmall):
-            if step < 3:
-                model(x).sum().backward()
-            else:
-                with ooc.step():
-                    model(x).sum().backward()
+
+    def step() -> None:
+        with ooc.step():
+            model(x).sum().backward()
         model.zero_grad()
+
+    for _ in range(3):
+        step()
+    model.register_buffer("more", torch.zeros(5 * MIB // 4))
+    for _ in range(3):
+        with pytest.raises(BudgetTooSmall):
+            step()
     ooc.close()
 
 
