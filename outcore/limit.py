@@ -501,7 +501,7 @@ class Limited:
 
     def _before_bytes(self, inputs: tuple[torch.Tensor, ...]) -> int:
         if self.device.type == "cuda":
-            return torch.cuda.memory_allocated(self.device)
+            return allocator.allocated_bytes(self.device)
         resident = resident_bytes(self.model, self._optimizers or (), self.device)
         return resident + sum(tensor.nbytes for tensor in inputs if tensor.device.type == "cpu")
 

@@ -128,9 +128,9 @@ class Interception:
     def _pack(self, tensor: torch.Tensor) -> Any:
         if self._listener is None:
             self._on_first()
-        assert self._listener is not None
-        handle = self._listener.pack(tensor)
-        if self._mode is not None and not self._listener.wants_ops:
+        listener: Any = self._listener
+        handle = listener.pack(tensor)
+        if not listener.wants_ops and self._mode is not None:
             self._pop()
         return handle
 

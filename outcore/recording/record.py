@@ -232,7 +232,8 @@ class Recorder:
         writes += [self._add_value(self._storage_of(tensor), index) for tensor in overwritten]
         self._live_at_reset = self._live_bytes  # what was made is there since the peak was reset
         if recipe is not None:
-            self._own_outputs(recipe, writes, fresh, overwritten)
+            recipe.made = self._own(recipe, writes, fresh, overwritten=False)
+            recipe.overwrote = self._own(recipe, writes[len(fresh) :], overwritten, overwritten=True)
         if recipe is not None and recipe.outcome() is not None:  # not what was there before the step
             self._passes.see(index, recipe, args, (*fresh, *overwritten)[0], is_norm=index in self._twins)
         alone = recipe is not None and replay == "pure" and len(writes) == len(fresh) == 1
@@ -293,20 +294,20 @@ class Recorder:
         self._node_values.update(reads, writes)
         return joins and not args[0]._is_view() and called_by_engine()
 
-    def _own_outputs(
-        self, recipe: Any, writes: list[int], fresh: list[torch.Tensor], overwritten: list[torch.Tensor]
-    ) -> None:
-        for value, tensor, marks, over in [
-            *((value, tensor, recipe.made, False) for value, tensor in zip(writes, fresh)),
-            *((value, tensor, recipe.overwrote, True) for value, tensor in zip(writes[len(fresh) :], overwritten)),
-        ]:
+    def _own(
+        self, recipe: Recipe, writes: Sequence[int], made: list[torch.Tensor], *, overwritten: bool
+    ) -> list[weakref.ref[Cell]]:
+        """The cells of what an op made, marked."""
+        marks = []
+        for value, tensor in zip(writes, made):
             if self._storages[self._values[value].storage].external:
                 continue  # a buffer or parameter: its mark would outlive the step
-            cell = Cell(value, tensor, overwritten=over)
+            cell = Cell(value, tensor, overwritten=overwritten)
             cell.recipe = recipe
             cell.name(tensor, self._marked)
             self._cells[value] = weakref.ref(cell)
             marks.append(self._cells[value])
+        return marks
 
     def _cell_of(self, tensor: torch.Tensor) -> Cell:
         value = self._value_of(tensor)
@@ -459,7 +460,7 @@ class Recorder:
         with below_everything():
             present = handle.cell.data is not None
             data = bring(handle.cell)
-            tensor = handle.view.of(data)
+            tensor = handle.of(data)
         tick = self._add_tick("unpack", value, handle.pack, tensor)
         if is_function and value in self._read_by_recipes:
             self._see_whether_it_changes(node, value, tensor)

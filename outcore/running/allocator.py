@@ -55,6 +55,11 @@ def places(device: torch.device) -> tuple[tuple[int, int], ...]:
     return tuple((block["address"] - first, block["size"]) for block in blocks)
 
 
+def allocated_bytes(device: torch.device) -> int:
+    """`torch.cuda.memory_allocated`, without the millisecond that it takes to list all other figures by name."""
+    return int(torch._C._cuda_memoryStats(device.index)["allocated_bytes"]["all"]["current"])
+
+
 def count_restarts(device: torch.device) -> int:
     """How often the allocator gave everything back and started over, so far."""
     return int(torch._C._cuda_memoryStats(device.index)["num_alloc_retries"]) if device.type == "cuda" else 0

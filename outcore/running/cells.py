@@ -141,14 +141,14 @@ class View:
         return torch._neg_view(view) if self.neg else view
 
 
-class Handle:
-    """What autograd holds in place of a saved tensor."""
+class Handle(View):
+    """What autograd holds in place of a saved tensor: a view of a cell."""
 
-    __slots__ = ("__weakref__", "cell", "pack", "run", "view")
+    __slots__ = ("__weakref__", "cell", "pack", "run")
 
     def __init__(self, cell: Cell, tensor: torch.Tensor, pack: int, run: Any) -> None:
+        View.__init__(self, tensor)
         self.cell = cell
-        self.view = View(tensor)
         self.pack = pack
         self.run = run  # the step that packed it: it may be unpacked after that step's end
 
@@ -159,8 +159,8 @@ class Kept:
     __slots__ = ("__weakref__", "pack", "run", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, pack: int, run: Any) -> None:
-        kept = self.tensor = tensor if tensor.grad_fn is None else alias(tensor)
-        self.version = version_of(kept)
+        self.tensor = tensor if tensor.grad_fn is None else alias(tensor)
+        self.version = version_of(tensor)
         self.pack = pack
         self.run = run
 

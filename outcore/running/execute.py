@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,16 +103,10 @@ class Execution:
     # -- the forward's ops --------------------------------------------------------------------------------------------
 
     def op(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if self.clock is None:
-            return self._op(func, args, kwargs)
-        self.timed.append(signature_of(func).name)
-        started = self.clock.start()
-        result = self._op(func, args, kwargs)
-        self.clock.stop(started)
-        return result
-
-    def _op(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         signature = signature_of(func)
+        if self.clock is not None:
+            self.timed.append(signature.name)
+            started = self.clock.start()
         if signature.writes_unsaid:
             for tensor in tensors_in((*args, *kwargs.values())):
                 forget_cell(tensor)
@@ -137,6 +132,8 @@ class Execution:
                     forget_cell(tensor)  # of lists, versions move when what was made has been saved; of `x.data` never
             if index == program.last_watched:
                 self.wants_ops = not (self._stops_watching and self.on_plan)
+        if self.clock is not None:
+            self.clock.stop(started)
         if self.meter is not None:
             everything = self.meter.knows_what_was_there
             made = tensors_in((result,)) if everything else outputs_of(func, args, kwargs, result)[0]
@@ -146,22 +143,22 @@ class Execution:
 
     def _capture(self, index: int, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         op = self.program.captured[index]
-        reads = iter(op.reads)
-        recipe = capture(index, func, args, kwargs, lambda tensor: self._source(next(reads, -1), tensor))
+        recipe = capture(index, func, args, kwargs, partial(self._source, iter(op.reads)))
         if changed(self.switches, recipe.switches):
             self.leave_plan(f"op {index} ({func}) runs under other switches than the step began with")
             return recipe.signature.call(*args, **kwargs)
-        recipe.twin = op.twin
         result = recipe.signature.call(*args, **kwargs)
         fresh, overwritten = outputs_of(func, args, kwargs, result, len(op.writes))
         if len(fresh) + len(overwritten) != len(op.writes):
             self.leave_plan(f"op {index} ({func}) made {len(fresh) + len(overwritten)} values, not {len(op.writes)}")
             return result
-        for value, tensor in zip(op.writes, fresh):
-            recipe.made.append(self._output(value, tensor, recipe, overwritten=False))
-        for value, tensor in zip(op.writes[len(fresh) :], overwritten):
-            outside = value in self.program.outside
-            recipe.overwrote.append(_NOBODY if outside else self._output(value, tensor, recipe, overwritten=True))
+        if index in self.program.twins:
+            recipe.statistics = fresh[1].detach(), fresh[2].detach()
+        if fresh:
+            recipe.made = [self._output(value, tensor, recipe) for value, tensor in zip(op.writes, fresh)]
+        if overwritten:
+            changed_by_it = zip(op.writes[len(fresh) :], overwritten)
+            recipe.overwrote = [self._overwritten(value, tensor, recipe) for value, tensor in changed_by_it]
         self._recipes[index] = weakref.ref(recipe)
         if op.fused and not recipe.fuse([self._recipe(inner) for inner in op.fused], (fresh or overwritten)[0]):
             self.leave_plan(f"op {index} ({func}) reads other tensors than recorded")
@@ -196,8 +193,9 @@ class Execution:
         mark = self._recipes.get(op)
         return mark() if mark is not None else None
 
-    def _source(self, value: int, tensor: torch.Tensor) -> Cell | Held:
-        """What a captured op reads. What is not known yet is held: it was made unseen, or will be saved later."""
+    def _source(self, reads: Iterator[int], tensor: torch.Tensor) -> Cell | Held:
+        """What a captured op reads next. What is not known yet is held: it was made unseen, or will be saved later."""
+        value = next(reads, -1)
         if value in self.program.held:
             return Held(tensor)
         cell = self._find(value)
@@ -211,16 +209,23 @@ class Execution:
             self._cells[value] = weakref.ref(cell)
         return cell
 
-    def _output(self, value: int, tensor: torch.Tensor, recipe: Recipe, *, overwritten: bool) -> weakref.ref[Cell]:
+    def _overwritten(self, value: int, tensor: torch.Tensor, recipe: Recipe) -> weakref.ref[Cell]:
+        if value in self.program.outside:
+            return _NOBODY
         if value not in self.program.cells:
-            if overwritten:
-                forget_cell(tensor)  # the mark is the last version's, and not every op's version counter has moved yet
+            forget_cell(tensor)  # the mark is the last version's, and not every op's version counter has moved yet
+        return self._output(value, tensor, recipe, overwritten=True)
+
+    def _output(
+        self, value: int, tensor: torch.Tensor, recipe: Recipe, *, overwritten: bool = False
+    ) -> weakref.ref[Cell]:
+        if value not in self.program.cells:
             return _NOBODY
         cell = Cell(value, tensor, overwritten=overwritten)
         cell.recipe = recipe
         cell.name(tensor, self._marked)
-        self._cells[value] = weakref.ref(cell)
-        return self._cells[value]
+        mark = self._cells[value] = weakref.ref(cell)
+        return mark
 
     # -- what autograd saves ------------------------------------------------------------------------------------------
 
@@ -232,17 +237,18 @@ class Execution:
                     f"autograd saved {tensor.dtype} {tuple(shape_of(tensor))} where the plan has another tensor"
                 )
             return self._pack_unplanned(tensor)
-        if not tick.needs_cell:
-            handle: Handle | Kept = Kept(tensor, tick.pack, self)
-        else:
-            handle = self._pack_planned(tick, tensor)
+        handle = self._pack_planned(tick, tensor) if tick.needs_cell else Kept(tensor, tick.pack, self)
+        if tick.is_busy or self.log is not None:
+            self._follow(tick)
+        return handle
+
+    def _follow(self, tick: PlannedTick) -> None:
         if tick.moves is not None and self.on_plan:
             self._move(tick.moves)
         if tick.actions and self.on_plan:
             with below_everything():
                 for action in tick.actions:
                     self._act(action)
-        return handle
 
     def _pack_planned(self, tick: PlannedTick, tensor: torch.Tensor) -> Handle | Kept:
         cell = self._find(tick.value)
@@ -289,15 +295,13 @@ class Execution:
         tick = next(self._ticks, None)
         if self.on_plan and (tick is None or tick.is_pack or tick.pack != handle.pack):
             self.leave_plan(f"autograd asked for saved tensor {handle.pack} out of the planned order")
-        if tick is not None and tick.moves is not None and self.on_plan:
-            self._move(tick.moves)
         if isinstance(handle, Kept):
-            if tick is not None and tick.actions and self.on_plan:
-                with below_everything():
-                    for action in tick.actions:
-                        self._act(action)
+            if tick is not None and tick.is_busy:
+                self._follow(tick)
             check_unchanged(handle.version, handle.tensor)
             return handle.tensor
+        if tick is not None and tick.moves is not None and self.on_plan:
+            self._move(tick.moves)
         with below_everything():
             return self._unpack_cell(handle, tick if self.on_plan else None)
 
@@ -307,7 +311,7 @@ class Execution:
         if tick is not None:
             for action in tick.actions:
                 if action.kind == "free" and action.value == tick.value and cell.data is not None:
-                    tensor = handle.view.of(cell.data)
+                    tensor = handle.of(cell.data)
                 self._act(action)
         if tensor is None:
             absent = cell.data is None
@@ -316,7 +320,7 @@ class Execution:
             data = bring(cell, self._see)
             if cell.parcel is None and cell.recipe is None:
                 check_unchanged(cell.held[0], data)
-            tensor = handle.view.of(data)
+            tensor = handle.of(data)
             if absent:
                 cell.let_go()
         return tensor

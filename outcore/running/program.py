@@ -16,7 +16,19 @@ Moves = tuple[list[int], list[int]]  # placeholders to give back, then those to 
 class PlannedTick:
     """What the hot path needs to know of one tick."""
 
-    __slots__ = ("actions", "decision", "dtype", "is_pack", "moves", "needs_cell", "number", "pack", "shape", "value")
+    __slots__ = (
+        "actions",
+        "decision",
+        "dtype",
+        "is_busy",
+        "is_pack",
+        "moves",
+        "needs_cell",
+        "number",
+        "pack",
+        "shape",
+        "value",
+    )
 
     def __init__(self, number: int, tick: Tick, decision: str) -> None:
         self.number = number
@@ -26,7 +38,7 @@ class PlannedTick:
         self.shape = tick.shape
         self.dtype = getattr(torch, tick.dtype, None)
         self.decision = decision
-        self.needs_cell = False
+        self.needs_cell = self.is_busy = False
         self.actions: list[Action] = []
         self.moves: Moves | None = None
 
@@ -52,6 +64,10 @@ class Program:
             self.ticks[action.tick].actions.append(action)
         rerun = {action.op for action in schedule.actions if action.kind == "rerun"}
         self.captured = {op: trace.ops[op] for index in rerun for op in (*trace.ops[index].fused, index)}
+        put_away = {value for value, decision in schedule.decisions.items() if decision != "keep"}
+        kept = {tick.value for tick in trace.ticks} - put_away
+        # Norms that are applied again from their statistics, which the backward keeps anyway: holding them costs nothing.
+        self.twins = {index for index, op in self.captured.items() if op.twin and kept.issuperset(op.writes[1:3])}
         self.echoes = {index: op.repeats for index, op in enumerate(trace.ops) if op.is_echo}
         self.repeated = {index: trace.ops[index].writes[0] for index in self.echoes.values()}
         self.outside = {v for op in self.captured.values() for v in op.writes if _is_outside(trace, v)}
@@ -68,12 +84,11 @@ class Program:
         reads = {value for op in self.captured.values() for value in op.reads}
         # Parameters, buffers and inputs that captured ops only read: they are there all along, and need no cell.
         self.held = {v for v in reads if _is_outside(trace, v) and trace.values[v].storage not in written}
-        # What is put away, what captured ops read, and the statistics that a twin starts from.
-        self.cells = {value for value, decision in schedule.decisions.items() if decision != "keep"} | reads - self.held
-        self.cells.update(value for op in self.captured.values() if op.twin for value in op.writes[1:3])
-        self.cells.update(self.repeated.values())
+        self.cells = put_away | (reads - self.held) | set(self.repeated.values())
         for tick in self.ticks:
             tick.needs_cell = tick.value in self.cells
+            # To drop a value there is nothing to do: its pack does not hold it.
+            tick.is_busy = tick.moves is not None or any(action.kind != "drop" for action in tick.actions)
         self.swapped_bytes = sum(
             trace.bytes_of(value) for value, decision in schedule.decisions.items() if decision == "swap"
         )

@@ -20,13 +20,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from outcore.errors import ReplayError
 from outcore.running import fused
-from outcore.running.cells import Cell, View, alias, as_bytes, state_of
+from outcore.running.cells import Cell, View, alias, as_bytes, state_of, version_of
 from outcore.running.signatures import (
     CAST,
     NESTED,
@@ -41,14 +41,14 @@ from outcore.running.signatures import (
 from outcore.running.switches import Switches, changed, switches
 
 
-class Ref:
+class Ref(View):
     """A tensor argument: a view of a cell."""
 
-    __slots__ = ("cell", "view")
+    __slots__ = ("cell",)
 
     def __init__(self, cell: Cell, tensor: torch.Tensor) -> None:
+        View.__init__(self, tensor)
         self.cell = cell
-        self.view = View(tensor)
 
 
 class Held:
@@ -58,8 +58,8 @@ class Held:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = alias(tensor)
-        self.state = state_of(self.tensor)
         self.storage = tensor.untyped_storage()  # kept: no other gets its address
+        self.state = version_of(tensor), self.storage._cdata
 
 
 class Scratch:
@@ -68,11 +68,17 @@ class Scratch:
     __slots__ = ("like",)
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.like = (tuple(tensor.shape), tensor.dtype, tensor.device)
+        self.like = (tensor.shape, tensor.dtype, tensor.device)
 
     def make(self) -> torch.Tensor:
         shape, dtype, device = self.like
         return torch.empty(shape, dtype=dtype, device=device)
+
+
+Statistics = tuple[torch.Tensor, torch.Tensor]  # mean and deviation, as a norm saved them
+Marks = Sequence["weakref.ref[Cell]"]
+_Arg = TypeVar("_Arg", Ref, Held)
+_NO_KWARGS: dict[str, Any] = {}
 
 
 class Recipe:
@@ -84,17 +90,15 @@ class Recipe:
         "func",
         "generator_state",
         "grad_mode",
-        "held",
         "inner",
         "kwargs",
         "made",
         "op",
         "overwrote",
-        "reads",
         "result",
         "signature",
+        "statistics",
         "switches",
-        "twin",
     )
 
     def __init__(self, op: int, func: OpOverload, args: Sequence[Any]) -> None:
@@ -102,17 +106,15 @@ class Recipe:
         self.func = func
         self.signature = signature_of(func)
         self.args = list(args)  # tensors in it become Ref, Held or Scratch
-        self.kwargs: dict[str, Any] = {}
-        self.reads: list[Cell] = []
-        self.held: list[Held] = []
+        self.kwargs = _NO_KWARGS
         self.grad_mode = torch.is_grad_enabled()
         self.switches: Switches = switches(few=self.signature.is_simple)
-        self.twin = False
+        self.statistics: Statistics | None = None  # from which a norm is applied again: its twin
         self.inner: tuple[Recipe, ...] = ()  # run before it, for it alone, and in the same pass where that can be done
         self.result: View | None = None  # of a pass, as it must lie
         self.generator_state: tuple[torch.device, torch.Tensor] | None = None
-        self.made: list[weakref.ref[Cell]] = []  # the cells of its fresh outputs, in order
-        self.overwrote: list[weakref.ref[Cell]] = []  # the cells of the next versions of what it wrote into
+        self.made: Marks = ()  # the cells of its fresh outputs, in order
+        self.overwrote: Marks = ()  # the cells of the next versions of what it wrote into
 
     def run(self, *, in_place: bool = False) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Runs the op from its cells' data (all must be there): the fresh tensors and the overwritten ones."""
@@ -124,7 +126,7 @@ class Recipe:
                     f"{recipe.func} cannot be recomputed: {how} since the forward; switch it before the step begins or "
                     "after it ends, or use planner='swap'"
                 )
-            for held in recipe.held:
+            for held in recipe._args_of(Held):
                 if state_of(held.tensor) != held.state:
                     raise _changed(held.tensor, self.func)
         if not self.inner:
@@ -135,7 +137,7 @@ class Recipe:
         return ([made], []) if self.made else ([], [made])
 
     def _run_alone(self, *, in_place: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        if self.twin and (fresh := self._run_twin()):
+        if self.statistics is not None and (fresh := self._run_twin(self.statistics)):
             return fresh, []
         copies: dict[int, torch.Tensor] = {}
         into = self._written_refs()
@@ -157,19 +159,10 @@ class Recipe:
                 ref.cell.data = None  # its content is gone
         return fresh, overwritten
 
-    def _run_twin(self) -> list[torch.Tensor]:
-        """Normalises again from the saved mean and deviation; nothing where they are gone."""
-        found = self._statistics()
-        out = normalise_again(self.func, self._rebuilt_args({}), *found) if found is not None else None
-        return [] if out is None or found is None else [out, *found, *(out.new_empty(0) for _ in self.made[3:])]
-
-    def _statistics(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        saved = [mark() for mark in self.made[1:3]]
-        for cell in saved:
-            if cell is not None:
-                cell.arrive()
-        mean, deviation = (cell.data if cell is not None else None for cell in saved)
-        return None if mean is None or deviation is None else (mean, deviation)
+    def _run_twin(self, statistics: Statistics) -> list[torch.Tensor]:
+        """Normalises again from the saved mean and deviation; nothing where that cannot be done."""
+        out = normalise_again(self.func, self._rebuilt_args({}), *statistics)
+        return [] if out is None else [out, *statistics, *(out.new_empty(0) for _ in self.made[3:])]
 
     def call(self) -> Hashable:
         """Equal for two recipes of a recorded step that do the same with the same values."""
@@ -181,14 +174,30 @@ class Recipe:
     def fuse(self, inner: Sequence[Recipe | None], made: torch.Tensor) -> bool:
         """From now on these run before it whenever it runs, each for the next one and the last for this one, which made
         `made`. False: they are not what it reads."""
-        for maker, reader in zip(inner, (*inner[1:], self)):
-            if maker is None or reader is None or maker.outcome() not in reader.reads:
+        reader = self
+        for maker in reversed(inner):
+            if maker is None or not reader._reads_from(maker):
                 return False
+            reader = maker
         self.inner, self.result = tuple(recipe for recipe in inner if recipe is not None), View(made)
         return True
 
+    def _reads_from(self, maker: Recipe) -> bool:
+        cell = maker.outcome()
+        return any(isinstance(arg, Ref) and arg.cell is cell for arg in self.args)
+
+    @property
+    def reads(self) -> list[Cell]:
+        """The cells of its arguments. Asked in the backward: the forward, where hosts are in a hurry, does not."""
+        return [ref.cell for ref in self._args_of(Ref)]
+
+    def _args_of(self, kind: type[_Arg]) -> list[_Arg]:
+        """Its arguments that are of this kind, in the order in which they were met."""
+        given: list[Any] = [self.args[index] for index in self.signature.tensors if index < len(self.args)]
+        return _parts_of((*given, *self.kwargs.values()) if self.kwargs else given, kind)
+
     def sources(self) -> list[Cell]:
-        """What must be there to run it. Asked in the backward: the forward, where hosts are in a hurry, does not."""
+        """What must be there to run it."""
         if not self.inner:
             return self.reads
         made = [recipe.outcome() for recipe in self.inner]
@@ -224,14 +233,13 @@ class Recipe:
             return None
         args = head._rebuilt_args({})
         if self.signature.name == CAST:
-            between = self.args[self._place_of(self.inner[-1])].view.dtype
+            between = self.args[self._place_of(self.inner[-1])].dtype
             return fused.multiply(args[0], args[1], between, result)
         if args[0].dtype is not result.dtype or not View(args[0]).lies_like(result, anywhere=not in_place):
             return None
-        if head.twin:
-            found = head._statistics()
+        if head.statistics is not None:
             plus = next((_rebuild(one.args[1 - one._place_of(head)], {}) for one in self.inner[1:]), None)
-            return normalise_again(head.func, args, *found, plus=plus, rectified=True) if found is not None else None
+            return normalise_again(head.func, args, *head.statistics, plus=plus, rectified=True)
         made = fused.add_relu(args[0], args[1], in_place=in_place)
         if made is not None and in_place:
             for ref in head._written_refs():
@@ -245,7 +253,7 @@ class Recipe:
         if casts:
             known = head.signature.name == PRODUCT and self.kwargs.keys() == {"dtype"} and not middle
         else:
-            sums = middle if head.twin else [head, *middle]
+            sums = middle if head.statistics is not None else [head, *middle]
             known = self.signature.name in RECTIFIERS and len(sums) < 2 and all(one.is_plain_sum for one in sums)
             known = known and not any(one.signature.written and one._place_of(head) for one in middle)
         whole = in_place or (outcome is not None and result.offset == 0 and result.num_bytes == outcome.num_bytes)
@@ -253,9 +261,7 @@ class Recipe:
             known
             and whole
             and all(
-                place >= 0
-                and (view := reader.args[place].view).lies_like(result)
-                and (casts or view.dtype is result.dtype)
+                place >= 0 and (view := reader.args[place]).lies_like(result) and (casts or view.dtype is result.dtype)
                 for maker, reader in zip(self.inner, (*middle, self))
                 for place in (reader._place_of(maker),)
             )
@@ -282,7 +288,18 @@ class Recipe:
         if not self.signature.written:
             return []
         written = [self.args[index] for index in self.signature.written if index < len(self.args)]
-        return [part for arg in written for part in (arg if isinstance(arg, list) else [arg]) if isinstance(part, Ref)]
+        return _parts_of(written, Ref)
+
+
+def _parts_of(args: Sequence[Any], kind: type[_Arg]) -> list[_Arg]:
+    """Those of (nested) arguments that are of one kind, in order."""
+    found: list[_Arg] = []
+    for arg in args:
+        if isinstance(arg, kind):
+            found.append(arg)
+        elif isinstance(arg, list):
+            found += _parts_of(arg, kind)
+    return found
 
 
 def _copy_of(cell: Cell) -> torch.Tensor:
@@ -295,7 +312,7 @@ def _rebuild(arg: Any, copies: dict[int, torch.Tensor]) -> Any:
     if isinstance(arg, Ref):
         data = copies.get(id(arg.cell), arg.cell.data)
         assert data is not None
-        return arg.view.of(data)
+        return arg.of(data)
     if isinstance(arg, Held):
         return arg.tensor
     if isinstance(arg, Scratch):
@@ -307,7 +324,7 @@ def _rebuild(arg: Any, copies: dict[int, torch.Tensor]) -> Any:
 
 def _as_call(arg: Any) -> Hashable:
     if isinstance(arg, Ref):
-        return arg.cell.value, arg.view.key()
+        return arg.cell.value, arg.key()
     return tuple(_as_call(part) for part in arg) if isinstance(arg, list) else _exactly(arg)
 
 
@@ -355,30 +372,25 @@ def capture(
     """The recipe of a call that is about to happen. `find(tensor)` says what stands for a tensor argument."""
     recipe = Recipe(op, func, args)
     signature, referred, num_args = recipe.signature, recipe.args, len(args)
-    scratch = signature.scratch(args)
+    scratch = signature.scratch(args) if signature.statistics else ()
     for index in signature.tensors:
-        if index < num_args:
-            arg = args[index]
+        if index < num_args and (arg := args[index]) is not None:
             outside = index in scratch and isinstance(arg, torch.Tensor)
-            referred[index] = Scratch(arg) if outside else _refer(arg, recipe, find)
+            referred[index] = Scratch(arg) if outside else _refer(arg, find)
     if kwargs:
-        recipe.kwargs = {name: _refer(arg, recipe, find) for name, arg in kwargs.items()}
+        recipe.kwargs = {name: _refer(arg, find) for name, arg in kwargs.items()}
     if signature.is_random:
         device = device_of(args, kwargs)
         recipe.generator_state = (device, generator_of(device).get_state())
     return recipe
 
 
-def _refer(arg: Any, recipe: Recipe, find: Callable[[torch.Tensor], Cell | Held]) -> Any:
+def _refer(arg: Any, find: Callable[[torch.Tensor], Cell | Held]) -> Any:
     if isinstance(arg, torch.Tensor):
         found = find(arg)
-        if isinstance(found, Held):
-            recipe.held.append(found)
-            return found
-        recipe.reads.append(found)
-        return Ref(found, arg)
+        return found if isinstance(found, Held) else Ref(found, arg)
     if isinstance(arg, NESTED):
-        return [_refer(part, recipe, find) for part in arg]
+        return [_refer(part, find) for part in arg]
     return arg
 
 

@@ -89,6 +89,7 @@ UNFILLED = frozenset(
 RECTIFIERS = ("aten.relu.default", "aten.relu_.default")
 PRODUCT, CAST = "aten.mul.Tensor", "aten._to_copy.default"
 NESTED = (list, tuple)
+_FIRST = (0,)
 
 
 def tensors_in(items: Any) -> list[torch.Tensor]:
@@ -116,6 +117,8 @@ def outputs_of(
     """The tensors an op made: those on storages of their own, and the arguments it wrote into. Where the same op made
     `num_recorded` when it was recorded, and that is all it returns, its results were on storages of their own then."""
     signature = signature_of(func)
+    if num_recorded == 1 and signature.written == _FIRST and result is args[0]:
+        return [], [result]
     made = tensors_in(result if type(result) is tuple else (result,))
     if len(made) == num_recorded and not signature.written:
         return made, []
@@ -176,7 +179,9 @@ class Signature:
     def written_of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors that a call writes into and says so."""
         written = [args[index] for index in self.written if index < len(args)]
-        return tensors_in((*written, *(kwargs[name] for name in self.names_out if name in kwargs)))
+        if kwargs:
+            written += [kwargs[name] for name in self.names_out if name in kwargs]
+        return tensors_in(written)
 
     def scratch(self, args: Sequence[Any]) -> tuple[int, ...]:
         """Positions of arguments that are only written: batch normalisation's running statistics in training."""

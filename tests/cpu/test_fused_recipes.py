@@ -37,7 +37,7 @@ class Call:
         into = bool(recipe.signature.written)
         cell = self.cells[id(made)] = Cell(len(self.cells), made)
         cell.recipe = recipe
-        (recipe.overwrote if into else recipe.made).append(weakref.ref(cell))
+        setattr(recipe, "overwrote" if into else "made", [weakref.ref(cell)])
         return recipe, made
 
 
