@@ -3,7 +3,8 @@
     python -m benchmarks.gather FOLDER --run AH     # slowdown_<part>_<network>.json lie there, as on_gpu.sh writes them
 
 Commit right after: a session that is cut off has only what is committed. `speed` and `peers` replace rows of the same
-network and method, `curve1` to `curve3` those of a curve, and the row of the README's budget is taken from it.
+network and method, and ours the curve's at the same budget; `curve1` to `curve3` replace those of a curve, and the row
+of the README's budget is taken from it.
 What is replaced stays in the file, under `earlier_rows`. Predictions are written anew from all rows.
 """
 
@@ -52,7 +53,9 @@ def main(folder: Path, run: str, commit: str | None, results: Path) -> None:
         rows = [whole(row) | {"run": run, "commit": commit} for row in json.loads(path.read_text())["rows"]]
         measured = [row for row in rows if row.get("step_s") is not None]
         num += len(measured)
-        if part.startswith("curve") and measured:
+        if not part.startswith("curve"):
+            replace_points(kept, measured)
+        elif measured:
             replace_curve(kept, rows)
             measured = [row for row in measured if row["method"] not in OURS or is_quoted(row)]
         if not any(row["method"] == "hybrid" for row in measured):  # the in-core row is the one that ours stands beside
@@ -112,6 +115,15 @@ def replace_curve(kept: Row, rows: list[Row]) -> None:
     rest = [row for row in curves if _place(row) not in new]
     others, same = ([row for row in rest if (row["network"] in networks) is is_same] for is_same in (False, True))
     kept["curves"] = [*others, *rows, *same]
+
+
+def replace_points(kept: Row, rows: list[Row]) -> None:
+    """The newest figure of a budget is the curve's, too, where the curve has that budget."""
+    for row in rows:
+        for at, old in enumerate(kept.get("curves", [])):
+            if row["method"] in OURS and _place(old) == _place(row):
+                kept.setdefault("earlier_rows", []).append(old)
+                kept["curves"][at] = row
 
 
 def _place(row: Row) -> tuple[str, str, float]:

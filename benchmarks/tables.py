@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import click
@@ -367,6 +368,24 @@ def _floors(result: Result) -> str:
     return markdown(("network", "does not run in GiB", "runs in GiB", "and holds GiB"), rows)
 
 
+def _host(result: Result) -> str:
+    """Steps whose forward the host queued in time, and those in which the device waited for it."""
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        for name, method in dict.fromkeys((row["network"], row["method"]) for row in result["rows"]):
+            steps = [row for row in result["rows"] if (row["network"], row["method"]) == (name, method)]
+            least_s = min(row["forward_device_s"] for row in steps)
+            for who, behind in (("ahead", False), ("behind", True)):
+                found = [row for row in steps if (row["forward_host_s"] > least_s) is behind]
+                keys = ("forward_host_s", "forward_device_s", "step_s")
+                if found:
+                    medians = (format_seconds(median(row[key] for row in found)) for key in keys)
+                    yield name, method, who, str(len(found)), *medians
+
+    headings = ("network", "method", "the host is", "steps", "forward on the host", "on the device", "step")
+    return markdown(headings, rows())
+
+
 ACCURACY = (  # the newest of each data set
     "tuning-accuracy-alone-digits_cpu2_20261117.json",
     "tuning-accuracy-pairs-mnist_cpu2_20261117.json",
@@ -434,6 +453,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str]]] = {
     "prediction": ("prediction", _prediction),
     "recording": ("slowdown", _recording),
     "floors": ("floors", _floors),
+    "host": ("host", _host),
     "fit": ("fit", _fit),
     "exactness": ("exactness", _exactness),
 }

@@ -103,6 +103,14 @@ def test_a_curve_replaces_the_curve_and_the_quoted_row(tmp_path: Path, results: 
     assert len(slowdown["earlier_rows"]) == 3
 
 
+def test_the_newest_figure_of_a_budget_is_the_curve_s_too(tmp_path: Path, results: Path) -> None:
+    new = [row("vit_l", "hybrid", 12, 0.9), row("vit_l", "checkpoint", 24, 0.9)]
+    code, slowdown, _ = gather(tmp_path / "back", results, speed_vit_l=new)
+    assert code == 0
+    assert origins(slowdown["curves"]) == [("vit_l", "hybrid", 24, "A", "old"), ("vit_l", "hybrid", 12, "B", "new")]
+    assert origins(slowdown["earlier_rows"]).count(("vit_l", "hybrid", 12, "A", "old")) == 2
+
+
 def test_of_a_curve_that_was_cut_the_rest_stays(tmp_path: Path, results: Path) -> None:
     _, slowdown, _ = gather(tmp_path / "back", results, curve1_vit_l=[row("vit_l", "hybrid", 24)])
     assert [(one["memory_gib"], one["run"]) for one in slowdown["curves"]] == [(24, "B"), (12, "A")]

@@ -87,6 +87,15 @@ def test_the_least_memory_of_a_forward_is_told_with_what_was_too_little() -> Non
     assert "| net | 6.25 | 6.5 | 6.40 |" in SECTIONS["floors"][1]({"rows": rows})
 
 
+def test_steps_in_which_the_device_waits_for_the_host_stand_apart() -> None:
+    times = [(0.06, 0.08, 0.27), (0.07, 0.081, 0.28), (0.1, 0.1, 0.3)]
+    keys = ("forward_host_s", "forward_device_s", "step_s")
+    rows = [{"network": "net", "method": "hybrid", **dict(zip(keys, row, strict=True))} for row in times]
+    table = SECTIONS["host"][1]({"rows": rows})
+    assert "| net | hybrid | ahead | 2 | 65.0 ms | 80.5 ms | 275.0 ms |" in table
+    assert "| net | hybrid | behind | 1 | 100.0 ms | 100.0 ms | 300.0 ms |" in table
+
+
 def test_the_newest_of_a_question_and_hardware_counts(tmp_path: Path) -> None:
     for name in ("slowdown_h200_20261101", "slowdown_h200_20261115", "slowdown_a_b_20261101", "other_x_20261101"):
         (tmp_path / f"{name}.json").write_text(json.dumps({"rows": []}))
