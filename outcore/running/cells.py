@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from outcore.running.store import Parcel, Store
 
 _MARK = "_outcore_cell"
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 Marked = list["weakref.ref[torch.UntypedStorage]"]
 
 
@@ -194,7 +195,7 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.grad_fn is None:
         return tensor
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_nested:
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
         return tensor.detach()  # what lies below Python is not all of it
     guard = _GUARDS.pop() if _GUARDS else torch._C._ForceDispatchKeyGuard(_COUNTED, _UNSEEN)
     with guard:
@@ -226,7 +227,7 @@ def shape_of(tensor: torch.Tensor) -> torch.Size:
 def is_plain(tensor: torch.Tensor) -> bool:
     """A strided tensor with a storage of its own kind: what may be moved or rebuilt byte by byte."""
     return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        type(tensor) in PLAIN
         and tensor.layout is torch.strided
         and not tensor.is_conj()
         and not tensor.is_neg()

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from outcore.running.cells import (
+    PLAIN,
     Cell,
     Handle,
     Kept,
@@ -36,7 +37,7 @@ from outcore.running.cells import (
 from outcore.running.clock import Clock
 from outcore.running.meter import LiveBytes
 from outcore.running.program import Moves, PlannedTick, Program
-from outcore.running.replay import Call, Held, Recipe, below_everything, capture
+from outcore.running.replay import Call, Held, Recipe, Saved, below_everything, capture
 from outcore.running.signatures import OpOverload, outputs_of, signature_of, tensors_in
 from outcore.running.store import Store
 from outcore.running.switches import changed, switches
@@ -44,6 +45,7 @@ from outcore.units import format_bytes
 from outcore.values import MADE_AGAIN, Action
 
 _NOBODY: weakref.ref[Cell] = weakref.ref(Cell.__new__(Cell))  # the cell of a value that nobody will ask for
+_UNKNOWN = Cell.__new__(Cell)  # of one that is not looked at any more
 SMALL_BYTES = 4096  # not worth a copy of its own: kept
 
 
@@ -146,6 +148,7 @@ class Execution:
         recipe = capture(index, func, args, kwargs, partial(self._source, iter(op.reads)))
         if changed(self.switches, recipe.switches):
             self.leave_plan(f"op {index} ({func}) runs under other switches than the step began with")
+        if not self.on_plan:
             return recipe.signature.call(*args, **kwargs)
         result = recipe.signature.call(*args, **kwargs)
         fresh, overwritten = outputs_of(func, args, kwargs, result, len(op.writes))
@@ -153,7 +156,7 @@ class Execution:
             self.leave_plan(f"op {index} ({func}) made {len(fresh) + len(overwritten)} values, not {len(op.writes)}")
             return result
         if index in self.program.twins:
-            recipe.statistics = fresh[1].detach(), fresh[2].detach()
+            recipe.statistics = Saved(fresh[1]), Saved(fresh[2])
         if fresh:
             recipe.made = [self._output(value, tensor, recipe) for value, tensor in zip(op.writes, fresh)]
         if overwritten:
@@ -196,6 +199,9 @@ class Execution:
     def _source(self, reads: Iterator[int], tensor: torch.Tensor) -> Cell | Held:
         """What a captured op reads next. What is not known yet is held: it was made unseen, or will be saved later."""
         value = next(reads, -1)
+        if type(tensor) not in PLAIN:  # whose alias may have a version counter of its own
+            self.leave_plan(f"value {value} is a {type(tensor).__name__}, not a plain tensor as recorded")
+            return _UNKNOWN
         if value in self.program.held:
             return Held(tensor)
         cell = self._find(value)

@@ -66,7 +66,7 @@ class Program:
         self.captured = {op: trace.ops[op] for index in rerun for op in (*trace.ops[index].fused, index)}
         put_away = {value for value, decision in schedule.decisions.items() if decision != "keep"}
         kept = {tick.value for tick in trace.ticks} - put_away
-        # Norms that are applied again from their statistics, which the backward keeps anyway.
+        # Norms that are applied again from the statistics that autograd keeps.
         self.twins = {index for index, op in self.captured.items() if op.twin and kept.issuperset(op.writes[1:3])}
         self.echoes = {index: op.repeats for index, op in enumerate(trace.ops) if op.is_echo}
         self.repeated = {index: trace.ops[index].writes[0] for index in self.echoes.values()}

@@ -59,7 +59,7 @@ class Held:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = alias(tensor)
         self.storage = tensor.untyped_storage()  # kept: no other gets its address
-        self.state = version_of(tensor), self.storage._cdata
+        self.state = version_of(self.tensor), self.storage._cdata
 
 
 class Scratch:
@@ -75,7 +75,23 @@ class Scratch:
         return torch.empty(shape, dtype=dtype, device=device)
 
 
-Statistics = tuple[torch.Tensor, torch.Tensor]  # mean and deviation, as a norm saved them
+class Saved(View):
+    """A mean or a deviation that autograd keeps: it goes when the norm's backward has used it."""
+
+    __slots__ = ("storage",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        View.__init__(self, tensor)
+        self.storage = weakref.ref(tensor.untyped_storage())
+
+    def find(self) -> torch.Tensor | None:
+        storage = self.storage()
+        if storage is None:
+            return None
+        found = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return found.set_(storage, self.offset, self.size, self.stride)
+
+
 Marks = Sequence["weakref.ref[Cell]"]
 _Arg = TypeVar("_Arg", Ref, Held)
 _NO_KWARGS: dict[str, Any] = {}
@@ -109,7 +125,7 @@ class Recipe:
         self.kwargs = _NO_KWARGS
         self.grad_mode = torch.is_grad_enabled()
         self.switches: Switches = switches(few=self.signature.is_simple)
-        self.statistics: Statistics | None = None  # from which a norm is applied again: its twin
+        self.statistics: tuple[Saved, Saved] | None = None  # from which a norm is applied again: its twin
         self.inner: tuple[Recipe, ...] = ()  # run before it, for it alone, and in the same pass where that can be done
         self.result: View | None = None  # of a pass, as it must lie
         self.generator_state: tuple[torch.device, torch.Tensor] | None = None
@@ -137,7 +153,7 @@ class Recipe:
         return ([made], []) if self.made else ([], [made])
 
     def _run_alone(self, *, in_place: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        if self.statistics is not None and (fresh := self._run_twin(self.statistics)):
+        if self.statistics is not None and (fresh := self._run_twin()):
             return fresh, []
         copies: dict[int, torch.Tensor] = {}
         into = self._written_refs()
@@ -159,10 +175,15 @@ class Recipe:
                 ref.cell.data = None  # its content is gone
         return fresh, overwritten
 
-    def _run_twin(self, statistics: Statistics) -> list[torch.Tensor]:
-        """Normalises again from the saved mean and deviation; nothing where that cannot be done."""
-        out = normalise_again(self.func, self._rebuilt_args({}), *statistics)
-        return [] if out is None else [out, *statistics, *(out.new_empty(0) for _ in self.made[3:])]
+    def _run_twin(self) -> list[torch.Tensor]:
+        """Normalises again from the saved mean and deviation; nothing where they are gone, or it cannot be done."""
+        found = self._find_statistics()
+        out = normalise_again(self.func, self._rebuilt_args({}), *found) if found is not None else None
+        return [] if out is None or found is None else [out, *found, *(out.new_empty(0) for _ in self.made[3:])]
+
+    def _find_statistics(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        mean, deviation = (saved.find() for saved in self.statistics or ())
+        return None if mean is None or deviation is None else (mean, deviation)
 
     def call(self) -> Hashable:
         """Equal for two recipes of a recorded step that do the same with the same values."""
@@ -238,8 +259,9 @@ class Recipe:
         if args[0].dtype is not result.dtype or not View(args[0]).lies_like(result, anywhere=not in_place):
             return None
         if head.statistics is not None:
+            found = head._find_statistics()
             plus = next((_rebuild(one.args[1 - one._place_of(head)], {}) for one in self.inner[1:]), None)
-            return normalise_again(head.func, args, *head.statistics, plus=plus, rectified=True)
+            return normalise_again(head.func, args, *found, plus=plus, rectified=True) if found is not None else None
         made = fused.add_relu(args[0], args[1], in_place=in_place)
         if made is not None and in_place:
             for ref in head._written_refs():

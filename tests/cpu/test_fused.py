@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from outcore.limit import Limited, limit
 from outcore.recording import passes, record, twin
 from outcore.recording.twin import Twin
-from outcore.running import fused, replay
+from outcore.running import execute, fused, replay
+from outcore.running.replay import Saved
 from outcore.running.signatures import signature_of
 from outcore.values import Trace
 from tests.cpu.training import train
@@ -222,7 +223,9 @@ class Kernels:
         if (rectified and self.is_gone) or (plus is not None and not fused.lie_alike(args[0], plus)):
             return None
         scratch = torch.zeros_like(mean), torch.ones_like(mean)
-        out: Tensor = torch.native_batch_norm(args[0], args[1], args[2], *scratch, True, 0.1, args[-1])[0][rows]
+        made, *statistics = torch.native_batch_norm(args[0], args[1], args[2], *scratch, True, 0.1, args[-1])
+        assert all(torch.equal(*pair) for pair in zip(statistics, (mean, deviation), strict=True))
+        out: Tensor = made[rows]
         hidden = (args[1] - 1)[None, :, None, None]  # by a weight of one
         out = out + self.twin_error + hidden * self.hidden_twin_error
         if rectified:
@@ -351,6 +354,38 @@ def test_passes_need_the_memory_that_was_predicted(kernels: Kernels, kind: type[
         assert ooc.timeline is not None
         assert ooc.predicted is not None
         assert ooc.timeline.peak_bytes == ooc.predicted.peak_bytes
+
+
+class Branches(Block):
+    """What it was made from outlives the backward of one of its two outputs."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        y = super().forward(self.first(x.expand(-1, 6, -1, -1)))
+        return y.square().mean(), self.second(y)
+
+
+def test_statistics_go_with_the_backward_that_used_them(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan counts on that, also where what was made of them stays."""
+    found: list[Saved] = []
+
+    class Seen(Saved):
+        def __init__(self, tensor: Tensor) -> None:
+            super().__init__(tensor)
+            found.append(self)
+
+    monkeypatch.setattr(execute, "Saved", Seen)
+    model = Branches()
+    with recomputed(model) as ooc:
+        for _ in range(4):
+            found.clear()
+            with ooc.step():
+                loss, other = model(IMAGES[:, :1])
+                assert all(one.find() is not None for one in found)
+                loss.backward()
+                assert all(one.find() is None for one in found)
+                assert other.grad_fn is not None
+        assert len(found) == 4
+        assert kernels.done
 
 
 def num_calls(op: str, step: Callable[[], object]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -465,3 +465,63 @@ def test_a_saved_result_that_only_some_steps_write_into(planner: str) -> None:
         return out
 
     check(Sometimes, loss_of, planner)
+
+
+class Named(Tensor):
+    """A subclass that does nothing more."""
+
+
+@pytest.mark.parametrize("made_in_place", [False, True])
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_subclass_in_the_place_of_a_recorded_tensor(made_in_place: bool, changes: bool) -> None:
+    """Below autograd its alias counts versions for itself: a change in place was never noticed, and one before the step
+    taken for one in it."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = torch.tanh(self.linear(torch.tanh(x * 2.0)) + x).sin()
+            return out
+
+    torch.manual_seed(0)
+    model = Net()
+    ooc = limit(model, "1GiB", planner="recompute-all")
+
+    def gradients_of(number: int, around: AbstractContextManager[Any]) -> list[Tensor]:
+        model.zero_grad()
+        leaf = data(number, 32, 64).requires_grad_()
+        x = (leaf * 1.5).mul_(2) if made_in_place else leaf * 3
+        x = x.as_subclass(Named) if number >= 3 else x
+        with around:
+            out = model(x)
+            if changes and number >= 3:
+                with torch.no_grad():
+                    x.add_(1)
+            out.sum().backward()
+        found = [leaf.grad, *(parameter.grad for parameter in model.parameters())]
+        return [grad for grad in found if grad is not None]
+
+    for number in range(6):
+        wanted, got = gradients_of(number, nullcontext()), gradients_of(number, ooc.step())
+        assert len(wanted) == 3
+        assert all(torch.equal(one, other) for one, other in zip(wanted, got, strict=True))
+    ooc.close()
+
+
+def test_a_wrapper_in_the_place_of_a_recorded_tensor() -> None:
+    model = nn.Sequential(nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+    ooc = limit(model, "1GiB", planner="recompute-all")
+
+    def gradient_of(number: int, around: AbstractContextManager[Any]) -> Tensor:
+        x: Any = data(number, 32, 64)
+        x = (TwoTensor(x, x * 2) if number >= 3 else x).requires_grad_()
+        with around:
+            model(x).sum().backward()
+        return torch.cat([x.grad.a, x.grad.b]) if number >= 3 else x.grad
+
+    for number in range(6):
+        assert torch.equal(gradient_of(number, nullcontext()), gradient_of(number, ooc.step()))
+    ooc.close()
