@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU machine, in parts with a time limit each, in the order in which a doubt should stop it:
 #
-#   bash benchmarks/on_gpu.sh check exact speed pieces floors recording curve1 curve2 curve3 peers fit cores matmul tuning accuracy
-#   seconds, about:           190   230   480   40     25     150       490    400    400    420   130 290   100    290    340
+#   bash benchmarks/on_gpu.sh check exact speed pieces floors host recording curve1 curve2 curve3 peers fit cores matmul tuning accuracy
+#   seconds, about:           190   230   480   40     25     60   150       490    400    400    420   130 290   100    290    340
 #
 # `peers:vit_l` (or another network) is `peers` for that one. Nothing is timed in `exact`, `tests` (but its last part) and
 # `compiled` (what `peers` would wait for the compiler): `for part in tests compiled; do bash benchmarks/on_gpu.sh $part & done`.
@@ -65,6 +65,9 @@ for part in "${@:-check}"; do
         ;;
     floors)
         run floors 60 python -m benchmarks.floors --out "$out/floors.json"
+        ;;
+    host)
+        run host 80 python -m benchmarks.host --out "$out/host.json"
         ;;
     recording)
         run recording 170 python -m benchmarks.recording --out "$out/recording.json"
