@@ -7,6 +7,7 @@ these double, everything on the host does. `python -m benchmarks.host --help`.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import statistics
@@ -83,6 +84,7 @@ def steps_of(name: str, method: str, num_steps: int) -> list[dict[str, Any]]:
     if ooc is not None:
         ooc.close()
     del network, optimizer, ooc
+    gc.collect()
     torch.cuda.empty_cache()
     return rows
 
