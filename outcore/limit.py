@@ -12,7 +12,6 @@ import gc
 import logging
 import tempfile
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -39,7 +38,7 @@ from outcore.running.aside import Aside
 from outcore.running.clock import Clock
 from outcore.running.execute import Execution, is_distributed
 from outcore.running.kinds import Kind
-from outcore.running.meter import LiveBytes, Optimizers, resident_bytes, storages_there
+from outcore.running.meter import LiveBytes, Optimizers, outside, resident_bytes, storages_there
 from outcore.running.program import Program
 from outcore.running.room import NUM_STEPS, Room
 from outcore.running.store import Store
@@ -121,6 +120,7 @@ class Limited:
         self._kind: Kind | None = None
         self._meter: LiveBytes | None = None
         self._started: Any = None
+        self._stopwatch = Clock(self.device, spin=False)  # of steps that are measured closely
         self._log: list[str] | None = None
         self._pending: Callable[[], None] | None = None
         self._interception = Interception(lambda: self._start(("no forward",), ()))
@@ -214,7 +214,7 @@ class Limited:
         before_bytes = self._before_bytes(inputs)
         self._meter = self._log = None
         if not self._interception.can_see_ops():
-            self._run = Execution(Program.empty(), self.store, outside=lambda: self._outside(inputs))
+            self._run = Execution(Program.empty(), self.store, outside=lambda: outside(self.model, inputs))
             self._interception.listen(self._run, ops=False)
             self._kind = Kind(unplanned=True)
             return
@@ -241,7 +241,9 @@ class Limited:
         if time_again and kind.trace is not None:
             clock = Clock(self.device, asks=asked_by_ops(kind.trace), on_refused=self._refusals.excuse)
         self._num_restarts = self.ahead.begin(fits=not closely and kind.room is not None and kind.room.fits)
-        self._started = self._now()
+        if closely:
+            self._stopwatch = Clock(self.device, spin=False)
+            self._started = self._stopwatch.start()
         self._run = Execution(
             program,
             self.store,
@@ -249,14 +251,9 @@ class Limited:
             log=self._log,
             clock=clock,
             on_refused=self._refusals.excuse,
-            outside=lambda: self._outside(inputs),
+            outside=lambda: outside(self.model, inputs),
         )
         self._interception.listen(self._run, ops=bool(program.last_watched >= 0 or self._meter or clock))
-
-    def _outside(self, inputs: tuple[torch.Tensor, ...]) -> frozenset[int]:
-        """Storages that were there before the step."""
-        there = (*self.model.parameters(), *self.model.buffers(), *inputs)
-        return frozenset(tensor.untyped_storage()._cdata for tensor in there if tensor.layout is torch.strided)
 
     def _end(self, *, failed: bool) -> None:
         run, kind, self._run, self._kind = self._run, self._kind, None, None
@@ -512,27 +509,20 @@ class Limited:
         looks = trace is None or trace.has_unseen
         self._meter = LiveBytes(before_bytes, storages_there(self.model, inputs) if looks else None)
 
-    def _now(self) -> Any:
-        if self.device.type == "cuda":
-            stream = torch.cuda.current_stream(self.device)
-            return stream.record_event(torch.cuda.Event(enable_timing=True))
-        return time.perf_counter()
-
     def _note_measured(self, kind: Kind, run: Execution) -> None:
         """Times are read when somebody asks or the next step begins: the device is not made to wait for them."""
-        ended, started, actions = self._now(), self._started, tuple(self._log or ())
+        clock, actions = self._stopwatch, tuple(self._log or ())
+        clock.stop(self._started)
         peak, reserved = self._peak_bytes()
         num_restarts = allocator.count_restarts(self.device) - self._num_restarts
 
         def read() -> None:
-            if self.device.type == "cuda":
-                ended.synchronize()
-            stall_s, recompute_s = run.measured_s()
+            step_s, (stall_s, recompute_s) = clock.seconds()[0], run.measured_s()
             assert kind.predicted is not None
             kind.measured = dataclasses.replace(
                 kind.predicted,
                 measured=True,
-                step_s=started.elapsed_time(ended) / 1e3 if self.device.type == "cuda" else ended - started,
+                step_s=step_s,
                 peak_bytes=peak,
                 peak_at="",
                 stall_s=stall_s,

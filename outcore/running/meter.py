@@ -17,22 +17,29 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from outcore.running.cells import PLAIN
+
 _SEEN = "_outcore_metered"
-_KINDS = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def storages_there(model: torch.nn.Module, inputs: Iterable[torch.Tensor]) -> Iterator[torch.UntypedStorage]:
     """Of the model and its inputs, and of every tensor Python can see: `gc.freeze()` hides those that were there before
     it."""
     seen = gc.get_objects()  # hundreds of thousands
-    tensors = compress(seen, map(_KINDS.__contains__, map(type, seen)))
+    tensors = compress(seen, map(PLAIN.__contains__, map(type, seen)))
     gradients = (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
     for tensor in chain(model.parameters(), model.buffers(), gradients, inputs, tensors):
-        if type(tensor) in _KINDS and tensor.layout is torch.strided:
+        if type(tensor) in PLAIN and tensor.layout is torch.strided:
             try:
                 yield tensor.untyped_storage()
             except (RuntimeError, NotImplementedError):  # without one: nothing of ours
                 continue
+
+
+def outside(model: torch.nn.Module, inputs: Iterable[torch.Tensor]) -> frozenset[int]:
+    """Which storages a model and its inputs have, by number: nothing is won by swapping those."""
+    there = chain(model.parameters(), model.buffers(), inputs)
+    return frozenset(tensor.untyped_storage()._cdata for tensor in there if tensor.layout is torch.strided)
 
 
 class LiveBytes:

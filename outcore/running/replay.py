@@ -20,7 +20,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -35,6 +35,7 @@ from outcore.running.signatures import (
     OpOverload,
     device_of,
     outputs_of,
+    parts_in,
     signature_of,
     tensors_in,
 )
@@ -93,7 +94,6 @@ class Saved(View):
 
 
 Marks = Sequence["weakref.ref[Cell]"]
-_Arg = TypeVar("_Arg", Ref, Held)
 _NO_KWARGS: dict[str, Any] = {}
 
 
@@ -142,7 +142,7 @@ class Recipe:
                     f"{recipe.func} cannot be recomputed: {how} since the forward; switch it before the step begins or "
                     "after it ends, or use planner='swap'"
                 )
-            for held in recipe._args_of(Held):
+            for held in recipe.signature.parts_of(recipe.args, recipe.kwargs, Held):
                 if state_of(held.tensor) != held.state:
                     raise _changed(held.tensor, self.func)
         if not self.inner:
@@ -210,12 +210,7 @@ class Recipe:
     @property
     def reads(self) -> list[Cell]:
         """The cells of its arguments. Asked in the backward: the forward, where hosts are in a hurry, does not."""
-        return [ref.cell for ref in self._args_of(Ref)]
-
-    def _args_of(self, kind: type[_Arg]) -> list[_Arg]:
-        """Its arguments that are of this kind, in the order in which they were met."""
-        given: list[Any] = [self.args[index] for index in self.signature.tensors if index < len(self.args)]
-        return _parts_of((*given, *self.kwargs.values()) if self.kwargs else given, kind)
+        return [ref.cell for ref in self.signature.parts_of(self.args, self.kwargs, Ref)]
 
     def sources(self) -> list[Cell]:
         """What must be there to run it."""
@@ -310,18 +305,7 @@ class Recipe:
         if not self.signature.written:
             return []
         written = [self.args[index] for index in self.signature.written if index < len(self.args)]
-        return _parts_of(written, Ref)
-
-
-def _parts_of(args: Sequence[Any], kind: type[_Arg]) -> list[_Arg]:
-    """Those of (nested) arguments that are of one kind, in order."""
-    found: list[_Arg] = []
-    for arg in args:
-        if isinstance(arg, kind):
-            found.append(arg)
-        elif isinstance(arg, list):
-            found += _parts_of(arg, kind)
-    return found
+        return parts_in(written, Ref)
 
 
 def _copy_of(cell: Cell) -> torch.Tensor:
@@ -394,7 +378,7 @@ def capture(
     """The recipe of a call that is about to happen. `find(tensor)` says what stands for a tensor argument."""
     recipe = Recipe(op, func, args)
     signature, referred, num_args = recipe.signature, recipe.args, len(args)
-    scratch = signature.scratch(args) if signature.statistics else ()
+    scratch = signature.scratch(args)
     for index in signature.tensors:
         if index < num_args and (arg := args[index]) is not None:
             outside = index in scratch and isinstance(arg, torch.Tensor)

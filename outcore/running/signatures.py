@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -89,18 +89,24 @@ UNFILLED = frozenset(
 RECTIFIERS = ("aten.relu.default", "aten.relu_.default")
 PRODUCT, CAST = "aten.mul.Tensor", "aten._to_copy.default"
 NESTED = (list, tuple)
+T = TypeVar("T")
 _FIRST = (0,)
+
+
+def parts_in(items: Any, kind: type[T]) -> list[T]:
+    """What is of one kind among (nested) arguments or results, in order."""
+    found: list[T] = []
+    for item in items:
+        if isinstance(item, kind):
+            found.append(item)
+        elif isinstance(item, NESTED):
+            found += parts_in(item, kind)
+    return found
 
 
 def tensors_in(items: Any) -> list[torch.Tensor]:
     """The tensors of (nested) arguments or results, in order."""
-    found: list[torch.Tensor] = []
-    for item in items:
-        if isinstance(item, torch.Tensor):
-            found.append(item)
-        elif isinstance(item, NESTED):
-            found += tensors_in(item)
-    return found
+    return parts_in(items, torch.Tensor)
 
 
 def reads_of(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -122,7 +128,7 @@ def outputs_of(
     made = tensors_in(result if type(result) is tuple else (result,))
     if len(made) == num_recorded and not signature.written:
         return made, []
-    everything = [tensor for tensor in signature.tensors_of(args, kwargs) if tensor.layout is torch.strided]
+    everything = [tensor for tensor in signature.parts_of(args, kwargs, torch.Tensor) if tensor.layout is torch.strided]
     given = {tensor.untyped_storage()._cdata for tensor in everything}
     fresh: list[torch.Tensor] = []
     for tensor in made:
@@ -171,10 +177,10 @@ class Signature:
         self.names_out = tuple(argument.name for argument in schema.arguments if argument.is_out)
         self.statistics = schema.name in _STATISTICS and (_STATISTICS[schema.name],)
 
-    def tensors_of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """The tensors that a call was given."""
+    def parts_of(self, args: Sequence[Any], kwargs: dict[str, Any], kind: type[T]) -> list[T]:
+        """What a call was given in the place of tensors, of one kind."""
         asked = [args[index] for index in self.tensors if index < len(args)]
-        return tensors_in((*asked, *kwargs.values()) if kwargs else asked)
+        return parts_in((*asked, *kwargs.values()) if kwargs else asked, kind)
 
     def written_of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors that a call writes into and says so."""
