@@ -6,6 +6,7 @@ what the results say, for tests. `python -m benchmarks.tables --help`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -485,6 +486,9 @@ def measured_curves(rows: list[Row]) -> list[Curve]:
     return [sorted(curve) for curve in curves.values() if len(curve) > 1]
 
 
+NAME_RISES = (0, 7, -7, 14, -14, 21, -21, 28, -28)  # of a name over its dot, in points
+
+
 def draw(found: list[Result], plot: Path, curves: dict[str, Curve]) -> bool:
     """Step time against memory, a panel per network, with what runs at several budgets and the simulator say; readable
     on light and dark."""
@@ -514,6 +518,8 @@ def draw(found: list[Result], plot: Path, curves: dict[str, Curve]) -> bool:
             panel.plot(*zip(*curve), "o-", color="#2f6fde", linewidth=1, markersize=3)
         _draw_panel(panel, network, [row for row in rows if row["network"] == network])
     figure.tight_layout()
+    for network, panel in zip(networks, axes.flat):
+        _name_dots(panel, [row for row in rows if row["network"] == network])
     plot.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(plot, transparent=True, metadata={"Date": None})
     pyplot.close(figure)
@@ -521,27 +527,43 @@ def draw(found: list[Result], plot: Path, curves: dict[str, Curve]) -> bool:
 
 
 def _draw_panel(panel: Any, network: str, rows: list[Row]) -> None:
-    named: set[str] = set()  # a method measured several times has its name once
-    most_gib = max(row["peak_gib"] for row in rows)
     for row in rows:
         ours = row["method"] in OURS
-        x_gib, y_percent = row["peak_gib"], 100 * row["slowdown"]
-        panel.plot([x_gib], [y_percent], "o" if ours else "x", color="#2f6fde" if ours else "#808890")
-        label = "" if row["method"] in named else row["method"]
-        named.add(label)
-        # Names stay inside the panel and above its floor, ours to the left of their dots, where no peer is.
-        side, shift = ("right", -6) if x_gib > (0.2 if ours else 0.7) * most_gib else ("left", 6)
-        place = {"xytext": (shift, 6 if not y_percent else 0), "ha": side, "va": "center_baseline", "fontsize": 7}
-        panel.annotate(label, (x_gib, y_percent), textcoords="offset points", **place)
+        place = [row["peak_gib"]], [100 * row["slowdown"]]
+        panel.plot(*place, "o" if ours else "x", color="#2f6fde" if ours else "#808890")
     panel.set_title(network, fontsize=10)
     panel.set_xlabel("peak GiB", fontsize=8)
     panel.set_ylabel("step, % over in-core", fontsize=8)
+    floor_percent = -8.0
     if max(100 * row["slowdown"] for row in rows) > 100:  # a peer many times slower: keep the near ones apart
         panel.set_yscale("symlog", linthresh=50)
-    panel.margins(x=0.25, y=0.2)
-    panel.set_xlim(left=0)
-    panel.set_ylim(bottom=min(0.0, 130 * min(row["slowdown"] for row in rows)))  # a compiled peer may be faster
+        floor_percent = -30.0
+    panel.margins(y=0.2)
+    panel.set_xlim(0, 1.3 * max(row["peak_gib"] for row in rows))
+    panel.set_ylim(
+        bottom=min(floor_percent, 150 * min(row["slowdown"] for row in rows))
+    )  # a compiled peer may be faster
     panel.grid(alpha=0.25)
+
+
+def _name_dots(panel: Any, rows: list[Row]) -> None:
+    """Each method once, from above, beside its dot or as near to it as there is room: inside the panel, over no dot and
+    no other name."""
+    from matplotlib.transforms import Bbox
+
+    places = {row["method"]: (row["peak_gib"], 100 * row["slowdown"]) for row in reversed(rows)}  # the first of each
+    dots = panel.transData.transform([(row["peak_gib"], 100 * row["slowdown"]) for row in rows])
+    taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in dots]
+    for method, place in sorted(places.items(), key=lambda item: -item[1][1]):
+        offset = {"xytext": (0, 0), "textcoords": "offset points", "va": "center_baseline"}
+        name = panel.annotate(method, place, fontsize=7, **offset)
+        for rise, side in itertools.product(NAME_RISES, ("right", "left")):
+            name.set(position=(-6 if side == "right" else 6, rise), ha=side)
+            box = name.get_window_extent()
+            inside = Bbox.intersection(box, panel.bbox)
+            if inside is not None and inside.bounds == box.bounds and not any(map(box.overlaps, taken)):
+                break
+        taken.append(box)
 
 
 if __name__ == "__main__":

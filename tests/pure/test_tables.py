@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.tables import SECTIONS, TABLES, main, measured_curves, newest
+from benchmarks.tables import SECTIONS, TABLES, _draw_panel, _name_dots, main, measured_curves, newest
 
 BARE = "# x\n<!-- headline -->\n<!-- /headline -->\ntext\n<!-- results -->\nold\n<!-- /results -->\nend\n"
 SLOWDOWN = {
@@ -58,6 +59,23 @@ def test_rows_become_tables_and_a_plot(tmp_path: Path) -> None:
     assert "](docs/results.svg)" in text
     assert "<svg" in (tmp_path / "docs" / "results.svg").read_text()
     assert run(tmp_path, "--check")[0] == 0
+
+
+def test_names_of_dots_that_lie_together_do_not() -> None:
+    matplotlib = pytest.importorskip("matplotlib", reason="draws the plot")
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    figure, panel = pyplot.subplots(figsize=(3.6, 2.8))
+    methods = ("pooch", "hybrid", "swap", "checkpoint", "selective")
+    rows = [{"method": name, "peak_gib": 10 + at / 9, "slowdown": 0.1 + at / 99} for at, name in enumerate(methods)]
+    _draw_panel(panel, "net", rows)
+    _name_dots(panel, rows + rows[:1])
+    boxes = [text.get_window_extent() for text in panel.texts]
+    pyplot.close(figure)
+    assert sorted(text.get_text() for text in panel.texts) == sorted(methods)
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+    assert all(panel.bbox.x0 < box.x0 and box.x1 < panel.bbox.x1 for box in boxes)
 
 
 def test_budgets_of_one_run_make_a_curve() -> None:
