@@ -12,6 +12,7 @@ import itertools
 import json
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import date
 from pathlib import Path
@@ -23,10 +24,9 @@ import torch
 import outcore
 from benchmarks.networks import BATCHES, BUDGETS_GIB, Network, build
 from benchmarks.peers import training_step
-from benchmarks.slowdown import FIELDS, GIB, about, hardware
+from benchmarks.slowdown import FIELDS, GIB, MOST_WARM, about, hardware
 
 NUM_LOOP = 100_000
-MOST_WARM = 45  # steps until a plan is final
 
 
 def loop_s() -> float:
@@ -73,17 +73,16 @@ def steps_of(name: str, method: str, num_steps: int) -> list[dict[str, Any]]:
     network = build(name, BATCHES[name])
     optimizer = torch.optim.SGD(network.model.parameters(), lr=1e-3)
     ooc = None if method == "in-core" else outcore.limit(network.model, int(memory_gib * GIB), planner=method)
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext if ooc is None else ooc.step
     for number in range(MOST_WARM):
         if number >= 5 and (ooc is None or ooc.settled):
             break
-        training_step(network, ooc.step if ooc is not None else nullcontext, optimizer, ours=ooc is not None)
+        training_step(network, around, optimizer, ours=ooc is not None)
     head = dict.fromkeys(FIELDS) | {"network": name, "batch": network.batch, "memory_gib": memory_gib, "method": method}
-    rows = [
-        head | one_step(network, ooc.step() if ooc is not None else nullcontext(), optimizer) for _ in range(num_steps)
-    ]
+    rows = [head | one_step(network, around(), optimizer) for _ in range(num_steps)]
     if ooc is not None:
         ooc.close()
-    del network, optimizer, ooc
+    del network, optimizer, ooc, around
     gc.collect()
     torch.cuda.empty_cache()
     return rows

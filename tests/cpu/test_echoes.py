@@ -24,7 +24,8 @@ from outcore.reporting.curve import curve_of
 from outcore.reporting.explanation import explain
 from outcore.running.replay import Call
 from outcore.values import Budget, Decision, Plan, Schedule, Trace
-from tests.cpu.test_fused import MUL_CAST, Kernels, RootMeanSquare, kernels, sequences, step_of
+from tests.cpu.blocks import RootMeanSquare
+from tests.cpu.test_fused import MUL_CAST, Kernels, kernels, sequences, step_of
 from tests.cpu.training import train
 from tests.cpu.zoo import Step
 

@@ -13,7 +13,8 @@ from outcore.recording import record, twin
 from outcore.recording.twin import Proofs, Twin
 from outcore.running import fused, replay
 from outcore.running.signatures import signature_of
-from tests.cpu.test_fused import NORM_RELU, Block, Kernels, compare, kernels, loss_of, recomputed
+from tests.cpu.blocks import Block
+from tests.cpu.test_fused import NORM_RELU, Kernels, compare, kernels, loss_of, recomputed
 from tests.cpu.training import train
 
 __all__ = ["kernels"]  # the fixture

@@ -15,7 +15,8 @@ from outcore.running import fused
 from outcore.running.cells import View
 from outcore.running.replay import normalise_again
 from outcore.values import Trace
-from tests.cpu.test_fused import MUL_CAST, Block, NotInPlace, RootMeanSquare, passes_of
+from tests.cpu.blocks import Block, NotInPlace, RootMeanSquare
+from tests.cpu.test_fused import MUL_CAST, passes_of
 from tests.cpu.training import train
 from tests.cpu.zoo import Step
 

@@ -28,16 +28,16 @@ def program_of(trace: Trace, decisions: dict[int, str]) -> Program:
 def test_a_norm_is_applied_again_from_statistics_that_are_kept() -> None:
     program = program_of(trace_of(NORMED, MEAN, DEVIATION), {NORMED: "recompute", MEAN: "keep"})
     assert program.twins == {0}
-    assert program.cells == {NORMED}  # the statistics are simply held
+    assert program.cells == {NORMED}  # autograd has the statistics
 
 
 @pytest.mark.parametrize("decision", ["swap", "recompute"])
-def test_statistics_that_are_put_away_are_not_held(decision: str) -> None:
+def test_nothing_begins_from_statistics_that_are_put_away(decision: str) -> None:
     program = program_of(trace_of(NORMED, MEAN, DEVIATION), {NORMED: "recompute", DEVIATION: decision})
     assert not program.twins
 
 
-def test_statistics_that_nobody_saves_are_not_held() -> None:
+def test_nothing_begins_from_statistics_that_nobody_saves() -> None:
     assert not program_of(trace_of(NORMED, MEAN), {NORMED: "recompute"}).twins
 
 
