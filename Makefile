@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: test lint types check demo tables clean
+.PHONY: test lint types check oldest demo tables clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -19,8 +19,18 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
+check: lint types  # under a minute: what needs no training step
+	$(BIN)/python -m pytest -q -n 2 tests/pure
+
 test: lint types
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+oldest: $(READY)  # the tests with the oldest PyTorch we support, in an environment of its own (several GB)
+	$(PYTHON) -m venv .venv-oldest
+	grep -v '^torch==' constraints.txt > .venv-oldest/constraints.txt
+	.venv-oldest/bin/pip install --quiet --disable-pip-version-check torch==2.11.0
+	.venv-oldest/bin/pip install --quiet --disable-pip-version-check -c .venv-oldest/constraints.txt -e '.[dev]'
+	.venv-oldest/bin/python -m pytest -n 2 --dist worksteal tests/pure tests/cpu
 
 demo: $(READY)
 	$(BIN)/outcore demo

@@ -26,7 +26,11 @@ from outcore.errors import (
 if TYPE_CHECKING:
     from outcore.limit import Limited, limit
     from outcore.planning import lower, plan, simulate, verify
+    from outcore.state.loading import load, save
+    from outcore.tiling.adamw import TiledAdamW
+    from outcore.tiling.embedding import TiledEmbedding
     from outcore.tiling.linear import TiledLinear
+    from outcore.tiling.model import tile, untile
     from outcore.tiling.product import matmul
     from outcore.tuning.advice import Advice
     from outcore.tuning.tune import tune
@@ -48,7 +52,13 @@ _HOMES: dict[str, str] = {
     "Timeline": "outcore.values",
     "Trace": "outcore.values",
     "matmul": "outcore.tiling.product",
+    "TiledAdamW": "outcore.tiling.adamw",
+    "TiledEmbedding": "outcore.tiling.embedding",
     "TiledLinear": "outcore.tiling.linear",
+    "load": "outcore.state.loading",
+    "save": "outcore.state.loading",
+    "tile": "outcore.tiling.model",
+    "untile": "outcore.tiling.model",
     "tune": "outcore.tuning.tune",
     "Advice": "outcore.tuning.advice",
     "elastic": "outcore",
@@ -70,17 +80,23 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "StoreError",
+    "TiledAdamW",
+    "TiledEmbedding",
     "TiledLinear",
     "Timeline",
     "Trace",
     "elastic",
     "limit",
+    "load",
     "lower",
     "matmul",
     "plan",
+    "save",
     "simulate",
+    "tile",
     "tune",
     "tuning",
+    "untile",
     "verify",
 ]
 

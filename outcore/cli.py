@@ -22,7 +22,7 @@ from outcore.errors import BadFile, BudgetTooSmall, OutcoreError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from outcore.values import Machine, Plan, Schedule, Timeline, Trace
+    from outcore.values import Machine, Plan, PreparedStep, Timeline, Trace
 
 # Verbs that live in rooms of their own: name -> "module:command", loaded when called.
 ELSEWHERE: dict[str, str] = {
@@ -110,7 +110,7 @@ def _measure(device: str, folder: Path | None) -> Machine:
 
     import torch
 
-    from outcore.recording.machine import measure_machine
+    from outcore.memory.machine import measure_machine
 
     if folder is not None and not folder.is_dir():
         raise OutcoreError(f"there is no folder {folder}; make it or name another with --folder")
@@ -177,7 +177,7 @@ def _record(
     import torch
 
     from outcore.limit import limit
-    from outcore.recording.script import names_in
+    from outcore.script import names_in
 
     names = names_in(path)
     model, step, optimizer = names.get(model_name), names.get(function_name), names.get("optimizer")
@@ -205,18 +205,18 @@ def _record(
 
 
 def _facts_of_trace(trace: Trace) -> dict[str, Any]:
-    from outcore.planning.terrain import terrain_of
+    from outcore.planning.trace_index import index_of
 
-    terrain = terrain_of(trace)
+    trace_index = index_of(trace)
     return {
         "model": trace.model,
         "fingerprint": trace.fingerprint,
         "device": trace.device,
         "num_ops": len(trace.ops),
-        "num_saved": len(terrain.packs),
-        "saved_bytes": sum(terrain.value_bytes[value] for value in terrain.evictable),
+        "num_saved": len(trace_index.packs),
+        "saved_bytes": sum(trace_index.value_bytes[value] for value in trace_index.evictable),
         "before_bytes": trace.before_bytes,
-        "step_s": terrain.total_s,
+        "step_s": trace_index.total_s,
     }
 
 
@@ -267,8 +267,8 @@ def plan(
     Needs neither torch nor the machine: only TRACE, from `outcore record`, and a machine file. When nothing fits, the
     error says how many bytes would.
     """
-    from outcore.planning import lower, simulate, verify
     from outcore.planning import plan as make_plan
+    from outcore.planning.preparing import prepare
     from outcore.reporting.text import plan_table
     from outcore.units import parse_bytes
     from outcore.values import Budget, Machine, Trace
@@ -285,11 +285,10 @@ def plan(
             made = make_plan(recorded, target, budget, planner=planner, progress=tell)
         except BudgetTooSmall as error:
             raise BudgetTooSmall(error.needed_bytes, error.budget_bytes, error.at_op, where=target.device) from None
-        schedule = lower(recorded, made, target)
-        verify(recorded, schedule)
-        predicted = simulate(recorded, schedule, target, detail=True)
+        prepared = prepare(recorded, made, target, detail=True)
+    predicted = prepared.predicted
     _save(made, out)
-    _write_pages(html, perfetto, target, recorded, made, schedule, predicted)
+    _write_pages(html, perfetto, target, recorded, prepared)
     _show(
         _facts_of_plan(made, predicted)
         if as_json
@@ -339,7 +338,8 @@ def explain(
     as_json: bool,
 ) -> None:
     """Say what a plan does with every saved value: decision, bytes, seconds and why, and the sums per module."""
-    from outcore.planning import lower, simulate
+    from outcore.planning.preparing import prepare
+    from outcore.planning.rewrites.common_ops import as_planned
     from outcore.reporting.explanation import by_module
     from outcore.reporting.explanation import explain as explain_values
     from outcore.reporting.text import module_table, value_table
@@ -347,14 +347,12 @@ def explain(
 
     made, recorded = load(Plan, plan_file), load(Trace, trace_file)
     target = load(Machine, machine_file) if machine_file is not None else None
-    explained = explain_values(recorded, made, target)
+    explained = explain_values(as_planned(recorded, made), made, target)
     shares = by_module(explained)
     if html is not None or perfetto is not None:
         if target is None:
             raise OutcoreError("a page needs the seconds of copies; give the machine of the plan with --machine")
-        schedule = lower(recorded, made, target)
-        predicted = simulate(recorded, schedule, target, detail=True)
-        _write_pages(html, perfetto, target, recorded, made, schedule, predicted)
+        _write_pages(html, perfetto, target, recorded, prepare(recorded, made, target, detail=True))
     if as_json:
         modules = [{**dataclasses.asdict(share), "bytes": share.bytes} for share in shares]
         _show({"planner": made.planner, "modules": modules, "values": [dataclasses.asdict(item) for item in explained]})
@@ -385,15 +383,15 @@ def demo(
     is not 0 if a bit differs or the budget was overrun.
     """
     from outcore.demo import run_demo
-    from outcore.planning import simulate
+    from outcore.planning.preparing import Planned, simulate
     from outcore.reporting.text import demo_table
 
     with show_progress() as tell:
         found = run_demo(memory, num_steps=steps, planner=planner, disk=str(folder) if folder else None, tell=tell)
     if html is not None or perfetto is not None:
         target, recorded, made, schedule, measured = found.values
-        predicted = simulate(recorded, schedule, target, detail=True)
-        _write_pages(html, perfetto, target, recorded, made, schedule, predicted, measured)
+        planned = Planned(made, schedule, simulate(recorded, schedule, target, detail=True))
+        _write_pages(html, perfetto, target, recorded, planned.with_trace(recorded), measured)
     facts = found.facts()
     _show(facts if as_json else demo_table(facts))
     if not found.bitwise_equal:
@@ -431,9 +429,7 @@ def _write_pages(
     perfetto: Path | None,
     target: Machine,
     recorded: Trace,
-    made: Plan,
-    schedule: Schedule,
-    predicted: Timeline,
+    prepared: PreparedStep,
     measured: Timeline | None = None,
 ) -> None:
     from outcore.reporting.curve import curve_of
@@ -441,9 +437,10 @@ def _write_pages(
     from outcore.reporting.perfetto import trace_events
 
     if html is not None:
-        _write(html, page(target, recorded, made, schedule, predicted, measured))
+        _write(html, page(target, recorded, prepared, measured))
     if perfetto is not None:
-        _write(perfetto, trace_events([("predicted", predicted, curve_of(recorded, schedule, target))]))
+        curve = curve_of(prepared.trace, prepared.schedule, target)
+        _write(perfetto, trace_events([("predicted", prepared.predicted, curve)]))
 
 
 def show_progress() -> AbstractContextManager[Callable[[str, float], None]]:

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from outcore.errors import OutcoreError
-from outcore.limit import NUM_MEASURED, Limited, limit
+from outcore.fitting.settings import FITTING
+from outcore.limit import Limited, limit
 from outcore.units import parse_bytes
 from outcore.values import Machine, Plan, Schedule, Timeline, Trace
 
@@ -30,7 +31,7 @@ BATCH = {"cpu": 64, "cuda": 768}
 NUM_BLOCKS = {"cpu": 2, "cuda": 8}  # in a stage; on a GPU one op with cuDNN's workspace would be a third of fewer
 BUDGET_PART = 3  # a third of what the step needs in-core
 NUM_STEPS = {"cpu": 10, "cuda": 16}  # on a GPU the plan is fitted to its allocator over the first steps
-MIN_STEPS = 2 + NUM_MEASURED  # one is recorded, some are watched closely, the others are timed
+MIN_STEPS = 2 + FITTING.num_measured  # one is recorded, some are watched closely, the others are timed
 Tell = Callable[[str, float], None]  # what is being done, part done
 
 
@@ -188,7 +189,7 @@ def train(
         found.losses.append(loss.item())
         if ooc is not None and ooc.plan is not None:
             num_followed = num_followed + 1 if ooc.plan is found.plan else 1
-            found.settled += [step] if num_followed > NUM_MEASURED else []
+            found.settled += [step] if num_followed > FITTING.num_measured else []
             found.plan = ooc.plan
         found.marks.append(_hash([loss, *(p.grad for p in model.parameters() if p.grad is not None)]))
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Every exception outcore raises on purpose.
+"""Every exception outcore raises on purpose, and how it warns.
 
 OutcoreError
 ├── BadSize            a size, rate or time that cannot be read
@@ -16,6 +16,12 @@ A message says what happened, with both numbers where there are two, then what t
 """
 
 from __future__ import annotations
+
+import sys
+import warnings
+from types import FrameType
+
+_NOT_THE_USERS = {"outcore", "torch", "contextlib"}  # packages whose lines say nothing to a user
 
 
 class OutcoreError(Exception):
@@ -79,3 +85,15 @@ class ElasticError(OutcoreError):
 
 class TuningError(OutcoreError):
     """A batch size or learning rate cannot be advised."""
+
+
+def warn(message: str) -> None:
+    """Warns with the nearest line of code that is the user's own."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and _package_of(frame) in _NOT_THE_USERS:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(f"outcore: {message}", stacklevel=level + 1)
+
+
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

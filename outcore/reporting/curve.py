@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outcore.planning.echoes import step_of
-from outcore.planning.simulate import clock_of, memory_of, steps_of
-from outcore.planning.terrain import Int64s, terrain_of
+from outcore.planning.program.simulate import clock_of, memory_of, steps_of
+from outcore.planning.trace_index import Int64s, index_of
 from outcore.values import Machine, Schedule, Span, Trace
 
 Curve = list[tuple[float, int]]  # (seconds since the step began, device bytes from there on)
 
 
 def curve_of(trace: Trace, schedule: Schedule, machine: Machine) -> Curve:
-    """The memory a schedule is predicted to use, over the clock."""
-    terrain, steps = terrain_of(step_of(trace, schedule)), steps_of(schedule)
-    levels = memory_of(terrain, steps, schedule.decisions)
-    return _over_the_clock(trace, levels, clock_of(terrain, steps, machine, detail=True).spans)
+    """The memory a schedule is predicted to use, over the clock. `trace` is that of the prepared step."""
+    trace_index, steps = index_of(trace), steps_of(schedule)
+    levels = memory_of(trace_index, steps, schedule.decisions)
+    return _over_the_clock(trace, levels, clock_of(trace_index, steps, machine, detail=True).spans)
 
 
 def in_core_curve(trace: Trace, machine: Machine) -> Curve:

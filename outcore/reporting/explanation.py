@@ -11,10 +11,9 @@ import dataclasses
 from collections.abc import Iterable
 
 from outcore.errors import PlanMismatch
-from outcore.planning.echoes import step_of
-from outcore.planning.lower import tiers_of
-from outcore.planning.terrain import Terrain, terrain_of
-from outcore.planning.unroll import unroll
+from outcore.planning.program.lower import tiers_of
+from outcore.planning.program.unroll import unroll
+from outcore.planning.trace_index import TraceIndex, index_of
 from outcore.values import MADE_AGAIN, Machine, Plan, Trace
 
 
@@ -51,20 +50,20 @@ class ModuleShare:
 
 
 def explain(trace: Trace, plan: Plan, machine: Machine | None = None) -> list[Explained]:
-    """Every value the step saves and itself made, in the order it is saved."""
+    """Every value the step saves and itself made, in the order it is saved. `trace` is the step as planned."""
     if plan.fingerprint != trace.fingerprint:
         raise PlanMismatch(
             f"the plan was made for step {plan.fingerprint}, this trace is step {trace.fingerprint}; "
             "give the trace the plan was made from"
         )
-    terrain = terrain_of(step_of(trace, plan))
-    tiers = tiers_of(terrain, plan.decisions, plan.budget)
-    rerun_s = _rerun_seconds(terrain, plan, 1.0 if machine is None else machine.speed)
+    trace_index = index_of(trace)
+    tiers = tiers_of(trace_index, plan.decisions, plan.budget)
+    rerun_s = _rerun_seconds(trace_index, plan, 1.0 if machine is None else machine.speed)
     found = []
-    for value in terrain.packs:
-        if trace.storages[terrain.storage[value]].external:
+    for value in trace_index.packs:
+        if trace.storages[trace_index.storage[value]].external:
             continue  # a parameter or an input: nothing is decided about it
-        op, decision, tier = terrain.producer[value], plan.decisions.get(value, "keep"), tiers.get(value, "")
+        op, decision, tier = trace_index.producer[value], plan.decisions.get(value, "keep"), tiers.get(value, "")
         num_bytes = trace.bytes_of(value)
         seconds: float | None = 0.0
         if decision in MADE_AGAIN:
@@ -77,10 +76,10 @@ def explain(trace: Trace, plan: Plan, machine: Machine | None = None) -> list[Ex
     return found
 
 
-def _rerun_seconds(terrain: Terrain, plan: Plan, speed: float) -> dict[int, float]:
+def _rerun_seconds(trace_index: TraceIndex, plan: Plan, speed: float) -> dict[int, float]:
     """Value -> seconds of the reruns at the ticks that ask for it."""
-    ticks, ops, seconds = terrain.trace.ticks, terrain.trace.ops, dict[int, float]()
-    for tick, steps in unroll(terrain, plan.decisions).steps.items():
+    ticks, ops, seconds = trace_index.trace.ticks, trace_index.trace.ops, dict[int, float]()
+    for tick, steps in unroll(trace_index, plan.decisions).steps.items():
         spent_s = sum(ops[step[2]].rerun_s for step in steps if step[1] == "rerun") / speed
         seconds[ticks[tick].value] = seconds.get(ticks[tick].value, 0.0) + spent_s
     return seconds

@@ -14,7 +14,7 @@ from outcore.reporting.explanation import Explained, ModuleShare, by_module, exp
 from outcore.reporting.picture import lanes_picture, memory_picture
 from outcore.reporting.text import cost_of, format_percent, short_name
 from outcore.units import format_bytes, format_seconds
-from outcore.values import Machine, Plan, Schedule, Timeline, Trace
+from outcore.values import Machine, Plan, PreparedStep, Timeline, Trace
 
 NUM_VALUES = 40  # rows of the table of saved values
 
@@ -55,14 +55,13 @@ td.wide { white-space: normal; min-width: 180px; } .num { text-align: right; } t
 def page(
     machine: Machine,
     trace: Trace,
-    plan: Plan,
-    schedule: Schedule,
-    predicted: Timeline,
+    prepared: PreparedStep,
     measured: Timeline | None = None,
 ) -> str:
-    """The report page. `predicted` must have its spans: `simulate(..., detail=True)`."""
-    explained = explain(trace, plan, machine)
-    curves = in_core_curve(trace, machine), curve_of(trace, schedule, machine)
+    """The report page of a recorded step and what was prepared for it, with spans: `prepare(..., detail=True)`."""
+    plan, predicted = prepared.plan, prepared.predicted
+    explained = explain(prepared.trace, plan, machine)
+    curves = in_core_curve(trace, machine), curve_of(prepared.trace, prepared.schedule, machine)
     end_s = max(curves[0][-1][0], predicted.step_s)
     body = "\n".join(
         [

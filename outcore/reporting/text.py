@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from rich.table import Table
 
 from outcore.reporting.explanation import Explained, ModuleShare
 from outcore.units import format_bytes, format_rate, format_seconds
-from outcore.values import MADE_AGAIN, Budget, Decision, Machine, Plan, Timeline, Trace
+from outcore.values import MADE_AGAIN, Budget, Decision, Machine, Plan, PreparedStep, Timeline, Trace
 
 WIDTH = 110  # of a table that goes to a file or a pipe
 
@@ -33,6 +34,23 @@ def report(
         room = format_bytes(budget.device_bytes)
         return f"outcore: {room} on {where}; {len(trace.ops)} ops recorded, planned when the next step begins"
     return render(plan_table(budget, trace, plan, predicted, measured, where=where))
+
+
+def summary(trace: Trace | None, prepared: PreparedStep | None, *, settled: bool) -> str:
+    """How far it is with a step, in a few words."""
+    if trace is None:
+        return "nothing recorded yet"
+    if prepared is None:
+        return f"{len(trace.ops)} ops recorded, not planned yet"
+    plan, predicted = prepared.plan, prepared.predicted
+    over = f" ({predicted.step_s / plan.in_core_step_s - 1:+.1%} over in-core)" if plan.in_core_step_s else ""
+    state = "settled" if settled else "being tried"
+    return f"{state}, predicted {format_seconds(predicted.step_s)}{over}, peak {format_bytes(predicted.peak_bytes)}"
+
+
+def as_html(text: str) -> str:
+    """A report for a notebook."""
+    return f'<pre style="line-height: 1.2">{html.escape(text)}</pre>'
 
 
 def plan_table(

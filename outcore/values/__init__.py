@@ -1,7 +1,8 @@
-"""What flows: Machine, Trace, Budget, Plan, Schedule, Timeline. Frozen, saved as JSON, no torch inside."""
+"""What flows: Machine, Trace, Budget, Plan, Schedule, Timeline; PreparedStep holds four of them. Frozen, no torch."""
 
 from outcore.values.machine import Machine
 from outcore.values.plan import MADE_AGAIN, Budget, Decision, Plan
+from outcore.values.prepared import PreparedStep
 from outcore.values.schedule import Action, Schedule
 from outcore.values.timeline import Span, Timeline
 from outcore.values.trace import Op, Storage, Tick, Trace, Value
@@ -14,6 +15,7 @@ __all__ = [
     "Machine",
     "Op",
     "Plan",
+    "PreparedStep",
     "Schedule",
     "Span",
     "Storage",

@@ -18,13 +18,19 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 from outcore.errors import BadFile
 
 T = TypeVar("T")
+RENAMED = {  # fields of version 1 -> their names since version 2
+    "twin": "norm_replay",
+    "twin_s": "norm_replay_s",
+    "is_echo": "is_merged",
+    "echoes": "merges_ops",
+}
 
 
 class Saved:
     """Gives a frozen dataclass `to_json`, `from_json`, `save` and `load`."""
 
     KIND: ClassVar[str]
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
 
     def to_json(self) -> str:
         body = {field.name: _encode(getattr(self, field.name)) for field in _fields(type(self))}
@@ -90,7 +96,8 @@ def _encode(item: Any) -> Any:
 
 def _decode_object(cls: type[T], body: dict[str, Any]) -> T:
     hints = _hints(cast(Any, cls))
-    return cls(**{name: _decode(hints[name], part) for name, part in body.items() if name in hints})
+    named = {RENAMED.get(name, name): part for name, part in body.items()}
+    return cls(**{name: _decode(hints[name], part) for name, part in named.items() if name in hints})
 
 
 def _decode(hint: Any, part: Any) -> Any:

@@ -38,7 +38,7 @@ class Plan(Saved):
     in_core_step_s: float = 0.0
     in_core_peak_bytes: int = 0
     bound_step_s: float = 0.0  # no plan for this budget can be faster
-    echoes: bool = False  # made for the step in which what ops make twice is one value (`outcore.planning.echoes`)
+    merges_ops: bool = False  # made for the step with common ops merged (`outcore.planning.rewrites.common_ops`)
     reasons: dict[int, str] | None = None  # value -> why, in a few words, for `explain`
 
     def count(self, *decisions: Decision) -> int:

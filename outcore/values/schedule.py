@@ -51,4 +51,4 @@ class Schedule(Saved):
     fingerprint: str
     actions: tuple[Action, ...]  # ordered by tick
     decisions: dict[int, str]  # the plan's, for the pack hook
-    echoes: bool = False  # the plan's
+    merges_ops: bool = False  # the plan's

@@ -23,7 +23,7 @@ from outcore.values.codec import Saved
 class Op:
     """One kernel call as the dispatcher saw it."""
 
-    SECONDS: ClassVar[tuple[str, ...]] = ("seconds", "twin_s", "fused_s")
+    SECONDS: ClassVar[tuple[str, ...]] = ("seconds", "norm_replay_s", "fused_s")
 
     slot: int
     name: str  # "aten.relu_.default"
@@ -34,12 +34,14 @@ class Op:
     workspace_bytes: int = 0  # allocated at the op's peak beyond every storage that lives during its slot
     replay: Literal["no", "pure", "random"] = "no"  # may be run again: never, as it is, with its generator state
     module: str = ""  # "layer1.0.conv2"
-    twin: bool = False  # a cheaper op gives the same bits from what this one saved, checked while recording
-    twin_s: float = 0.0  # how long that takes
+    norm_replay: bool = (
+        False  # a norm applied again from its saved statistics has the same bits: checked while recording
+    )
+    norm_replay_s: float = 0.0  # how long that takes
     fused: tuple[int, ...] = ()  # ops that a rerun of this one does in the same pass: nobody else reads what they make
     fused_s: float = 0.0  # how long that takes, this one included
     repeats: int = -1  # the op before it, if any, that called the same operator on the same values
-    is_echo: bool = False  # and what it makes is planned as that one's result (`outcore.planning.echoes`)
+    is_merged: bool = False  # planned as the result of that op (`outcore.planning.rewrites.common_ops`)
     joins: bool = False  # autograd's own sum where two gradients meet: in place when Python looks at no op
 
     @property
@@ -47,7 +49,7 @@ class Op:
         """Seconds to make its outputs again."""
         if self.fused:
             return self.fused_s
-        return self.twin_s if self.twin else self.seconds
+        return self.norm_replay_s if self.norm_replay else self.seconds
 
     def at(self, factor: float) -> Op:
         """The same op, slower (or faster) by a factor, whichever way it runs."""
@@ -98,6 +100,7 @@ class Trace(Saved):
     storages: tuple[Storage, ...]
     ticks: tuple[Tick, ...]
     before_bytes: int  # allocated on the device when the step began: parameters, optimizer state, inputs
+    asked_late: tuple[int, ...] = ()  # values that autograd asked for when the step was over, in one like it
     device: str = ""
     torch: str = ""
     model: str = ""
@@ -113,8 +116,14 @@ class Trace(Saved):
         return any(value.producer < 0 and not self.storages[value.storage].external for value in self.values)
 
     @cached_property
-    def has_echoes(self) -> bool:
-        return any(op.is_echo for op in self.ops)
+    def has_merged_ops(self) -> bool:
+        return any(op.is_merged for op in self.ops)
+
+    def at(self, factor: float) -> Trace:
+        """The same step with every op slower (or faster) by a factor."""
+        slower = replace(self, ops=tuple(op.at(factor) for op in self.ops))
+        vars(slower)["fingerprint"] = self.fingerprint  # also of one that was rewritten
+        return slower
 
     def bytes_of(self, value: int) -> int:
         return self.storages[self.values[value].storage].bytes

@@ -104,7 +104,7 @@ def test_tables_for_people(files: dict[str, Path]) -> None:
 def wrong_calls(files: dict[str, Path], folder: Path) -> list[tuple[list[str | Path], str]]:
     broken, future, script = folder / "broken.json", folder / "future.json", folder / "script.py"
     broken.write_text('{"outcore": "trace", "version": 1, "ops": ')
-    future.write_text(files["machine"].read_text().replace('"version":1', '"version":99'))
+    future.write_text(json.dumps({**json.loads(files["machine"].read_text()), "version": 99}))
     script.write_text("model = 3\ndef step(): pass\n")
     (folder / "bad.py").write_text("def step(:\n")
     (folder / "idle.py").write_text("import torch\nmodel = torch.nn.Linear(2, 2)\ndef step(): pass\n")

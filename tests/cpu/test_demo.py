@@ -13,7 +13,7 @@ import torch
 from outcore import demo as demo_room
 from outcore.demo import run_demo
 from outcore.errors import BudgetTooSmall, OutcoreError
-from outcore.planning import hybrid
+from outcore.planning.planners import hybrid
 
 ROOT = Path(__file__).parents[2]
 

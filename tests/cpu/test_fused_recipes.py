@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from outcore.eager.cells import Cell, Marks
+from outcore.eager.replay import Held, Recipe, capture
 from outcore.errors import ReplayError
-from outcore.running.cells import Cell
-from outcore.running.replay import Held, Recipe, capture
 from tests.cpu.test_fused import Kernels, kernels
 
 __all__ = ["kernels"]  # the fixture
@@ -26,7 +26,7 @@ class Call:
 
     def given(self, tensor: Tensor) -> Tensor:
         cell = self.cells[id(tensor)] = Cell(len(self.cells), tensor)
-        cell.hold(tensor)
+        cell.hold(tensor, Marks())
         return tensor
 
     def __call__(self, func: Any, *args: Any, of: Tensor | None = None, **kwargs: Any) -> tuple[Recipe, Tensor]:
@@ -76,7 +76,7 @@ def test_what_is_handed_on_must_lie_as_it_was_made(
     wanted = data.clone()
     assert last.fuse([first], rectified)
     assert last.sources() == [source, call.cells[id(other)]]
-    source.hold(again := before.clone()[part])
+    source.hold(again := before.clone()[part], Marks())
     fresh, (made,) = last.run(in_place=in_place)
     assert not fresh
     storage = torch.empty(0, dtype=torch.float32).set_(made.untyped_storage())

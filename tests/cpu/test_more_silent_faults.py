@@ -14,11 +14,11 @@ from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
+from outcore.eager.recorder import Recorder
+from outcore.eager.remaking import checksum, has_same_bytes
 from outcore.errors import ReplayError
 from outcore.limit import limit
-from outcore.recording.record import Recorder
-from outcore.recording.remaking import checksum, has_same_bytes
-from outcore.running.store import Store
+from outcore.memory.store import Store
 from tests.cpu.test_silent_faults import assert_same, data, gradients
 
 PLANNERS = ["recompute-all", "swap-all", "keep-all"]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from outcore.fitting.hooks import ACTIVE
 from outcore.limit import Limited, limit
 
 Around = Callable[[], AbstractContextManager[Any]]
@@ -285,7 +286,7 @@ def _budgeted(model: nn.Module, planner: str) -> Iterator[Limited]:
     yield ooc
     gc.collect()
     assert ooc.store.num_parcels == 0
-    assert not ooc._active
+    assert not ACTIVE
     ooc.close()
 
 

@@ -8,24 +8,24 @@ import pytest
 
 from outcore.limit import limit
 from outcore.planning import PLANNERS
-from outcore.planning.scoring import Decisions, Planner, Progress
-from outcore.planning.terrain import Terrain
+from outcore.planning.planners.scoring import Decisions, Planner, Progress
+from outcore.planning.trace_index import TraceIndex
 from outcore.values import Budget, Machine
 from tests.cpu.test_same_numbers import assert_followed, plain
 from tests.cpu.training import build, train
 from tests.cpu.zoo import ZOO
 
 
-def remake_all(terrain: Terrain, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
-    return {value: "remake" if terrain.recomputable[value] else "keep" for value in terrain.evictable}
+def remake_all(trace_index: TraceIndex, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
+    return {value: "remake" if trace_index.recomputable[value] else "keep" for value in trace_index.evictable}
 
 
-def anything(terrain: Terrain, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
+def anything(trace_index: TraceIndex, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
     """Drawn, with remaking as often as all else together."""
-    drawn, decisions = random.Random(len(terrain.evictable)), Decisions()
-    for value in terrain.evictable:
+    drawn, decisions = random.Random(len(trace_index.evictable)), Decisions()
+    for value in trace_index.evictable:
         decisions[value] = drawn.choice(("keep", "swap"))
-        if terrain.recomputable[value]:
+        if trace_index.recomputable[value]:
             decisions[value] = drawn.choice(("keep", "swap", "recompute", "remake", "remake", "remake"))
     return decisions
 

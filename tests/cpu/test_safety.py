@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,8 +21,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from outcore.errors import BadSize, BudgetTooSmall, OutcoreError, PlanMismatch, StoreError
+from outcore.fitting.preparing import Preparer
+from outcore.fitting.ready import Ready
 from outcore.limit import Limited, limit
-from outcore.running.kinds import Kind
 from outcore.units import MIB
 from outcore.values import Plan
 from tests.cpu.training import build, train
@@ -220,13 +222,13 @@ def test_a_plan_made_for_less_memory_before_the_step_is_taken_up_once(monkeypatc
     assert ooc.plan is not None
     given = dataclasses.replace(ooc.plan, before_bytes=ooc.plan.before_bytes - 2 * MIB)
     ooc.close()
-    num_made, make = [0], Limited._make_plan
+    num_made, make = [0], Preparer.make_ready
 
-    def counted(self: Limited, kind: Kind, before_bytes: int) -> None:
+    def counted(self: Preparer, *args: Any, **options: Any) -> Ready:
         num_made[0] += 1
-        make(self, kind, before_bytes)
+        return make(self, *args, **options)
 
-    monkeypatch.setattr(Limited, "_make_plan", counted)
+    monkeypatch.setattr(Preparer, "make_ready", counted)
     ooc = limit(model, "100%", plan=given)
     train(model, loss, ooc, num_steps=6)
     assert ooc.plan is given

@@ -33,4 +33,4 @@ def test_what_recording_takes_is_told_beside_a_step_that_swaps_everything() -> N
     found = measure(model, lambda: model(torch.randn(64, 64)).sum(), "100%")
     assert found["num_ops"] > 6
     assert found["times"] == found["record_s"] / found["swap_all_s"]
-    assert any("record.py" in function for function, *_ in found["profile"])
+    assert any("recorder.py" in function for function, *_ in found["profile"])

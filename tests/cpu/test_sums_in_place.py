@@ -1,8 +1,7 @@
-"""Where gradients meet: autograd adds in place, but not under a mode. `sums_in_place` knows."""
+"""Where gradients meet: autograd adds in place, but not in a recorded step. `sums_in_place` knows."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,14 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outcore.limit import Limited, limit
+from outcore.limit import limit
 from outcore.planning import lower, plan, simulate, verify
-from outcore.planning.crowd import Placeholder
-from outcore.planning.sums import sums_in_place
-from outcore.planning.terrain import terrain_of
-from outcore.running.program import Program
-from outcore.units import MIB
+from outcore.planning.rewrites.gradient_sums import sums_in_place
+from outcore.planning.trace_index import index_of
 from outcore.values import Budget, Machine, Op, Trace
+from tests.cpu.fitting.pretended import Pretend, Unwatched
 
 
 class Block(nn.Module):
@@ -93,7 +90,7 @@ def test_a_recorded_step_is_turned_into_the_one_that_runs() -> None:
     assert after.step_s == before.step_s
     assert after.peak_bytes <= before.peak_bytes
     for op in sums_of(trace):  # the first, the second, and in the recorded step what was made of them
-        was, now = (int(terrain_of(step).natural_bytes[op.slot]) for step in (trace, joined))
+        was, now = (int(index_of(step).natural_bytes[op.slot]) for step in (trace, joined))
         assert was - now == 4096 * 64 * 4
 
 
@@ -177,15 +174,6 @@ def test_it_stays_the_same_step() -> None:
     assert joined.fingerprint == trace.fingerprint
 
 
-def test_python_stops_looking_only_if_something_is_saved_before_the_backward() -> None:
-    trace, machine = recorded(nn.Sequential(nn.Linear(64, 64), Block(), Block()), torch.randn(256, 64))
-    schedule = lower(trace, plan(trace, machine, Budget(10**9, 0, 10**9)), machine)
-    assert Program(trace, schedule).ends_in_forward  # nothing is looked at
-    last = max(i for i, op in enumerate(trace.ops) if op.phase == "forward")
-    assert not Program(trace, schedule, [Placeholder(MIB, -1, trace.ops[last].slot)]).ends_in_forward
-    assert Program(trace, schedule, [Placeholder(MIB, -1, trace.ops[0].slot)]).ends_in_forward
-
-
 def bytes_of_sums(trace: Trace) -> int:
     """What a step's own sums allocate in its backward."""
     return sum(trace.bytes_of(op.writes[0]) for op in sums_of(trace) if trace.values[op.writes[0]].version == 0)
@@ -238,26 +226,28 @@ def test_planned_sums_allocate_what_real_ones_do(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("around", ["backward", "the model's end", "nothing"])
-def test_a_backward_that_somebody_looks_at_is_planned_for_that(around: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backward_under_a_mode_is_planned_for_that(around: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class End(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             with Adds() if around == "the model's end" else nullcontext():
                 return x.tanh().sin().sum()
 
-    monkeypatch.setattr(Limited, "_looks_at_all", lambda self, kind: kind.watched)  # as on CUDA
-    monkeypatch.setattr(sys.modules["outcore.limit"], "NUM_MEASURED", 0)
+    pretend = Pretend(monkeypatch)
+    pretend.settings(num_measured=0)
     model = nn.Sequential(nn.Linear(64, 64), Block(), Block(), End())
-    ooc = limit(model, "1GiB", planner="recompute-all")
-    in_place = []
+    ooc = pretend.limit(model, "1GiB", Unwatched, planner="swap-all")
+    in_place, num_bytes = [], []
     for _ in range(4):
         model.zero_grad()
         with ooc.step():
             loss = model(torch.randn(256, 64))
             with Adds() if around == "backward" else nullcontext():
-                loss.backward()
-        (kind,) = ooc.kinds.values()
-        in_place.append(kind.in_place)
+                num_bytes.append(num_bytes_added(loss.backward))
+        (kind,) = ooc.kinds
+        in_place.append(kind.phase.ready is not None and kind.phase.ready.sums_in_place)
     ooc.close()
-    assert in_place == ([False, True, True, True] if around == "nothing" else [False, True, False, False])
-    assert kind.watched is (around != "nothing")
+    assert in_place == ([False, True, False, False] if around == "backward" else [False, True, True, True])
+    assert kind.is_watched is (around == "backward")
     assert kind.num_left == 0
+    sums_bytes = 2 * 256 * 64 * 4
+    assert num_bytes == ([sums_bytes] * 4 if around == "backward" else [sums_bytes, 0, 0, 0])

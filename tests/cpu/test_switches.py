@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from outcore.eager.replay import Call
+from outcore.eager.switches import changed, switches
 from outcore.errors import ReplayError
 from outcore.limit import limit
-from outcore.running.replay import Call
-from outcore.running.switches import changed, switches
 from tests.cpu.test_silent_faults import data, gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import sys
 import warnings
 from collections.abc import Iterator
 
@@ -15,12 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from outcore.errors import BudgetTooSmall
+from outcore.fitting import preparing
+from outcore.fitting.headroom import Headroom, Trouble
 from outcore.limit import Limited, limit
-from outcore.pinning import pin
-from outcore.planning import placeholders, tidy
-from outcore.running import allocator
-from outcore.running.clock import Clock
-from outcore.running.room import Room
+from outcore.memory import cuda_allocator as allocator
+from outcore.memory.clock import Clock
+from outcore.memory.device import CudaMemory
+from outcore.memory.pinning import pin
+from outcore.planning.allocator import fragmentation, placeholders
 from outcore.units import MIB
 
 pytestmark = [
@@ -31,10 +32,10 @@ NUM_STEPS = 16
 
 
 @pytest.fixture(autouse=True)
-def _crowded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _fragmented(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """From the first plan on as if the allocator had had to start over; bits that repeat, and NaNs in fresh memory."""
-    monkeypatch.setattr(sys.modules["outcore.limit"], "Room", functools.partial(Room, crowded=True))
-    monkeypatch.setattr(tidy, "MOST_S", 0.3)
+    monkeypatch.setattr(preparing, "Headroom", functools.partial(Headroom, trouble=Trouble.STARTED_OVER))
+    monkeypatch.setattr(fragmentation, "MOST_S", 0.3)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield
@@ -75,7 +76,7 @@ def tight_bytes() -> int:
     return int(1.15 * needed_bytes)
 
 
-def num_aside(tensors: list[Tensor]) -> int:
+def num_pooled(tensors: list[Tensor]) -> int:
     """How many of them lie in blocks of another stream."""
     streams = {
         block["address"]: segment["stream"] for segment in torch.cuda.memory_snapshot() for block in segment["blocks"]
@@ -89,11 +90,11 @@ def assert_same(expected: list[Tensor], got: list[Tensor]) -> None:
         assert torch.equal(one, other)
 
 
-def test_gradients_aside_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pooled_gradients_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placeholders, "best_share", lambda *asked: None)
     expected, _ = train(None)
     got, ooc = train(tight_bytes())
-    assert num_aside(got) > 0
+    assert num_pooled(got) > 0
     check(ooc, expected, got)
 
 
@@ -102,9 +103,9 @@ def test_places_kept_change_no_number_and_take_nothing_more(monkeypatch: pytest.
     expected, _ = train(None)
     got, ooc = train(tight_bytes())
     assert ooc is not None
-    program = next(iter(ooc.kinds.values())).program
-    assert program is not None
-    assert len(program.placeholders) > 10
+    ready = next(iter(ooc.kinds)).phase.ready
+    assert ready is not None
+    assert len(ready.program.placeholders) > 10
     assert ooc.timeline is not None
     assert ooc.predicted is not None
     assert ooc.timeline.peak_bytes <= ooc.predicted.peak_bytes + 4 * MIB
@@ -194,7 +195,7 @@ def test_an_op_that_goes_on_with_less_memory_is_told_of_once(at: int) -> None:
 
 
 @pytest.mark.usefixtures("_capped")
-def test_what_is_not_put_aside_for_want_of_memory_changed_no_op() -> None:
+def test_what_is_not_pooled_for_want_of_memory_changed_no_op() -> None:
     model, x, _ = network()
     ooc = limit(model, "500MiB")
     kept = torch.ones(1 << 26, device="cuda")
@@ -206,8 +207,8 @@ def test_what_is_not_put_aside_for_want_of_memory_changed_no_op() -> None:
             torch.cuda.empty_cache()
             there = torch.cuda.memory_reserved() / torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(there)
-            assert ooc._aside is not None
-            assert ooc._aside.move(kept) is kept
+            assert isinstance(ooc.device_memory, CudaMemory)
+            assert ooc.device_memory.gradient_pool.move(kept) is kept
             torch.cuda.set_per_process_memory_fraction(0.2)
             loss.backward()
     ooc.close()

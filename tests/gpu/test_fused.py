@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from outcore.eager import fused_replay as fused
+from outcore.eager.cells import View
+from outcore.eager.replay import normalise_again
 from outcore.limit import limit
-from outcore.running import fused
-from outcore.running.cells import View
-from outcore.running.replay import normalise_again
 from outcore.values import Trace
 from tests.cpu.blocks import Block, NotInPlace, RootMeanSquare
 from tests.cpu.test_fused import MUL_CAST, passes_of
@@ -171,7 +171,7 @@ def test_a_training_rectifies_in_one_pass_with_the_same_numbers(
     trace = trained_alike(net, loss_of)
     # The sums at least, whatever is faster; norms but where cuDNN, for few numbers in a plane, has a third order.
     is_third = order is torch.contiguous_format and dtype is torch.float32
-    assert sum(op.twin for op in trace.ops) == (0 if is_third else 4)
+    assert sum(op.norm_replay for op in trace.ops) == (0 if is_third else 4)
     assert sum(bool(op.fused) for op in trace.ops) >= 2
 
 

@@ -12,7 +12,7 @@ import torch
 from outcore.errors import BudgetTooSmall
 from outcore.limit import limit
 from outcore.planning import PLANNERS
-from outcore.planning.scoring import Planner
+from outcore.planning.planners.scoring import Planner
 from tests.cpu import zoo
 from tests.cpu.test_remade import anything, remake_all
 from tests.cpu.training import Outcome, build, train

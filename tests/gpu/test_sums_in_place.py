@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outcore.errors import BudgetTooSmall
+from outcore.fitting.phases import Settled
 from outcore.limit import Limited, limit
 from outcore.units import GIB, MIB
 from outcore.values import Plan
@@ -93,8 +94,9 @@ def check(expected: list[Tensor], got: list[Tensor], ooc: Limited | None, *, in_
     assert ooc is not None
     assert ooc.timeline is not None
     assert ooc.predicted is not None
-    (kind,) = ooc.kinds.values()
-    assert kind.in_place is in_place
+    (kind,) = ooc.kinds
+    assert kind.phase.ready is not None
+    assert kind.phase.ready.sums_in_place is in_place
     assert kind.num_left == 0
     assert ooc.timeline.peak_bytes <= ooc.predicted.peak_bytes + 4 * MIB
     assert ooc.timeline.peak_bytes <= ooc.budget.device_bytes
@@ -110,7 +112,7 @@ def test_plans_count_on_sums_in_place_and_the_peak_is_as_predicted() -> None:
     ooc.close()
     del ooc  # and its model: the plan that is given has no room for both
     ooc = check(expected, *train(GIB, given=plan), in_place=True)
-    assert next(iter(ooc.kinds.values())).timed_again
+    assert isinstance(next(iter(ooc.kinds)).phase, Settled)
     ooc.close()
 
 

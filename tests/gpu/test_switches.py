@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from outcore.eager.switches import changed, switches
 from outcore.limit import limit
-from outcore.running.switches import changed, switches
 from tests.cpu.test_silent_faults import gradients
 
 pytestmark = [

@@ -16,11 +16,12 @@ from tests.pure.test_reporting import small_trace
 
 PACKAGE = Path(outcore.__file__).parent
 LEVELS = [
-    {"errors", "units"},
-    {"values", "pinning"},
+    {"errors", "units", "script"},
+    {"values"},
     {"planning"},
-    {"recording", "running"},
-    {"tiling", "elastic", "reporting"},
+    {"memory", "reporting"},
+    {"eager", "compiled", "state", "tiling", "elastic"},
+    {"fitting"},
     {"limit"},
     {"tuning"},  # it tries out whole training steps
     {"demo"},
@@ -28,7 +29,7 @@ LEVELS = [
     {"__init__", "__main__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-FRIENDS = [{"errors", "units"}, {"recording", "running"}]  # of one level, and may know each other
+FRIENDS = [{"errors", "units"}, {"errors", "script"}]  # of one level, and may know each other
 NO_TORCH = {"errors", "units", "values", "planning", "reporting", "cli", "__init__", "__main__"}
 
 

@@ -15,7 +15,7 @@ from outcore.reporting.page import page
 from outcore.reporting.perfetto import trace_events
 from outcore.reporting.text import report
 from outcore.units import MIB, format_bytes
-from outcore.values import Budget, Machine, Op, Plan, Schedule, Storage, Tick, Timeline, Trace, Value
+from outcore.values import Budget, Machine, Op, Plan, PreparedStep, Schedule, Storage, Tick, Timeline, Trace, Value
 
 MACHINE = Machine("pretend", 64 * MIB, 64 * MIB, 0, 100.0 * MIB, 100.0 * MIB, 1.0, 1.0, copy_latency_s=0.0)
 
@@ -131,7 +131,7 @@ def read(html: str) -> Reader:
 
 def test_the_page_stands_alone_and_shows_what_was_planned() -> None:
     trace, decided, schedule, predicted = made()
-    reader = read(page(MACHINE, trace, decided, schedule, predicted))
+    reader = read(page(MACHINE, trace, PreparedStep(trace, decided, schedule, predicted)))
     text = " ".join(reader.text)
     assert "Chain in 4.00 MiB" in text
     assert f"in-core {format_bytes(decided.in_core_peak_bytes)}" in text
@@ -139,12 +139,14 @@ def test_the_page_stands_alone_and_shows_what_was_planned() -> None:
     assert "convolution" in text
     assert reader.num_boxes >= 3 + len({span.stream for span in predicted.spans})
     measured = Timeline(True, 9.5, 3 * MIB, "")
-    assert "9.50 s" in " ".join(read(page(MACHINE, trace, decided, schedule, predicted, measured)).text)
+    assert "9.50 s" in " ".join(
+        read(page(MACHINE, trace, PreparedStep(trace, decided, schedule, predicted), measured)).text
+    )
 
 
 def test_names_are_escaped_in_the_page() -> None:
     trace, decided, schedule, predicted = made()
-    html = page(MACHINE, trace, decided, schedule, predicted)
+    html = page(MACHINE, trace, PreparedStep(trace, decided, schedule, predicted))
     assert "backward&lt;x&gt;" in html
     assert "backward<x>" not in html
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from benchmarks.tables import SECTIONS, TABLES, _draw_panel, _name_dots, main, measured_curves, newest
 
-BARE = "# x\n<!-- headline -->\n<!-- /headline -->\ntext\n<!-- results -->\nold\n<!-- /results -->\nend\n"
+BARE = "# x\n<!-- headline -->\n<!-- /headline -->\ntext\n<!-- summary -->\nold\n<!-- /summary -->\nend\n"
 SLOWDOWN = {
     "question": "slowdown",
     "hardware": "h200",
@@ -23,6 +23,10 @@ SLOWDOWN = {
          "slowdown": 0.0},
         {"network": "net", "batch": 4, "memory_gib": 16.0, "method": "hybrid", "step_s": 0.23, "peak_gib": 15.5,
          "slowdown": 0.15, "loop_slowdown": 0.14},
+        {"network": "net", "batch": 4, "memory_gib": 16.0, "method": "checkpoint", "step_s": 0.26, "peak_gib": 21.0,
+         "slowdown": 0.3},
+        {"network": "net", "batch": 4, "memory_gib": 16.0, "method": "selective", "step_s": 0.24, "peak_gib": 40.0,
+         "slowdown": 0.2},
         {"network": "net", "batch": 4, "memory_gib": 16.0, "method": "compile", "step_s": None, "error": "8.3 a|b. Y"},
     ],
 }  # fmt: skip
@@ -30,9 +34,11 @@ SLOWDOWN = {
 
 def run(folder: Path, *args: str) -> tuple[int, str]:
     readme, plot = folder / "README.md", folder / "docs" / "results.svg"
-    figures = folder / "figures.md"
+    figures = folder / "results.md"
     if not figures.exists():
-        figures.write_text("".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in (*SECTIONS, "accuracy")))
+        figures.write_text(
+            "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in (*SECTIONS, "accuracy", "results"))
+        )
     options = ["--results", str(folder), "--readme", str(readme), "--plot", str(plot), "--figures", str(figures), *args]
     return CliRunner().invoke(main, options).exit_code, readme.read_text()
 
@@ -42,6 +48,7 @@ def test_without_results_it_says_so(tmp_path: Path) -> None:
     code, text = run(tmp_path)
     assert code == 0
     assert text.count("no results yet") == 2
+    assert "no results yet" in (tmp_path / "results.md").read_text()
     assert "old" not in text
     assert text.endswith("end\n")
 
@@ -54,9 +61,11 @@ def test_rows_become_tables_and_a_plot(tmp_path: Path) -> None:
     code, text = run(tmp_path)
     assert code == 0
     assert "trains in 16 GiB instead of 50.0 GiB, and a step takes +15.0 %" in text
-    assert "| net | **outcore, hybrid** | 16 | 230.0 ms | +15.0 % | +14.0 % | 15.5 |" in text
-    assert "| net | compile | none | does not run |  |  | 8.3 a/b |" in text
-    assert "](docs/results.svg)" in text
+    assert "| net, batch 4 | 50.0 GiB | **16 GiB, +15.0 %** | 21.0 GiB, +30.0 % |" in text
+    page = (tmp_path / "results.md").read_text()
+    assert "| net | **outcore, hybrid** | 16 | 230.0 ms | +15.0 % | +14.0 % | 15.5 |" in page
+    assert "| net | compile | none | does not run |  |  | 8.3 a/b |" in page
+    assert "](docs/results.svg)" in page
     assert "<svg" in (tmp_path / "docs" / "results.svg").read_text()
     assert run(tmp_path, "--check")[0] == 0
 
@@ -125,12 +134,13 @@ def test_the_readme_is_what_the_results_say() -> None:
     assert CliRunner().invoke(main, ["--check"]).exit_code == 0
 
 
-def test_the_readme_shows_the_house_as_it_is() -> None:
+def test_the_layout_names_every_file() -> None:
     root = Path(__file__).parents[2]
-    tree = (root / "README.md").read_text().partition("## The tree")[2]
-    for path in (root / "outcore").iterdir():
-        room = f"{path.name}/" if path.is_dir() else path.name
-        if path.suffix in ("", ".py") and not path.name.startswith("__"):
-            assert f"  {room} " in tree, f"{room} is not in the README's tree"
-    for name in re.findall(r"\b(\w+\.py)\b", tree):
-        assert list(root.glob(f"*/{name}")) or list(root.glob(f"outcore/*/{name}")), f"{name} is gone"
+    tree = (root / "docs" / "layout.md").read_text()
+    named = set(re.findall(r"\b(\w+\.py)\b", tree))
+    for path in sorted((root / "outcore").rglob("*.py")):
+        assert path.name in named or path.name.startswith("__"), f"{path.name} is not in docs/layout.md"
+    for room in (path for path in (root / "outcore").iterdir() if path.is_dir() and path.name != "__pycache__"):
+        assert f"  {room.name}/" in tree, f"{room.name}/ is not in docs/layout.md"
+    for name in named:
+        assert list(root.glob(f"*/{name}")) or list(root.glob(f"*/**/{name}")), f"{name} is gone"

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from outcore.errors import BadFile
 from outcore.values import Action, Budget, Machine, Op, Plan, Schedule, Span, Storage, Tick, Timeline, Trace, Value
+from outcore.values.codec import RENAMED
 
 TRACE = Trace(
     ops=(Op(0, "aten.exp.default", "forward", 1e-3, (0,), (1,), replay="pure"),),
@@ -32,7 +35,7 @@ def test_saved_and_read_back_is_the_same(value: Trace) -> None:
         ("{", "no JSON"),
         ("[1, 2]", "not written by outcore"),
         (SAMPLES[1].to_json(), "this is a machine file; a trace file is expected"),
-        (TRACE.to_json().replace('"version":1', '"version":99'), "version 99"),
+        (TRACE.to_json().replace('"version":2', '"version":99'), "version 99"),
         (TRACE.to_json().replace('"before_bytes":64', '"before_bytes":"x"'), "damaged"),
         (TRACE.to_json().replace('"kind"', '"kin"'), "damaged"),
         (TRACE.to_json().replace('"pack",', '"peck",', 1), "damaged"),
@@ -51,3 +54,16 @@ def test_the_fingerprint_knows_the_work_but_not_the_clock() -> None:
     assert slower.fingerprint == TRACE.fingerprint
     assert Trace.from_json(TRACE.to_json().replace("exp", "log")).fingerprint != TRACE.fingerprint
     assert Trace.from_json(TRACE.to_json().replace("float32", "float16")).fingerprint != TRACE.fingerprint
+
+
+def test_files_of_version_1_are_read_with_their_old_names() -> None:
+    norm = Op(0, "norm", "forward", 1.0, (0,), (1,), norm_replay=True, norm_replay_s=0.5, is_merged=True)
+    trace = replace(TRACE, ops=(norm,))
+    plan = Plan(trace.fingerprint, "hybrid", Budget(1), {}, 0, merges_ops=True)
+    for made in (trace, plan, Schedule(trace.fingerprint, (), {}, merges_ops=True)):
+        text = made.to_json().replace('"version":2', '"version":1')
+        for old, new in RENAMED.items():
+            text = text.replace(f'"{new}"', f'"{old}"')
+        assert "norm_replay" not in text
+        assert "merge" not in text
+        assert type(made).from_json(text) == made

@@ -39,6 +39,17 @@ def handle_end(trace: Trace, value: int) -> int:
     return max(ends) if ends else trace.num_slots - 1
 
 
+def version_end(trace: Trace, value: int) -> int:
+    """The last slot in which the program has these very bytes: in the op that overwrites them it still does."""
+    made = trace.values[value]
+    later = [
+        trace.ops[other.producer].slot
+        for other in trace.values
+        if other.storage == made.storage and other.version > made.version and other.producer >= 0
+    ]
+    return min([trace.storages[made.storage].dies, *later])
+
+
 class Interpreter:
     def __init__(self, trace: Trace, schedule: Schedule) -> None:
         self.trace, self.schedule = trace, schedule
@@ -53,9 +64,17 @@ class Interpreter:
         self.ends = {value: handle_end(trace, value) for value in self.saved}
         for value, decision in self.decisions.items():
             if decision in MADE_AGAIN:
-                for read in recipe(trace, self.decisions, value) & self.saved:
-                    self.ends[read] = max(self.ends[read], handle_end(trace, value))
+                self._hold(value, handle_end(trace, value))
+                for between in recipe(trace, self.decisions, value):
+                    if between not in self.saved or self.decisions.get(between) in MADE_AGAIN:
+                        self._hold(between, -1)
         self.peaks: list[int] = []
+
+    def _hold(self, value: int, until: int) -> None:
+        """What a recipe reads lives as long as what it made: that is there, or can still be asked for."""
+        end = max(until, version_end(self.trace, value))
+        for read in recipe(self.trace, self.decisions, value) & self.saved:
+            self.ends[read] = max(self.ends[read], end)
 
     def run(self) -> list[int]:
         """The highest bytes in every slot."""

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-import outcore.planning.tidy as tidying
+import outcore.planning.allocator.fragmentation as fragmentation
 from outcore.errors import BudgetTooSmall
 from outcore.planning import lower, plan, plans, simulate, verify
-from outcore.planning.bound import bound_step_s
-from outcore.planning.lower import lean_of, lower_steps
-from outcore.planning.market import Market
-from outcore.planning.sums import sums_in_place
-from outcore.planning.terrain import terrain_of
-from outcore.planning.tidy import tidy
+from outcore.planning.allocator.fragmentation import search_placement
+from outcore.planning.planners.bound import bound_step_s
+from outcore.planning.planners.pricing import Pricing
+from outcore.planning.program.lower import lean_of, lower_steps
+from outcore.planning.rewrites.gradient_sums import sums_in_place
+from outcore.planning.trace_index import index_of
 from outcore.units import GIB, MIB
 from outcore.values import Budget, Machine, Trace
 
@@ -79,11 +79,11 @@ def test_no_plan_of_vgg_in_six_gib_leaves_time_for_a_weight_gradient_in_pieces()
         if (row["network"], row["layout"], row["made"]) == ("vgg16", "channels last", "weight's gradient")
         and row["same_bits"]
     ]
-    terrain = terrain_of(Trace.load(GOLDEN / "vgg16_nhwc.trace.json"))
-    bound_s = bound_step_s(terrain, MACHINE, Budget(6 * GIB, 100 * GIB))
+    trace_index = index_of(Trace.load(GOLDEN / "vgg16_nhwc.trace.json"))
+    bound_s = bound_step_s(trace_index, MACHINE, Budget(6 * GIB, 100 * GIB))
     assert cuts
     assert min(cuts) > 0.010
-    assert (bound_s + min(cuts)) / terrain.total_s - 1 > 0.18
+    assert (bound_s + min(cuts)) / trace_index.total_s - 1 > 0.18
 
 
 def test_what_is_let_go_and_remade_makes_room_where_few_values_have_nearly_all_bytes() -> None:
@@ -100,16 +100,16 @@ def test_what_is_let_go_and_remade_makes_room_where_few_values_have_nearly_all_b
 
 
 def test_early_copies_that_do_not_fit_are_let_go_where_no_anchor_helps() -> None:
-    terrain, budget = terrain_of(Trace.load(GOLDEN / "r3d18_nhwc.trace.json")), Budget(11 * GIB, 100 * GIB)
-    market = Market(terrain, MACHINE, budget)
-    assert market.cheapest_fit(1.0, budget.device_bytes) is None
-    found = market.cheapest_fit(1.0, budget.device_bytes, remakes=True)
+    trace_index, budget = index_of(Trace.load(GOLDEN / "r3d18_nhwc.trace.json")), Budget(11 * GIB, 100 * GIB)
+    pricing = Pricing(trace_index, MACHINE, budget)
+    assert pricing.cheapest_fit(1.0, budget.device_bytes) is None
+    found = pricing.cheapest_fit(1.0, budget.device_bytes, remakes=True)
     assert found is not None
     assert "remake" in found.values()
-    lean = lean_of(terrain, found, budget)
+    lean = lean_of(trace_index, found, budget)
     assert lean.peak_bytes <= budget.device_bytes
     before = lean.slot_bytes.copy()
-    lower_steps(terrain, found, MACHINE, budget, lean)
+    lower_steps(trace_index, found, MACHINE, budget, lean)
     assert (lean.slot_bytes == before).all()  # others begin with it, too
 
 
@@ -118,15 +118,15 @@ def test_where_a_plan_wants_far_too_many_pages_another_has_neighbours_that_do_no
 ) -> None:
     """With its weights where they lay on the device every plan of this step wanted 3 GiB too much, and was tried. From
     the fastest one alone no walk leads to one that does not."""
-    monkeypatch.setattr(tidying, "MOST_S", 60.0)  # as many as on a host that is not busy
+    monkeypatch.setattr(fragmentation, "MOST_S", 60.0)  # as many as on a host that is not busy
     trace = sums_in_place(Trace.load(GOLDEN / "vgg16_nhwc.trace.json"))
     blocks = ((0, 36), (45, 471), (664, 162), (18440, 2), (18450, 2), (18453, 64))  # address and size, in MiB
     there = tuple((address * MIB, size * MIB) for address, size in blocks)
     made, *others = plans(trace, MACHINE, Budget(int(0.92 * 12 * GIB), 74 * GIB), most=8)
     assert made.predicted_step_s <= min(other.predicted_step_s for other in others)
-    first = tidy(trace, MACHINE, replace(made, planner="pooch"), 12 * GIB, there)  # which has no neighbours
-    alone = tidy(trace, MACHINE, made, 12 * GIB, there)
-    found = tidy(trace, MACHINE, made, 12 * GIB, there, others=others)
+    first = search_placement(trace, MACHINE, replace(made, planner="pooch"), 12 * GIB, there)  # which has no neighbours
+    alone = search_placement(trace, MACHINE, made, 12 * GIB, there)
+    found = search_placement(trace, MACHINE, made, 12 * GIB, there, others=others)
     assert first.restarts
     assert alone.restarts
     assert not found.restarts

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
+from outcore.fitting.headroom import Headroom, Trouble
 from outcore.planning import lower, simulate
-from outcore.planning import placeholders as keeping
-from outcore.planning.crowd import Crowd, Placeholder
-from outcore.planning.holes import Device, Event, allocations, safe_bytes, wanted_bytes, with_placeholders
-from outcore.planning.placeholders import GIANT_SHARES, arrange, best_share, placeholders
-from outcore.planning.terrain import terrain_of
-from outcore.running.room import Room
+from outcore.planning.allocator import placeholders as keeping
+from outcore.planning.allocator.hints import AllocatorHints, Placeholder
+from outcore.planning.allocator.model import Device, Event, allocations, safe_bytes, wanted_bytes, with_placeholders
+from outcore.planning.allocator.placeholders import GIANT_SHARES, arrange, best_share, placeholders
+from outcore.planning.trace_index import index_of
 from outcore.units import MIB
 from outcore.values import Budget, Decision, Machine, Op, Plan, Schedule, Storage, Tick, Trace, Value
 from tests.pure.planning.random_steps import MACHINES, steps
@@ -158,13 +158,13 @@ def test_giants_find_their_places_where_the_others_keep_theirs() -> None:
     schedule = scheduled(trace, {})
     events = list(allocations(trace, schedule))
     peak_bytes = trace.before_bytes + most_bytes(events)
-    plainly = wanted_bytes(trace, events, Crowd())
-    crowd = arrange(trace, schedule, int(1.05 * peak_bytes), peak_bytes)
-    assert len(crowd.placeholders) > 18
-    assert not crowd.aside
+    plainly = wanted_bytes(trace, events, AllocatorHints())
+    hints = arrange(trace, schedule, int(1.05 * peak_bytes), peak_bytes)
+    assert len(hints.placeholders) > 18
+    assert not hints.pooled
     assert plainly > 1.15 * peak_bytes
-    assert wanted_bytes(trace, events, crowd) < 1.04 * peak_bytes
-    assert most_bytes(list(with_placeholders(events, crowd))) == most_bytes(events)  # and no byte more
+    assert wanted_bytes(trace, events, hints) < 1.04 * peak_bytes
+    assert most_bytes(list(with_placeholders(events, hints))) == most_bytes(events)  # and no byte more
 
 
 def test_the_larger_giants_place_is_kept_while_a_smaller_one_finds_another() -> None:
@@ -175,8 +175,8 @@ def test_the_larger_giants_place_is_kept_while_a_smaller_one_finds_another() -> 
     assert later.num_bytes == 600 * MIB
     smaller = next(storage for storage in trace.storages if storage.born == later.since)
     assert smaller.bytes == 300 * MIB
-    without = Crowd(tuple(one for one in found if one.since < 0))
-    assert wanted_bytes(trace, events, Crowd(found)) < wanted_bytes(trace, events, without)
+    without = AllocatorHints(tuple(one for one in found if one.since < 0))
+    assert wanted_bytes(trace, events, AllocatorHints(found)) < wanted_bytes(trace, events, without)
 
 
 def test_what_is_given_back_together_does_not_lie_together() -> None:
@@ -191,9 +191,9 @@ def test_what_is_given_back_together_does_not_lie_together() -> None:
 def test_every_block_whose_place_is_kept_goes_there() -> None:
     trace = language_model()
     events = list(allocations(trace, scheduled(trace, {})))
-    crowd = Crowd(placeholders(trace, events, 200 * MIB, ENOUGH))
+    hints = AllocatorHints(placeholders(trace, events, 200 * MIB, ENOUGH))
     device, kept, landed = Device(1 << 40), dict[int, int](), 0
-    for kind, who, num_bytes in with_placeholders(events, crowd):
+    for kind, who, num_bytes in with_placeholders(events, hints):
         if kind == "take" and num_bytes > MIB:
             device.take(who, num_bytes)
             if isinstance(who, int):
@@ -202,7 +202,7 @@ def test_every_block_whose_place_is_kept_goes_there() -> None:
             if isinstance(who, tuple) and who[0] == "place":
                 kept[device._owned[who][1]] = device._owned[who][2]
             device.give(who)
-    assert landed == len(crowd.placeholders)
+    assert landed == len(hints.placeholders)
 
 
 @given(steps(), MACHINES)
@@ -211,26 +211,26 @@ def test_a_steps_peak_stays_and_all_is_given_back(trace: Trace, machine: Machine
     trace = replace(trace, storages=tuple(replace(one, bytes=one.bytes * MIB) for one in trace.storages))
     ops = tuple(replace(op, workspace_bytes=op.workspace_bytes * MIB) for op in trace.ops)
     trace, machine = replace(trace, ops=ops), replace(machine, host_bytes=10**12)
-    decisions: dict[int, Decision] = dict.fromkeys(terrain_of(trace).evictable, "swap")
+    decisions: dict[int, Decision] = dict.fromkeys(index_of(trace).evictable, "swap")
     for chosen in (decisions, {}):
         plan = Plan(trace.fingerprint, "mine", Budget(10**12, 10**12, 10**12), chosen, trace.before_bytes)
         schedule = lower(trace, plan, machine)
         events, peak_bytes = list(allocations(trace, schedule)), simulate(trace, schedule, machine).peak_bytes
         for giant_bytes in (4 * MIB, 10 * MIB):
-            crowd = Crowd(placeholders(trace, events, giant_bytes, peak_bytes))
-            played = list(with_placeholders(events, crowd))
+            hints = AllocatorHints(placeholders(trace, events, giant_bytes, peak_bytes))
+            played = list(with_placeholders(events, hints))
             assert trace.before_bytes + most_bytes(played, beside_places=True) <= peak_bytes
             places = [event for event in played if isinstance(event[1], tuple) and event[1][0] == "place"]
-            assert len(places) == 2 * len(crowd.placeholders)
+            assert len(places) == 2 * len(hints.placeholders)
             slots = {op.slot for op in trace.ops if op.phase == "forward"} | {tick.slot for tick in trace.ticks}
-            assert {one.until for one in crowd.placeholders} <= slots
-            assert all(one.since < one.until for one in crowd.placeholders)
+            assert {one.until for one in hints.placeholders} <= slots
+            assert all(one.since < one.until for one in hints.placeholders)
 
 
 def test_at_one_gate_places_are_given_back_before_others_are_taken() -> None:
-    crowd = Crowd((Placeholder(MIB, -1, 1), Placeholder(2 * MIB, 1, 2)))
+    hints = AllocatorHints((Placeholder(MIB, -1, 1), Placeholder(2 * MIB, 1, 2)))
     events: list[Event] = [("end", None, 0), ("take", 7, MIB), ("end", None, 0), ("take", 8, 2 * MIB), ("end", None, 0)]
-    told = [event[:2] for event in with_placeholders(events, crowd) if event[0] != "end"]
+    told = [event[:2] for event in with_placeholders(events, hints) if event[0] != "end"]
     first, second = ("place", 0), ("place", 1)
     assert told == [
         ("take", first),
@@ -268,21 +268,21 @@ def test_what_nobody_saw_made_has_no_places_kept_beside_it() -> None:
     assert not kept_in(replace(trace, values=(*trace.values[:2], unseen, *trace.values[3:])))
 
 
-def test_less_is_safe_where_gradients_may_lie_aside_twice() -> None:
+def test_less_is_safe_where_gradients_may_be_pooled_twice() -> None:
     trace = loss_step()
-    assert safe_bytes(trace, Crowd(), 1000 * MIB) == 990 * MIB
-    assert safe_bytes(trace, Crowd(aside=frozenset({4})), 1000 * MIB) == 958 * MIB
-    assert safe_bytes(trace, Crowd(aside=frozenset({1})), 10_000 * MIB) == 9_900 * MIB
+    assert safe_bytes(trace, AllocatorHints(), 1000 * MIB) == 990 * MIB
+    assert safe_bytes(trace, AllocatorHints(pooled=frozenset({4})), 1000 * MIB) == 958 * MIB
+    assert safe_bytes(trace, AllocatorHints(pooled=frozenset({1})), 10_000 * MIB) == 9_900 * MIB
 
 
 def test_who_ran_out_of_memory_keeps_no_places() -> None:
     trace = language_model()
     schedule = scheduled(trace, {})
     peak_bytes = trace.before_bytes + most_bytes(list(allocations(trace, schedule)))
-    room = Room(int(1.05 * peak_bytes), crowded=True)
-    assert room.arrange(trace, schedule, peak_bytes, ()).placeholders
-    room.ran_out()
-    assert not room.arrange(trace, schedule, peak_bytes, ()).placeholders
+    headroom = Headroom(int(1.05 * peak_bytes), Trouble.STARTED_OVER)
+    assert headroom.arrange(trace, schedule, peak_bytes, ()).placeholders
+    headroom.ran_out()
+    assert not headroom.arrange(trace, schedule, peak_bytes, ()).placeholders
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from outcore.errors import BudgetTooSmall, OutcoreError, PlanMismatch
 from outcore.planning import PLANNERS, lower, plan, plans, simulate, verify
-from outcore.planning import hybrid as hybrid_planner
-from outcore.planning.bound import bound_step_s
-from outcore.planning.market import Market
-from outcore.planning.scoring import score, score_if_it_can_fit, stored_fits
-from outcore.planning.terrain import terrain_of
+from outcore.planning.planners import hybrid as hybrid_planner
+from outcore.planning.planners.bound import bound_step_s
+from outcore.planning.planners.pricing import Pricing
+from outcore.planning.planners.scoring import score, score_if_it_can_fit, stored_fits
+from outcore.planning.trace_index import index_of
 from outcore.values import Budget, Decision, Machine, Op, Plan, Storage, Tick, Trace, Value
 from tests.pure.planning.random_steps import MACHINES, chain, steps
 
@@ -109,24 +109,24 @@ def test_a_brief_search_is_a_fifth_as_long(monkeypatch: pytest.MonkeyPatch) -> N
     assert took == [hybrid_planner.MAX_FLIPS, int(hybrid_planner.BRIEF_TIMES * hybrid_planner.MAX_FLIPS)]
 
 
-def test_however_little_work_is_allowed_the_market_is_asked_until_an_offer_fits(
+def test_however_little_work_is_allowed_prices_are_tried_until_an_offer_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The leanest plan, which fits, is no offer."""
     trace, asked, forced = chain(), list[float](), {share for share, _ in hybrid_planner.FORCED} - {1.5}
     budget = Budget(plan(trace, MACHINE, Budget(1000, 1000), "keep-all").predicted_peak_bytes - 1, 1000)
-    really = Market.cheapest_fit
+    really = Pricing.cheapest_fit
 
     def cheapest_fit(
-        self: Market, share: float, device_bytes: int, *, remakes: bool = False
+        self: Pricing, share: float, device_bytes: int, *, remakes: bool = False
     ) -> dict[int, Decision] | None:
         asked.extend([] if remakes else [share])
         self.work = 1
         return really(self, share, device_bytes) if share in forced else None
 
-    monkeypatch.setattr(Market, "cheapest_fit", cheapest_fit)
-    monkeypatch.setattr(hybrid_planner, "MARKET_WORK", 0)
-    hybrid_planner.hybrid(terrain_of(trace), MACHINE, budget, lambda what, part: None)
+    monkeypatch.setattr(Pricing, "cheapest_fit", cheapest_fit)
+    monkeypatch.setattr(hybrid_planner, "PRICING_WORK", 0)
+    hybrid_planner.hybrid(index_of(trace), MACHINE, budget, lambda what, part: None)
     assert asked[-1] in forced
     assert len(asked) < len(hybrid_planner.OFFERS) + len(hybrid_planner.FORCED)
 
@@ -134,10 +134,10 @@ def test_however_little_work_is_allowed_the_market_is_asked_until_an_offer_fits(
 def test_a_plan_for_one_step_is_an_offer_that_nobody_improves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where anchors do not do and values must be remade."""
     trace, asked = chain(), list[bool]()
-    really = Market.cheapest_fit
+    really = Pricing.cheapest_fit
 
     def cheapest_fit(
-        self: Market, share: float, device_bytes: int, *, remakes: bool = False
+        self: Pricing, share: float, device_bytes: int, *, remakes: bool = False
     ) -> dict[int, Decision] | None:
         asked.append(remakes)
         return really(self, share, device_bytes, remakes=remakes) if remakes else None
@@ -145,25 +145,25 @@ def test_a_plan_for_one_step_is_an_offer_that_nobody_improves(monkeypatch: pytes
     def improved(self: hybrid_planner.Walk, *offers: object) -> None:
         pytest.fail("improved")
 
-    monkeypatch.setattr(Market, "cheapest_fit", cheapest_fit)
+    monkeypatch.setattr(Pricing, "cheapest_fit", cheapest_fit)
     monkeypatch.setattr(hybrid_planner.Walk, "improved", improved)
     most = plan(trace, MACHINE, Budget(1000, 1000), "keep-all").predicted_peak_bytes
-    check(trace, MACHINE, plan(trace, MACHINE, Budget(most - 1, 1000), "market"))
+    check(trace, MACHINE, plan(trace, MACHINE, Budget(most - 1, 1000), "priced"))
     assert True in asked
     least = plan(trace, MACHINE, Budget(1000, 1000), "swap-all").predicted_peak_bytes
-    check(trace, MACHINE, plan(trace, MACHINE, Budget(least, 1000), "market"))
+    check(trace, MACHINE, plan(trace, MACHINE, Budget(least, 1000), "priced"))
 
 
 @pytest.mark.parametrize("speed", [1.0, 2.0])
 def test_what_takes_too_long_without_any_wait_is_known_before_it_is_lowered(speed: float) -> None:
     trace, machine, budget = chain(), replace(MACHINE, speed=speed), Budget(10**6, 10**6)
-    terrain = terrain_of(trace)
-    decisions: dict[int, Decision] = dict.fromkeys(terrain.evictable, "keep")
-    decisions |= {value: "recompute" for value in terrain.evictable if terrain.recomputable[value]}
-    scored = score(terrain, machine, budget, decisions)
-    assert scored.step_s > terrain.total_s / speed  # and nothing is swapped: this is all there is to it
-    assert score_if_it_can_fit(terrain, machine, budget, decisions, scored.step_s * 1.001) is not None
-    assert score_if_it_can_fit(terrain, machine, budget, decisions, scored.step_s * 0.999) is None
+    trace_index = index_of(trace)
+    decisions: dict[int, Decision] = dict.fromkeys(trace_index.evictable, "keep")
+    decisions |= {value: "recompute" for value in trace_index.evictable if trace_index.recomputable[value]}
+    scored = score(trace_index, machine, budget, decisions)
+    assert scored.step_s > trace_index.total_s / speed  # and nothing is swapped: this is all there is to it
+    assert score_if_it_can_fit(trace_index, machine, budget, decisions, scored.step_s * 1.001) is not None
+    assert score_if_it_can_fit(trace_index, machine, budget, decisions, scored.step_s * 0.999) is None
 
 
 def test_walks_that_lead_nowhere_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,29 +173,29 @@ def test_walks_that_lead_nowhere_end(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = Budget(kept.predicted_peak_bytes - 1, 1000)
     monkeypatch.setattr(hybrid_planner, "bound_step_s", lambda *asked: 0.0)  # nothing is good enough
     monkeypatch.setattr(hybrid_planner.Flips, "draw", lambda self, scored: drawn.append(1))
-    hybrid_planner.hybrid(terrain_of(trace), MACHINE, budget, lambda what, part: None)
+    hybrid_planner.hybrid(index_of(trace), MACHINE, budget, lambda what, part: None)
     assert 0 < len(drawn) < hybrid_planner.MAX_FLIPS / 2
 
 
 def all_decisions(trace: Trace, budget: Budget) -> list[dict[int, Decision]]:
-    terrain = terrain_of(trace)
+    trace_index = index_of(trace)
     choices: list[list[Decision]] = [
-        ["keep", "swap", "recompute", "remake"] if terrain.recomputable[value] else ["keep", "swap"]
-        for value in terrain.evictable
+        ["keep", "swap", "recompute", "remake"] if trace_index.recomputable[value] else ["keep", "swap"]
+        for value in trace_index.evictable
     ]
-    made = [dict(zip(terrain.evictable, combination)) for combination in product(*choices)]
-    return [decisions for decisions in made if stored_fits(terrain, budget, decisions)]
+    made = [dict(zip(trace_index.evictable, combination)) for combination in product(*choices)]
+    return [decisions for decisions in made if stored_fits(trace_index, budget, decisions)]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(trace=steps(max_ops=5), machine=MACHINES, budget=budgets())
 def test_exact_is_brute_force_and_nothing_beats_the_bound(trace: Trace, machine: Machine, budget: Budget) -> None:
-    terrain = terrain_of(trace)
-    assume(1 <= len(terrain.evictable) <= 4)
+    trace_index = index_of(trace)
+    assume(1 <= len(trace_index.evictable) <= 4)
     fastest_s = None
-    bound_s = bound_step_s(terrain, machine, budget)
+    bound_s = bound_step_s(trace_index, machine, budget)
     for decisions in all_decisions(trace, budget):
-        scored = score(terrain, machine, budget, decisions)
+        scored = score(trace_index, machine, budget, decisions)
         if scored.fits:
             assert bound_s <= scored.step_s + 1e-12
             fastest_s = scored.step_s if fastest_s is None else min(fastest_s, scored.step_s)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outcore.planning import lower, simulate, verify
-from outcore.planning.scoring import lean_bytes
-from outcore.planning.simulate import memory_of, steps_of
-from outcore.planning.terrain import terrain_of
+from outcore.planning.planners.scoring import lean_bytes
+from outcore.planning.program.simulate import memory_of, steps_of
+from outcore.planning.trace_index import index_of
 from outcore.values import MADE_AGAIN, Budget, Decision, Machine, Plan, Schedule, Trace
 from tests.pure.planning.random_steps import MACHINES, steps
 from tests.pure.planning.reference import Interpreter
@@ -23,10 +23,10 @@ QUICK = settings(max_examples=100, deadline=None)
 def decided(draw: st.DrawFn, max_ops: int = 7) -> tuple[Trace, Plan]:
     """A random step with random decisions that its rules allow."""
     trace = draw(steps(max_ops=max_ops))
-    terrain = terrain_of(trace)
+    trace_index = index_of(trace)
     decisions: dict[int, Decision] = {}
-    for value in terrain.evictable:
-        choices: list[Decision] = ["keep", "swap", *(MADE_AGAIN if terrain.recomputable[value] else ())]
+    for value in trace_index.evictable:
+        choices: list[Decision] = ["keep", "swap", *(MADE_AGAIN if trace_index.recomputable[value] else ())]
         decisions[value] = draw(st.sampled_from(choices))
     budget = Budget(draw(st.integers(0, 150)), draw(st.sampled_from([0, 20, 1000])), 1000)
     return trace, Plan(trace.fingerprint, "random", budget, decisions, trace.before_bytes)
@@ -45,7 +45,7 @@ def test_memory_agrees_with_the_reference_in_every_slot(made: tuple[Trace, Plan]
     trace, plan = made
     schedule = lower(trace, plan, machine)
     expected = Interpreter(trace, schedule).run()
-    assert memory_of(terrain_of(trace), steps_of(schedule), schedule.decisions).tolist() == expected
+    assert memory_of(index_of(trace), steps_of(schedule), schedule.decisions).tolist() == expected
     assert simulate(trace, schedule, machine).peak_bytes == max(expected)
 
 
@@ -53,7 +53,7 @@ def test_memory_agrees_with_the_reference_in_every_slot(made: tuple[Trace, Plan]
 def tight(draw: st.DrawFn) -> tuple[Trace, Plan]:
     """A longer step, and little more than the least memory of its decisions."""
     trace, plan = draw(decided(max_ops=30))
-    floor_bytes = int(lean_bytes(terrain_of(trace), Budget(0, 10**6), plan.decisions).max())
+    floor_bytes = int(lean_bytes(index_of(trace), Budget(0, 10**6), plan.decisions).max())
     return trace, replace(plan, budget=Budget(floor_bytes + draw(st.integers(0, 40)), 10**6))
 
 
@@ -69,7 +69,7 @@ def test_copies_that_come_in_early_stay_in_the_budget(made: tuple[Trace, Plan], 
 @given(decided(), MACHINES)
 def test_lowering_stays_in_the_budget_or_at_the_floor(made: tuple[Trace, Plan], machine: Machine) -> None:
     trace, plan = made
-    floor_bytes = int(lean_bytes(terrain_of(trace), plan.budget, plan.decisions).max())
+    floor_bytes = int(lean_bytes(index_of(trace), plan.budget, plan.decisions).max())
     peak_bytes = simulate(trace, lower(trace, plan, machine), machine).peak_bytes
     assert peak_bytes <= max(plan.budget.device_bytes, floor_bytes)
 

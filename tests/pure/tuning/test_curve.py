@@ -10,8 +10,9 @@ import pytest
 
 from outcore.errors import TuningError
 from outcore.planning import lower, simulate, verify
-from outcore.tuning.curve import KNEE_SHARE, Curve, Planned, Point, swap_s_per_byte
 from outcore.tuning.reasons import why_batch_kept, why_last_batch, why_loading, why_micro_batch
+from outcore.tuning.throughput.curve import CURVE, Curve
+from outcore.tuning.throughput.prediction import BatchPlanner, Point, swap_s_per_byte
 from outcore.units import MIB
 from outcore.values import Budget
 from tests.pure.test_reporting import MACHINE
@@ -20,9 +21,9 @@ from tests.pure.tuning.test_scaling import family_of
 FAMILY = family_of(8, 16, 32)
 
 
-def planned(memory_bytes: int = 3 * MIB) -> Planned:
+def planner(memory_bytes: int = 3 * MIB) -> BatchPlanner:
     machine = replace(MACHINE, swap_out_bytes_per_s=20.0 * MIB, swap_in_bytes_per_s=20.0 * MIB)
-    return Planned(FAMILY, machine, Budget(memory_bytes, 64 * MIB), optimizer_s=0.004)
+    return BatchPlanner(FAMILY, machine, Budget(memory_bytes, 64 * MIB), optimizer_s=0.004)
 
 
 def point(batch: int, rate: float, *, in_core: bool = True, fits: bool = True) -> Point:
@@ -35,11 +36,11 @@ def curve_of(*points: Point, largest_in_core: int = 64) -> Curve:
 
 
 def test_every_point_is_what_its_plan_does() -> None:
-    plans = planned()
+    plans = planner()
     edge = plans.largest_in_core(4096)
     assert plans.in_core_bytes(edge) <= 3 * MIB < plans.in_core_bytes(edge + 1)
     for batch in (8, edge, edge + 1, 2 * edge):
-        found = plans.at(batch)
+        found = plans.predict(batch)
         assert found.plan is not None
         schedule = lower(found.trace, found.plan, plans.machine)
         verify(found.trace, schedule)
@@ -54,7 +55,7 @@ def test_every_point_is_what_its_plan_does() -> None:
 
 
 @dataclass(frozen=True)
-class Bent(Planned):
+class Bent(BatchPlanner):
     """Bytes by any law."""
 
     law: Callable[[int], float] = float
@@ -86,27 +87,27 @@ def test_the_edge_of_memory_is_found_by_few_looks(law: Callable[[int], float], m
 
 
 def test_a_batch_that_no_plan_fits_says_how_much_it_needs() -> None:
-    plans = planned()
-    found = plans.at(4096)
+    plans = planner()
+    found = plans.predict(4096)
     assert found.plan is None
     assert not found.point.fits
     assert found.point.peak_bytes > 3 * MIB
     enough = replace(plans, budget=Budget(found.point.peak_bytes, 64 * MIB))
-    assert enough.at(4096).plan is not None
+    assert enough.predict(4096).plan is not None
 
 
 def test_gradients_that_stay_take_their_room() -> None:
-    plain = planned()
+    plain = planner()
     accumulating = replace(plain, resident_bytes=MIB)
     assert accumulating.largest_in_core(4096) < plain.largest_in_core(4096)
-    assert accumulating.at(8).point.peak_bytes == plain.at(8).point.peak_bytes + MIB
+    assert accumulating.predict(8).point.peak_bytes == plain.predict(8).point.peak_bytes + MIB
 
 
 def test_the_knee_is_the_smallest_that_is_as_good_as_the_best() -> None:
     rates = {8: 500.0, 16: 985.0, 32: 992.0, 64: 1000.0, 128: 900.0}
     curve = curve_of(*(point(batch, rate) for batch, rate in rates.items()))
     assert (curve.best.micro_batch, curve.knee.micro_batch) == (64, 32)
-    assert rates[32] >= KNEE_SHARE * rates[64] > rates[16]
+    assert rates[32] >= CURVE.knee_share * rates[64] > rates[16]
     outside = curve.with_points([point(256, 2000.0, fits=False)])
     assert outside.best.micro_batch == 64
     with pytest.raises(TuningError, match="no batch size fits"):
@@ -144,10 +145,10 @@ def test_batches_that_swap_more_say_more_about_it() -> None:
     few, many = point(128, 1000.0, in_core=False), replace(point(256, 1000.0, in_core=False), swapped_bytes=384 * MIB)
     both = swap_s_per_byte([few, many], [0.228, 0.416], 1.0)
     assert both == pytest.approx((0.1 + 0.16) / (512 * MIB))
-    dearer = many.dearer(both)
-    assert dearer.step_s == pytest.approx(0.256 + 0.75 * 0.26)
-    assert dearer.samples_per_s == pytest.approx(256 / dearer.step_s)
-    assert point(64, 1000.0).dearer(both) == point(64, 1000.0)
+    with_swap_cost = many.with_swap_cost(both)
+    assert with_swap_cost.step_s == pytest.approx(0.256 + 0.75 * 0.26)
+    assert with_swap_cost.samples_per_s == pytest.approx(256 / with_swap_cost.step_s)
+    assert point(64, 1000.0).with_swap_cost(both) == point(64, 1000.0)
 
 
 def test_many_small_values_cost_more_than_a_large_one() -> None:
@@ -155,17 +156,15 @@ def test_many_small_values_cost_more_than_a_large_one() -> None:
     many = replace(one, num_swapped=129)  # a quarter of a MiB each, besides
     per_byte = swap_s_per_byte([many], [0.228], 1.0)
     assert per_byte == pytest.approx(0.1 / (160.25 * MIB))
-    assert many.dearer(per_byte).step_s == pytest.approx(0.228)
-    assert one.dearer(per_byte).step_s == pytest.approx(0.128 + 0.1 * 128.25 / 160.25)
+    assert many.with_swap_cost(per_byte).step_s == pytest.approx(0.228)
+    assert one.with_swap_cost(per_byte).step_s == pytest.approx(0.128 + 0.1 * 128.25 / 160.25)
 
 
 def test_only_real_steps_count_as_known() -> None:
     curve = curve_of(point(32, 1000.0), point(64, 1000.0), point(128, 1000.0, in_core=False))
     assert curve.in_core_error == 1.0
-    assert not curve.measured(64, 0.08, 1).knows_swapping
     known = curve.measured(32, 0.048, 1).measured(64, 0.08, 1).measured(128, 0.2, 1)
     assert known.in_core_error == pytest.approx(0.08 / 0.064)
-    assert known.knows_swapping
 
 
 def test_accumulation_pays_for_one_optimizer_step() -> None:

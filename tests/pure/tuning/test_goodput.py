@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outcore.errors import TuningError
-from outcore.tuning import goodput as g
+from outcore.tuning.gradients import goodput as g
 
 batches = st.integers(1, 1 << 16)
 noises = st.floats(0, 1e9)

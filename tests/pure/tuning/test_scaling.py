@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from outcore.errors import TuningError
-from outcore.tuning.scaling import Family, Recorded, difference, fastest
+from outcore.planning.families.scaling import Family, Recorded, difference, fastest
 from outcore.units import MIB
 from outcore.values import Trace
 from tests.pure.test_reporting import small_trace
@@ -115,11 +115,13 @@ def test_cheaper_reruns_are_those_of_both_recordings(low: bool, high: bool) -> N
         trace = trace_of(batch)
         before, half_s = ((0,) if cheaper else ()), 0.5 * cheaper
         ops = tuple(
-            replace(op, twin=cheaper, twin_s=half_s * op.seconds, fused=before, fused_s=half_s * op.seconds)
+            replace(
+                op, norm_replay=cheaper, norm_replay_s=half_s * op.seconds, fused=before, fused_s=half_s * op.seconds
+            )
             for op in trace.ops
         )
         return Recorded(batch, replace(trace, ops=ops))
 
     found = Family((recorded(4, low), recorded(8, high))).at(16)
-    assert {bool(op.fused) for op in found.ops} == {op.twin for op in found.ops} == {low and high}
+    assert {bool(op.fused) for op in found.ops} == {op.norm_replay for op in found.ops} == {low and high}
     assert all(op.rerun_s == pytest.approx(op.seconds * (0.5 if low and high else 1.0)) for op in found.ops)

@@ -1,0 +1,1 @@
+"""The eager front end: records and runs steps through dispatch modes and saved-tensor hooks."""

@@ -1,0 +1,310 @@
+"""One value of the running step, wherever its bytes are: Cell. What autograd holds in a tensor's place: Handle.
+
+Ownership is reference counting. A handle refers to its cell; a cell that was dropped refers to the recipe of the op
+that made it; a recipe refers to the cells it reads. When autograd frees a handle, everything only it needed dies. So a
+cell can always be brought back while anybody can ask for it, on plan or off it.
+
+A storage carries a mark that names its cell. The mark owns the cell as long as the cell does not hold the storage; once
+it does, the mark is a weak one, so that the two never keep each other alive. A mark goes when its storage is written
+into, for the cell is what was there before, and at the end of the step: a loss or a gradient that the user keeps must
+not keep the step's cells.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from outcore.memory.tensors import PLAIN, as_bytes, data_ptr, storage_ptr
+
+if TYPE_CHECKING:
+    from outcore.eager.launches import LaunchRecipe
+    from outcore.eager.replay import Recipe
+    from outcore.memory.store import Parcel, Store
+
+_MARK, _OTHERS = "_outcore_cell", "_outcore_cells"
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where its storage begins. Asked of the tensor: a storage that Python has once referred to counts one reference
+    more, and into such a one autograd adds no gradient in place."""
+    return data_ptr(tensor) - int(tensor.storage_offset()) * tensor.element_size()
+
+
+Places = dict[int, "weakref.ref[torch.UntypedStorage]"]  # storages, by where they lie
+
+
+def storage_at(places: Places, address: int) -> torch.UntypedStorage | None:
+    """The one that was noted there, if it still lies there: another may."""
+    storage = places[address]() if address in places else None
+    return storage if storage is not None and storage_ptr(storage) == address else None
+
+
+class Marks:
+    """The storages of a step that stand for cells."""
+
+    __slots__ = ("_storages",)
+
+    def __init__(self) -> None:
+        self._storages: Places = {}
+
+    def set(self, storage: torch.UntypedStorage, mark: Cell | weakref.ref[Cell]) -> None:
+        """A mark on the storage, not its address alone: addresses are reused."""
+        held = storage.__dict__
+        before = cell_on(storage) if _MARK in held else None
+        held[_MARK] = mark
+        self._storages[storage_ptr(storage)] = weakref.ref(storage)
+        if before is not None and before.is_saved and before is not cell_on(storage):
+            self.note(storage, before)
+
+    def note(self, storage: torch.UntypedStorage, cell: Cell) -> None:
+        """Handles of a cell were packed from it. It may not stand for the cell any more."""
+        storage.__dict__.setdefault(_OTHERS, []).append(weakref.ref(cell))
+
+    def find(self, address: int) -> torch.UntypedStorage | None:
+        """The storage with a mark that lies there."""
+        return storage_at(self._storages, address) if address in self._storages else None
+
+    def clear(self) -> None:
+        """Takes the marks off every storage that is still there."""
+        for mark in self._storages.values():
+            storage = mark()
+            if storage is not None:
+                unmark(storage)
+        self._storages.clear()
+
+    def keep_saved(self) -> None:
+        """Takes the marks off whose cells autograd does not ask for: what they would be made from can go."""
+        for mark in self._storages.values():
+            storage = mark()
+            cell = storage.__dict__.get(_MARK) if storage is not None else None
+            if storage is not None and isinstance(cell, Cell) and not cell.is_saved:
+                del storage.__dict__[_MARK]
+
+
+class Cell:
+    """A storage version. At least one of `data`, `parcel` and `recipe` is set while it can be asked for."""
+
+    __slots__ = (
+        "__weakref__",
+        "data",
+        "fetched",
+        "follows",
+        "held",
+        "is_read",
+        "is_saved",
+        "num_bytes",
+        "parcel",
+        "recipe",
+        "value",
+        "version",
+    )
+
+    def __init__(self, value: int, tensor: torch.Tensor, *, overwritten: bool = False) -> None:
+        self.value = value
+        self.num_bytes = tensor.untyped_storage().nbytes()
+        self.version = version_of(tensor) + overwritten  # the counter moves by one after an in-place op returns
+        self.data: torch.Tensor | None = None  # any tensor on the storage; holding it holds the storage
+        self.parcel: Parcel | None = None
+        self.recipe: Recipe | LaunchRecipe | None = None
+        self.held = (0, 0)  # version and storage of `data` when it was held
+        self.follows = False  # it is whatever is there, not what was there
+        self.is_saved = False  # a handle refers to it
+        self.is_read = False  # a recipe refers to it
+        self.fetched = False  # data is being swapped in and was not waited for
+
+    def name(self, tensor: torch.Tensor, marks: Marks) -> None:
+        """Marks the storage of `tensor` as this cell's."""
+        marks.set(tensor.untyped_storage(), self)
+
+    def hold(self, tensor: torch.Tensor, marks: Marks) -> None:
+        data = self.data = alias(tensor)
+        storage = data.untyped_storage()
+        self.held = version_of(data), storage._cdata
+        marks.set(storage, weakref.ref(self))
+
+    def let_go(self) -> None:
+        """Ends our hold on the device storage. A copy into it that nobody waited for is waited for first."""
+        if self.fetched:
+            self.arrive()
+        self.data = None
+
+    def arrive(self) -> None:
+        if self.fetched and self.parcel is not None:
+            self.parcel.wait_in()
+        self.fetched = False
+
+    def swap_out(self, store: Store, tiers: tuple[str, ...] = ("host", "disk")) -> bool:
+        """Starts the swap-out; False when there is no room."""
+        assert self.data is not None
+        self.parcel = store.send(as_bytes(self.data), tiers)
+        return self.parcel is not None
+
+    def swap_in(self) -> None:
+        assert self.parcel is not None
+        self.data = self.parcel.store.fetch(self.parcel)
+        self.fetched = True
+
+    def __del__(self) -> None:
+        if getattr(self, "fetched", False) and self.parcel is not None:
+            self.parcel.abandon_in()
+
+
+def cell_of(tensor: torch.Tensor) -> Cell | None:
+    """The cell whose storage and version this tensor has, if any."""
+    cell = cell_on(tensor.untyped_storage())
+    return cell if cell is not None and cell.version == version_of(tensor) else None
+
+
+def cell_on(storage: torch.UntypedStorage) -> Cell | None:
+    """The cell that a storage stands for, if any."""
+    mark = storage.__dict__.get(_MARK)
+    cell: Cell | None = mark() if isinstance(mark, weakref.ref) else mark
+    return cell
+
+
+def cells_on(storage: torch.UntypedStorage) -> list[Cell]:
+    """Also those that were packed from it, and that it does not stand for any more."""
+    marks = storage.__dict__.get(_OTHERS)
+    cells = [cell_on(storage), *(mark() for mark in marks or ())]
+    return [cell for cell in dict.fromkeys(cells) if cell is not None]
+
+
+def unmark(storage: torch.UntypedStorage) -> None:
+    storage.__dict__.pop(_MARK, None)
+    storage.__dict__.pop(_OTHERS, None)
+
+
+class View:
+    """How a tensor lies on its storage."""
+
+    __slots__ = ("conj", "dtype", "neg", "offset", "size", "stride")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.conj, self.neg = tensor.is_conj(), tensor.is_neg()  # lazy: the bytes are not conjugated
+        self.dtype = tensor.dtype
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+
+    def key(self) -> Hashable:
+        return self.dtype, self.size, self.stride, self.offset, self.conj, self.neg
+
+    @property
+    def num_bytes(self) -> int:
+        return self.size.numel() * self.dtype.itemsize
+
+    @property
+    def end_bytes(self) -> int:
+        """Where its last number ends, from where its storage begins."""
+        if not self.size.numel():
+            return 0
+        last = int(self.offset) + sum(step * (length - 1) for step, length in zip(self.stride, self.size))
+        return (last + 1) * self.dtype.itemsize
+
+    def lies_like(self, other: View, *, anywhere: bool = False) -> bool:
+        """As many numbers, of whatever type, in the same order and at the same place of a storage."""
+        return (
+            self.size == other.size
+            and self.stride == other.stride
+            and (anywhere or self.offset == other.offset)
+            and not (self.conj or self.neg or other.conj or other.neg)
+        )
+
+    def of(self, data: torch.Tensor) -> torch.Tensor:
+        """The same view on the storage of `data`. Call it below autograd."""
+        if data.dtype is self.dtype and not data.is_conj() and not data.is_neg():
+            view = data.as_strided(self.size, self.stride, self.offset)
+        else:
+            view = torch.empty(0, dtype=self.dtype, device=data.device)
+            view.set_(data.untyped_storage(), self.offset, self.size, self.stride)
+        if self.conj:
+            view = torch._conj(view)
+        return torch._neg_view(view) if self.neg else view
+
+
+class Handle(View):
+    """What autograd holds in place of a saved tensor: a view of a cell."""
+
+    __slots__ = ("__weakref__", "cell", "home", "pack", "run")
+
+    def __init__(self, cell: Cell, tensor: torch.Tensor, pack: int, run: Any) -> None:
+        View.__init__(self, tensor)
+        self.cell = cell
+        cell.is_saved = True
+        self.home: weakref.ref[torch.UntypedStorage] | None = None  # where several storages stand for its cell: its own
+        self.pack = pack
+        self.run = run  # the step that packed it: it may be unpacked after that step's end
+
+
+class Kept:
+    """The handle of a tensor that simply stays: parameters, inputs, small ones."""
+
+    __slots__ = ("__weakref__", "pack", "run", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, pack: int, run: Any) -> None:
+        self.keep(tensor)
+        self.pack = pack
+        self.run = run
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        self.tensor = alias(tensor)
+        self.version = version_of(tensor)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Its version counter; tensors made in inference mode have none and cannot be changed."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
+
+
+def state_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """What tells whether a tensor still has the bytes it had: its version, and its storage (`p.data = ...`)."""
+    return version_of(tensor), tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+
+
+_COUNTED = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+_UNSEEN = torch._C.DispatchKeySet(torch._C.DispatchKey.Python) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.PythonTLSSnapshot
+)
+
+_GUARDS: list[Any] = []  # not in use: making one takes longer than what it guards
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its graph: holding it must not hold the graph that holds us.
+
+    It shares the version counter, wherever it is made: below autograd, where ops are captured, a plain `detach` would
+    get one of its own, and a change in place would never be noticed.
+    """
+    return tensor if tensor.grad_fn is None else detached(tensor)
+
+
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """Another tensor on the same storage, with the same version counter."""
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor.detach()  # what lies below Python is not all of it
+    guard = _GUARDS.pop() if _GUARDS else torch._C._ForceDispatchKeyGuard(_COUNTED, _UNSEEN)
+    with guard:
+        alone = tensor.detach()
+    _GUARDS.append(guard)
+    return alone
+
+
+def check_unchanged(version: int, tensor: torch.Tensor) -> None:
+    """The check autograd makes on its own saved tensors, and skips where hooks are set."""
+    if version_of(tensor) != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"{tensor.dtype} {tuple(tensor.shape)} is at version {version_of(tensor)}; expected version {version}"
+        )
+
+
+def shape_of(tensor: torch.Tensor) -> torch.Size:
+    """Nested tensors have none."""
+    return torch.Size() if tensor.is_nested else tensor.shape

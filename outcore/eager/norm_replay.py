@@ -1,0 +1,153 @@
+"""Does a cheaper op give the same bits as a batch normalisation that just ran, and one that rectifies its result along?
+
+Compared on all of its result, and once for each shape and layout on weights that are drawn for it: those of a new
+network are ones and zeros, with which every order of multiplying gives the same number, until the first update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from outcore.eager import fused_replay as fused
+from outcore.eager.replay import below_everything, normalise_again
+from outcore.eager.signatures import OpOverload, signature_of
+from outcore.memory.clock import Clock
+
+HIGH = 256.0  # times a weight that is drawn: what is left of such numbers is no tiny one in half precision
+Differences = tuple[
+    torch.Tensor, torch.Tensor | None
+]  # of the replay, of the one that also rectifies; not synchronized
+Proofs = dict[Any, Differences]  # for drawn weights, of one recording
+
+
+class NormReplay:
+    """The comparisons of one op, read at the end. What has no room to be compared has no norm replay."""
+
+    def __init__(
+        self,
+        func: OpOverload,
+        args: Sequence[Any],
+        fresh: Sequence[torch.Tensor],
+        *,
+        piece_bytes: int,
+        room_bytes: float,
+        proofs: Proofs,
+        on_refused: Callable[[], None],
+    ) -> None:
+        self._func, self._piece_bytes, self._on_refused = func, piece_bytes, on_refused
+        self._differ: list[torch.Tensor] = []
+        self._fused_differ: list[torch.Tensor] = []
+        self._is_exact = self._can_fuse = True
+        self._clock, self._fused_clock = (Clock(fresh[0].device, spin=False) for _ in range(2))
+        self._num_pieces = 1.0
+        try:
+            with below_everything():
+                self._note(self._compare(args, fresh))
+                self._note(self._proof(args, fresh, room_bytes, proofs))
+        except torch.OutOfMemoryError:
+            self._is_exact = False
+            on_refused()
+        except (RuntimeError, IndexError, ValueError):  # types it does not take; no statistics of their own
+            self._is_exact = False
+
+    def _note(self, found: Differences | None) -> None:
+        if found is None:
+            self._is_exact = False
+            return
+        self._differ.append(found[0])
+        if found[1] is None:
+            self._can_fuse = False
+        else:
+            self._fused_differ.append(found[1])
+
+    def _proof(
+        self, args: Sequence[Any], fresh: Sequence[torch.Tensor], room_bytes: float, proofs: Proofs
+    ) -> Differences | None:
+        """The op itself once more, with drawn weights. Nothing where its result has no room beside the first one."""
+        given = [None if weight is None else (weight.dtype, weight.shape) for weight in args[1:3]]
+        key = (self._func, args[0].shape, args[0].stride(), args[0].dtype, *given)
+        if key not in proofs and self._is_exact:
+            piece_bytes = max(self._piece_bytes, fresh[0].nbytes // max(1, fresh[0].shape[0]))  # no less than a row
+            if fresh[0].nbytes + 4 * piece_bytes > room_bytes:
+                return None
+            drawn = _with_drawn_weights(self._func, args, fresh[1], fresh[2])
+            found = self._compare(drawn, self._func(*drawn))
+            if found is None:
+                return None
+            proofs[key] = found
+        return proofs.get(key)
+
+    def _compare(self, args: Sequence[Any], made: Sequence[torch.Tensor]) -> Differences | None:
+        """In pieces: recording must not need much more memory than the op."""
+        out, mean, deviation = made[:3]
+        num_rows = min(out.shape[0], max(1, self._piece_bytes * out.shape[0] // max(out.nbytes, 1)))
+        self._num_pieces = out.shape[0] / num_rows
+        differs = fused_differs = torch.zeros((), dtype=torch.bool, device=out.device)
+        for start in range(0, out.shape[0], num_rows):
+            rows = slice(start, start + num_rows)
+            started = self._clock.start()
+            again = normalise_again(self._func, args, mean, deviation, rows)
+            self._clock.stop(started)
+            if again is None:
+                return None
+            differs = differs | (again != out[rows]).any()
+            if start == 0:
+                self._fuse(args, mean, deviation, rows)  # compiles it
+            started = self._fused_clock.start()
+            together = self._fuse(args, mean, deviation, rows)
+            self._fused_clock.stop(started)
+            if together is not None:
+                fused_differs = fused_differs | fused.differ(together, again.relu_())
+        return differs, fused_differs if self._can_fuse else None
+
+    def _fuse(
+        self, args: Sequence[Any], mean: torch.Tensor, deviation: torch.Tensor, rows: slice
+    ) -> torch.Tensor | None:
+        together = None
+        try:
+            if self._can_fuse:
+                together = normalise_again(self._func, args, mean, deviation, rows, rectified=True)
+        except torch.OutOfMemoryError:  # one row may be as large as the op: then there is a norm replay all the same
+            self._on_refused()
+        self._can_fuse = together is not None
+        return together
+
+    def verdict(self) -> dict[str, Any]:
+        if not self._is_exact or any(bool(found) for found in self._differ):
+            return {}
+        return {"norm_replay": True, "norm_replay_s": self._seconds(self._clock)}
+
+    def fused_s(self) -> float:
+        """How long both together take; infinite: not to be done together."""
+        found = [*self._differ, *self._fused_differ]
+        if not self._is_exact or not self._can_fuse or any(bool(one) for one in found):
+            return math.inf
+        return self._seconds(self._fused_clock)
+
+    def _seconds(self, clock: Clock) -> float:
+        whole = clock.seconds()[: int(self._num_pieces)]  # the last piece may be a small one
+        return min(whole) * self._num_pieces
+
+
+def _with_drawn_weights(
+    func: OpOverload, args: Sequence[Any], mean: torch.Tensor, deviation: torch.Tensor
+) -> list[Any]:
+    """Numbers with all their digits, from no generator; running statistics that nobody reads.
+
+    Rounded to half precision a few thousand results look alike in whatever order they were multiplied. So a bias takes
+    away all of its channel's first number but what was rounded away on the way there: of that every digit shows."""
+    drawn, (_, weight, bias) = list(args), args[:3]
+    numbers = torch.arange(1, mean.numel() + 1, device=mean.device, dtype=torch.float32).sin() * HIGH
+    if isinstance(weight, torch.Tensor):
+        drawn[1] = numbers = numbers.to(weight.dtype)
+    if isinstance(bias, torch.Tensor):
+        first = args[0][(0, slice(None), *(0 for _ in args[0].shape[2:]))]
+        drawn[2] = (numbers * (first - mean) * deviation).neg().to(bias.dtype)
+    for index in signature_of(func).scratch(args):
+        if isinstance(args[index], torch.Tensor):
+            drawn[index] = torch.empty_like(args[index])
+    return drawn

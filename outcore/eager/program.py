@@ -1,0 +1,137 @@
+"""Trace + Schedule -> Program: a schedule made ready to be followed, all that the hot path asks of it looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from outcore.planning.allocator.hints import Placeholder
+from outcore.planning.program.simulate import recipe_ops
+from outcore.planning.trace_index import index_of
+from outcore.values import Action, Schedule, Tick, Trace
+
+Moves = tuple[list[int], list[int]]  # placeholders to give back, then those to take, by number
+
+
+class PlannedTick:
+    """What the hot path needs to know of one tick."""
+
+    __slots__ = (
+        "actions",
+        "decision",
+        "dtype",
+        "gives_at",
+        "is_busy",
+        "is_pack",
+        "is_shared",
+        "moves",
+        "needs_cell",
+        "number",
+        "pack",
+        "packed_again",
+        "shape",
+        "value",
+    )
+
+    def __init__(self, number: int, tick: Tick, decision: str) -> None:
+        self.number = number
+        self.is_pack = tick.kind == "pack"
+        self.pack = tick.pack
+        self.value = tick.value
+        self.shape: tuple[int, ...] | None = tick.shape
+        self.dtype = getattr(torch, tick.dtype, None)
+        self.decision = decision
+        self.needs_cell = self.is_busy = self.packed_again = False
+        self.is_shared = False  # several storages of the step stand for its value: those of merged ops
+        self.actions: list[Action] = []
+        self.gives_at = -1  # the action at which what an unpack gives must be taken: it ends our hold on it
+        self.moves: Moves | None = None
+
+
+class Program:
+    """A schedule made ready to be followed."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        schedule: Schedule,
+        placeholders: Sequence[Placeholder] = (),
+        *,
+        pools_gradients: bool = False,
+        exact_shapes: bool = True,
+    ) -> None:
+        self.fingerprint = trace.fingerprint
+        self.schedule = schedule
+        self.ticks = [
+            PlannedTick(number, tick, schedule.decisions.get(tick.value, "")) for number, tick in enumerate(trace.ticks)
+        ]
+        if not exact_shapes:  # smaller tensors than planned for are saved in the same places
+            for planned in self.ticks:
+                planned.shape = None
+        for action in schedule.actions:
+            self.ticks[action.tick].actions.append(action)
+        remade = recipe_ops(index_of(trace), schedule.decisions)
+        self.captured = {op: trace.ops[op] for index in remade for op in (*trace.ops[index].fused, index)}
+        put_away = {value for value, decision in schedule.decisions.items() if decision != "keep"}
+        kept = {tick.value for tick in trace.ticks} - put_away
+        # Norms that are applied again from the statistics that autograd keeps.
+        self.norm_replays = {
+            index for index, op in self.captured.items() if op.norm_replay and kept.issuperset(op.writes[1:3])
+        }
+        self.merged_ops = {index: op.repeats for index, op in enumerate(trace.ops) if op.is_merged}
+        self.repeated = {index: trace.ops[index].writes[0] for index in self.merged_ops.values()}
+        self.outside = {v for op in self.captured.values() for v in op.writes if _is_outside(trace, v)}
+        self.pools_gradients = pools_gradients
+        self.placeholders = placeholders
+        moves = _moves(placeholders)
+        for recorded, planned in zip(trace.ticks, self.ticks):
+            planned.moves = moves.get(recorded.slot)
+        self.moves = {index: moves[op.slot] for index, op in enumerate(trace.ops) if op.slot in moves}
+        self.last_watched = max((*self.captured, *self.moves, *self.merged_ops), default=-1)
+        self.names = [op.name for op in trace.ops[: self.last_watched + 1]]
+        written = {trace.values[value].storage for op in self.captured.values() for value in op.writes}
+        reads = {value for op in self.captured.values() for value in op.reads}
+        # Parameters, buffers and inputs that captured ops only read: they are there all along, and need no cell.
+        self.held = {v for v in reads if _is_outside(trace, v) and trace.values[v].storage not in written}
+        self.cells = put_away | (reads - self.held) | set(self.repeated.values())
+        shared = set(self.repeated.values())
+        last_packs = {tick.value: tick.number for tick in self.ticks if tick.is_pack}
+        for tick in self.ticks:
+            tick.gives_at = _gives_at(tick)
+            tick.packed_again = tick.is_pack and last_packs[tick.value] > tick.number
+            tick.needs_cell = tick.value in self.cells
+            tick.is_shared = tick.value in shared
+            # To drop a value there is nothing to do: its pack does not hold it.
+            tick.is_busy = tick.moves is not None or any(action.kind != "drop" for action in tick.actions)
+        self.pack_values = [tick.value for tick in self.ticks if tick.is_pack]
+        self.swapped_bytes = sum(
+            trace.bytes_of(value) for value, decision in schedule.decisions.items() if decision == "swap"
+        )
+
+    @classmethod
+    def empty(cls) -> Program:
+        """No plan: the first tick leaves it."""
+        return cls(Trace((), (), (), (), 0), Schedule("", (), {}))
+
+
+def _gives_at(tick: PlannedTick) -> int:
+    """The last free of the value asked for, -1 where there is none. One that is freed and brought back in the same tick
+    is given as it is brought back: what is taken before would keep its old storage beside the new one."""
+    own = [at for at, action in enumerate(tick.actions) if action.value == tick.value or tick.value in action.values]
+    return own[-1] if own and not tick.is_pack and tick.actions[own[-1]].kind == "free" else -1
+
+
+def _moves(placeholders: Sequence[Placeholder]) -> dict[int, Moves]:
+    """By slot; what is there before the step is nobody's."""
+    found: dict[int, Moves] = {}
+    for number, one in enumerate(placeholders):
+        found.setdefault(one.until, ([], []))[0].append(number)
+        if one.since >= 0:
+            found.setdefault(one.since, ([], []))[1].append(number)
+    return found
+
+
+def _is_outside(trace: Trace, value: int) -> bool:
+    """Written into something that was there before the step: nothing we bring back."""
+    return trace.storages[trace.values[value].storage].external

@@ -1,0 +1,296 @@
+"""An operator -> what the hot path asks of it: which arguments are tensors, which are written, may it be run again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    OpOverload = torch._ops.OpOverload[..., Any]
+else:
+    OpOverload = torch._ops.OpOverload
+
+# Operators that write their arguments 3 and 4 (running mean and variance) in training without saying so, or saying so;
+# what they return does not depend on them then. The position of the training flag, or None: always training.
+_STATISTICS: dict[str, int | None] = {
+    "aten::native_batch_norm": 5,
+    "aten::cudnn_batch_norm": 5,
+    "aten::miopen_batch_norm": 5,
+    "aten::_native_batch_norm_legit": 5,
+    "aten::_batch_norm_with_update": None,
+    "aten::batch_norm_with_update": None,
+}
+# Others that write running statistics and do not say so: where these are among the arguments.
+_UNSAID = {
+    "aten::batch_norm_gather_stats": (3, 4),
+    "aten::batch_norm_gather_stats_with_counts": (3, 4),
+    "aten::batch_norm_update_stats": (1, 2),
+}
+# They change how a tensor lies on its storage, not what is there.
+_SHAPES_ONLY = frozenset(
+    f"aten::{name}"
+    for name in (
+        "as_strided_",
+        "detach_",
+        "rename_",
+        "requires_grad_",
+        "resize_",
+        "resize_as_",
+        "squeeze_",
+        "swapaxes_",
+        "swapdims_",
+        "t_",
+        "transpose_",
+        "unsqueeze_",
+    )
+)
+# Collectives write into what they are given, and their schemas do not say so.
+_COLLECTIVES = ("c10d::", "_c10d_functional::")
+_CONVOLUTIONS = ("aten::convolution", "aten::_convolution", "aten::cudnn_convolution")
+# Frequent ones that have one kernel a device, though they are not marked as working number by number.
+_SIMPLE = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_fused_rms_norm",
+        "_log_softmax",
+        "_softmax",
+        "_to_copy",
+        "cat",
+        "copy_",
+        "cudnn_batch_norm",
+        "embedding",
+        "max_pool2d_with_indices",
+        "native_batch_norm",
+        "native_dropout",
+        "native_layer_norm",
+    )
+)
+# Not the same bits twice on a GPU, though no tag says so: atomics, and dropout from a state of the op's own.
+_NONDETERMINISTIC = frozenset(
+    {
+        "aten::_cudnn_init_dropout_state",
+        "aten::batch_norm_gather_stats",
+        "aten::batch_norm_gather_stats_with_counts",
+        "aten::batch_norm_update_stats",
+        "aten::_cudnn_rnn",
+        "aten::miopen_rnn",
+        "aten::_index_put_impl_",
+        "aten::bincount",
+        "aten::cumsum",
+        "aten::histc",
+        "aten::index_add",
+        "aten::index_add_",
+        "aten::index_put",
+        "aten::index_put_",
+        "aten::kthvalue",
+        "aten::median",
+        "aten::nll_loss2d_forward",
+        "aten::put_",
+        "aten::scatter_add",
+        "aten::scatter_add_",
+        "aten::scatter_reduce",
+        "aten::scatter_reduce_",
+    }
+)
+
+
+# Filled by whoever they are handed to, which may be no op at all: a Triton or C++ kernel. Zeros are what it adds into.
+UNFILLED = frozenset(
+    {
+        "aten::empty",
+        "aten::empty_like",
+        "aten::empty_permuted",
+        "aten::empty_strided",
+        "aten::new_empty",
+        "aten::new_empty_strided",
+        "aten::new_zeros",
+        "aten::zeros",
+        "aten::zeros_like",
+    }
+)
+
+RECTIFIERS = ("aten.relu.default", "aten.relu_.default")
+PRODUCT, CAST = "aten.mul.Tensor", "aten._to_copy.default"
+NESTED = (list, tuple)
+T = TypeVar("T")
+_FIRST = (0,)
+
+
+def parts_in(items: Any, kind: type[T]) -> list[T]:
+    """What is of one kind among (nested) arguments or results, in order."""
+    found: list[T] = []
+    for item in items:
+        if isinstance(item, kind):
+            found.append(item)
+        elif isinstance(item, NESTED):
+            found += parts_in(item, kind)
+    return found
+
+
+def tensors_in(items: Any) -> list[torch.Tensor]:
+    """The tensors of (nested) arguments or results, in order."""
+    return parts_in(items, torch.Tensor)
+
+
+def reads_of(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors whose content the op depends on, in the order `capture` meets them."""
+    signature = signature_of(func)
+    scratch = signature.scratch(args)
+    positions = (index for index in signature.tensors if index < len(args) and index not in scratch)
+    return tensors_in([*(args[index] for index in positions), *kwargs.values()])
+
+
+def outputs_of(
+    func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any, num_recorded: int = -1
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The tensors an op made: those on storages of their own, and the arguments it wrote into. Where the same op made
+    `num_recorded` when it was recorded, and that is all it returns, its results were on storages of their own then."""
+    signature = signature_of(func)
+    if num_recorded == 1 and signature.written == _FIRST and result is args[0]:
+        return [], [result]
+    made = tensors_in(result if type(result) is tuple else (result,))
+    if len(made) == num_recorded and not signature.written:
+        return made, []
+    everything = [tensor for tensor in signature.parts_of(args, kwargs, torch.Tensor) if tensor.layout is torch.strided]
+    given = {tensor.untyped_storage()._cdata for tensor in everything}
+    fresh: list[torch.Tensor] = []
+    for tensor in made:
+        if tensor.layout is torch.strided and (key := tensor.untyped_storage()._cdata) not in given:
+            given.add(key)
+            fresh.append(tensor)
+    if signature.writes_unsaid:
+        return fresh, everything
+    if not signature.written:
+        return fresh, []
+    return fresh, [tensor for tensor in signature.written_of(args, kwargs) if tensor.layout is torch.strided]
+
+
+class Signature:
+    """What the hot path asks of an operator. Its schema is slow to ask, and so is its hash: once for each operator."""
+
+    __slots__ = (
+        "call",
+        "func",
+        "is_random",
+        "is_simple",
+        "name",
+        "names_out",
+        "sets",
+        "statistics",
+        "tensors",
+        "unsaid",
+        "writes",
+        "writes_unsaid",
+        "written",
+    )
+
+    def __init__(self, func: OpOverload) -> None:
+        schema = func._schema
+        self.func = func  # kept, so that no other operator ever has its id
+        self.call: Callable[..., Any] = func._op  # what `func(...)` calls, without a frame of Python around it
+        self.name = str(func)  # `aten.relu_.default`
+        self.is_random = torch.Tag.nondeterministic_seeded in func.tags
+        # One kernel a device: no switch chooses between libraries or precisions.
+        self.is_simple = torch.Tag.pointwise in func.tags or schema.name in _SIMPLE
+        self.writes_unsaid = schema.name.startswith(_COLLECTIVES)
+        # Positions of the arguments that are or contain tensors, and of those that the schema says are written.
+        self.tensors = tuple(i for i, argument in enumerate(schema.arguments) if "Tensor" in str(argument.type))
+        self.written = tuple(
+            i for i, arg in enumerate(schema.arguments) if arg.alias_info is not None and arg.alias_info.is_write
+        )
+        # Names of the arguments that are written and never given by position: `out=...`.
+        self.names_out = tuple(argument.name for argument in schema.arguments if argument.is_out)
+        self.statistics = schema.name in _STATISTICS and (_STATISTICS[schema.name],)
+        self.unsaid = _UNSAID.get(schema.name, ())
+        self.sets = schema.name == "aten::set_"
+        # May a call change anything that is there?
+        self.writes = may_write(schema)
+
+    def parts_of(self, args: Sequence[Any], kwargs: dict[str, Any], kind: type[T]) -> list[T]:
+        """What a call was given in the place of tensors, of one kind."""
+        asked = [args[index] for index in self.tensors if index < len(args)]
+        return parts_in((*asked, *kwargs.values()) if kwargs else asked, kind)
+
+    def written_of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The tensors that a call writes into and says so."""
+        written = [args[index] for index in self.written if index < len(args)]
+        if kwargs:
+            written += [kwargs[name] for name in self.names_out if name in kwargs]
+        return tensors_in(written)
+
+    def changed_by(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The tensors that a call writes into, whether its schema says so or not."""
+        if self.writes_unsaid:
+            return tensors_in((*args, *kwargs.values()))
+        changed = self.written_of(args, kwargs)
+        if self.unsaid or self.statistics:
+            positions = self.unsaid or self.scratch(args)
+            changed += tensors_in(args[at] for at in positions if at < len(args))
+        return changed
+
+    def scratch(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """Positions of arguments that are only written: batch normalisation's running statistics in training."""
+        if not self.statistics:
+            return ()
+        flag = self.statistics[0]
+        return (3, 4) if flag is None or (len(args) > flag and args[flag]) else ()
+
+
+def may_write(schema: torch._C.FunctionSchema) -> bool:
+    """Can an operator change the content of a tensor that it is given?"""
+    return bool(
+        (schema.is_mutable and schema.name not in _SHAPES_ONLY)
+        or schema.name in _STATISTICS
+        or schema.name in _UNSAID
+        or schema.name.startswith(_COLLECTIVES)
+    )
+
+
+_SIGNATURES: dict[int, Signature] = {}
+
+
+def signature_of(func: OpOverload) -> Signature:
+    known = _SIGNATURES.get(id(func))
+    if known is None:
+        known = _SIGNATURES[id(func)] = Signature(func)
+    return known
+
+
+def replay_kind(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    """`pure`, `random` or `no`: may this call be run again?"""
+    if not _known(func) or kwargs.get("generator") is not None:
+        return "no"
+    if any(isinstance(arg, torch.Generator) for arg in args):
+        return "no"
+    if func._schema.name in _CONVOLUTIONS and torch._C._get_cudnn_benchmark() and args[0].device.type == "cuda":
+        return "no"  # cuDNN tries its algorithms in every thread anew: a backward's may come upon another one
+    return "random" if signature_of(func).is_random else "pure"
+
+
+@cache
+def _known(func: OpOverload) -> bool:
+    """Only torch's own kernels: what an unknown kernel does besides its result is unknown."""
+    name = func._schema.name
+    tags = func.tags
+    return (
+        name.partition("::")[0] in ("aten", "prims")
+        and name not in _NONDETERMINISTIC
+        and name not in UNFILLED
+        and torch.Tag.nondeterministic_bitwise not in tags
+        and torch.Tag.data_dependent_output not in tags
+        and torch.Tag.dynamic_output_shape not in tags
+        and torch.Tag.inplace_view not in tags
+        and not any(arg.is_out for arg in func._schema.arguments)
+    )
+
+
+def device_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device:
+    """Where an op draws its random numbers."""
+    for tensor in tensors_in((*args, *kwargs.values())):
+        if tensor.device.type != "cpu" or tensor.dim():
+            return tensor.device
+    device = kwargs.get("device")
+    return torch.device(device) if device is not None else torch.device("cpu")

@@ -1,0 +1,1 @@
+"""The life of a kind of step, from its first recording to a plan that is settled."""

@@ -1,0 +1,63 @@
+"""What a model is called with, and its state -> what tells kinds of steps apart before their first op."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from outcore.fitting.kinds import Scalars
+from outcore.planning.families.sizes import Sizes
+
+
+@dataclass(frozen=True)
+class Call:
+    """The first forward of a step. Steps with the same `signature` differ at most in `scalars`: Python numbers and
+    strings among the arguments, which may change the work and mostly do not."""
+
+    inputs: tuple[torch.Tensor, ...]
+    signature: Hashable
+    scalars: Scalars = ()
+    structure: Hashable = ()  # the signature without the sizes
+    sizes: Sizes = ()  # every dimension of every input
+
+
+def no_forward(*, seen_from_the_start: bool) -> Call:
+    """Of a step in which something is saved before the model is called: parts of it are used alone. Its first op is in
+    the recording where ops are seen from the start, as in steps with compiled functions, and not in others."""
+    return Call((), ("no forward", seen_from_the_start))
+
+
+class Calls:
+    """The calls of one model."""
+
+    def __init__(self, model: torch.nn.Module, device_type: str) -> None:
+        self._model, self._device_type = model, device_type
+        self.know_parameters()
+
+    def know_parameters(self) -> None:
+        """Walking through the modules every step takes milliseconds. Weakly: what the user replaces may go."""
+        self._parameters = tuple(weakref.ref(parameter) for parameter in self._model.parameters())
+
+    def of(self, args: Any, kwargs: Any) -> Call:
+        leaves = tree_leaves((args, kwargs))
+        inputs = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        scalars = tuple(leaf for leaf in leaves if isinstance(leaf, bool | int | str | type(None)))
+        structure = (
+            tuple((tensor.dim(), tensor.dtype, tensor.requires_grad) for tensor in inputs),
+            tuple(map(type, scalars)),
+            self._model.training,
+            torch.is_autocast_enabled(self._device_type) and torch.get_autocast_dtype(self._device_type),
+            self._has_gradients(),
+        )
+        sizes = tuple(size for tensor in inputs for size in tensor.shape)
+        return Call(inputs, (structure, sizes), scalars, structure, sizes)
+
+    def _has_gradients(self) -> bool:
+        if any(known() is None for known in self._parameters):
+            self.know_parameters()
+        return any(getattr(known(), "grad", None) is not None for known in self._parameters)

@@ -1,0 +1,199 @@
+"""Steps of a few sizes -> plans that serve all sizes.
+
+Steps that do the same work on other sizes form a family (`outcore.planning.families`). Two or three members are
+recorded; the trace of any other size is predicted from them. A plan that is made for one size serves every smaller one:
+its decisions are about the same tensors, its actions happen at the same ticks, and nothing is larger. So plans are made
+for a few sizes only, each some percent above the one before, and shared by all sizes in between.
+
+The loop does not wait for them. The first shared plan is a brief one for the largest size seen so far, made on the
+spot; every other one is made by a process of its own while steps follow the smallest shared plan that covers them. A
+step that turns out otherwise than predicted leaves the plan with the same numbers; its size is then recorded when it
+comes again, and joins the family as another member.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Hashable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+
+from outcore.eager.program import Program
+from outcore.errors import BudgetTooSmall, OutcoreError
+from outcore.fitting.kinds import Kind
+from outcore.fitting.phases import Shared
+from outcore.fitting.planning_process import PlanningProcess
+from outcore.fitting.preparing import Preparer
+from outcore.fitting.ready import Ready
+from outcore.planning.families.scaling import difference
+from outcore.planning.families.sizes import Family, Member, Sizes
+from outcore.planning.preparing import Planned, plan_step
+from outcore.values import Trace
+
+log = logging.getLogger("outcore")
+
+
+@dataclass
+class SharedPlan:
+    """A plan for one size that serves all smaller ones, or the promise of one."""
+
+    sizes: Sizes
+    trace: Trace
+    kind: Kind | None = None  # of the steps that follow it
+    coming: Future[Planned] | None = None  # from the planning process
+    planned: Planned | None = None  # until host memory is pinned for it
+    pinned: Future[None] | None = None
+
+    @property
+    def is_in_core(self) -> bool:
+        """Whether its plan keeps everything: no plan for smaller sizes is faster."""
+        plan = self.kind.plan if self.kind is not None else None
+        return plan is not None and plan.count("keep") == len(plan.decisions)
+
+
+@dataclass
+class SizeFamily:
+    """The members of one family and the plans that its sizes share."""
+
+    members: dict[Sizes, Trace] = field(default_factory=dict)
+    model: Family | None = None
+    shared: dict[Sizes, SharedPlan] = field(default_factory=dict)
+    apart: set[Sizes] = field(default_factory=set)  # sizes whose steps turned out otherwise than predicted
+    seen: set[Sizes] = field(default_factory=set)  # the first few sizes that came
+    largest: Sizes = ()  # that came, dimension by dimension
+
+    def note(self, sizes: Sizes, num_sizes: int) -> bool:
+        """A step of these sizes comes. Whether sizes vary: at least `num_sizes` different ones came."""
+        self.largest = tuple(map(max, self.largest, sizes)) if self.largest else sizes
+        if len(self.seen) < num_sizes:
+            self.seen.add(sizes)
+        return len(self.seen) >= num_sizes
+
+    def add(self, sizes: Sizes, trace: Trace) -> None:
+        """The newest member, and those before it that do the same work."""
+        self.members.pop(sizes, None)
+        self.members[sizes] = trace
+        self.apart.discard(sizes)
+        newest, *others = [Member(*item) for item in reversed(self.members.items())]
+        alike = [other for other in others if not difference(newest.trace, other.trace)]
+        if alike:
+            self.model = Family([newest, *alike])
+            self.shared.clear()
+
+
+class Families:
+    """All families of one loop."""
+
+    def __init__(self, preparer: Preparer) -> None:
+        self._preparer, self._settings = preparer, preparer.settings
+        self._families: dict[Hashable, SizeFamily] = {}
+        self._process = PlanningProcess()
+        self._usable_share = self._settings.shared_share
+
+    def note_recorded(self, structure: Hashable, sizes: Sizes, trace: Trace) -> None:
+        """A step was recorded: it is a member of its family from here on."""
+        self._families.setdefault(structure, SizeFamily()).add(sizes, trace)
+
+    def left(self, structure: Hashable, sizes: Sizes, because: str) -> None:
+        """A step left a shared plan: its size is recorded when it comes again."""
+        log.info("a step of sizes %s left the plan it shared: %s; it is recorded when it comes again", sizes, because)
+        self._families[structure].apart.add(sizes)
+
+    def ran_out(self, structure: Hashable) -> None:
+        """A step of a shared plan ran out of memory: smaller plans from here on."""
+        self._usable_share -= self._settings.shrink_share
+        self._families[structure].shared.clear()
+
+    def find(self, structure: Hashable, sizes: Sizes, before_bytes: int, input_bytes: int) -> Kind | None:
+        """The kind of steps that share a plan which serves these sizes; None where the step is recorded, or planned by
+        itself: the family is not known well enough, or its sizes do not vary."""
+        family = self._families.setdefault(structure, SizeFamily())
+        varies = family.note(sizes, self._settings.num_sizes)
+        if not varies or family.model is None or sizes in family.apart or not family.model.knows(sizes):
+            return None
+        wanted = self._rounded(family, sizes)
+        covers_bytes = before_bytes + math.ceil(input_bytes * math.prod(wanted) / max(1, math.prod(sizes)))
+        self._take_up(family)
+        fitting = [shared for shared in family.shared.values() if _serves(shared, sizes, before_bytes)]
+        best = min(fitting, key=lambda shared: math.prod(shared.sizes), default=None)
+        if best is not None and best.kind is not None and best.kind.asked_late:
+            family.model = None  # a backward ran after its step, which no shared plan foresees
+            return None
+        if wanted not in family.shared and not (best is not None and best.is_in_core):
+            self._order(family, wanted, covers_bytes, in_loop=best is None)
+            best = best or family.shared[wanted]
+        return best.kind if best is not None else None
+
+    def close(self) -> None:
+        self._process.close()
+
+    # -- plans --------------------------------------------------------------------------------------------------------
+
+    def _rounded(self, family: SizeFamily, sizes: Sizes) -> Sizes:
+        """Up to the next of a few sizes, but not beyond the largest that came."""
+        assert family.model is not None
+        members = zip(*(member.sizes for member in family.model.members), strict=True)
+        return tuple(
+            size if len(set(column)) == 1 else _round_up(size, most, self._settings.size_step)
+            for size, most, column in zip(sizes, family.largest, members, strict=True)
+        )
+
+    def _order(self, family: SizeFamily, sizes: Sizes, before_bytes: int, *, in_loop: bool) -> None:
+        """Has a plan made: here, brief, where no other serves until then; else beside training."""
+        assert family.model is not None
+        trace = replace(family.model.at(sizes), before_bytes=before_bytes)
+        shared = family.shared[sizes] = SharedPlan(sizes, trace)
+        preparer = self._preparer
+        budget = replace(preparer.budget, device_bytes=int(self._usable_share * preparer.budget.device_bytes))
+        if not preparer.memory.has_caching_allocator:
+            budget = preparer.budget
+        if in_loop:
+            pinned = replace(
+                budget, host_bytes=min(budget.host_bytes, preparer.pinned_bytes)
+            )  # to pin more takes seconds
+            try:
+                self._adopt(shared, plan_step(trace, preparer.machine, pinned, preparer.brief_planner))
+            except BudgetTooSmall:
+                planned = plan_step(trace, preparer.machine, preparer.budget, preparer.brief_planner)
+                preparer.reserve(planned.predicted)
+                self._adopt(shared, planned)
+        else:
+            shared.coming = self._process.submit(
+                plan_step, trace, preparer.machine, budget, preparer.planner, brief=True
+            )
+
+    def _take_up(self, family: SizeFamily) -> None:
+        """Adopts one plan that was made beside training, once host memory is pinned for it."""
+        for shared in family.shared.values():
+            if shared.coming is not None and shared.coming.done():
+                coming, shared.coming = shared.coming, None
+                try:
+                    shared.planned = coming.result()
+                    shared.pinned = self._preparer.reserve_beside(shared.planned.predicted)
+                except OutcoreError as error:
+                    log.info("no plan was made for sizes %s: %s", shared.sizes, error)
+        for shared in family.shared.values():
+            if shared.planned is not None and shared.pinned is not None and shared.pinned.done():
+                planned, shared.planned, shared.pinned = shared.planned, None, None
+                self._adopt(shared, planned)
+                return
+
+    def _adopt(self, shared: SharedPlan, planned: Planned) -> None:
+        prepared = planned.with_trace(shared.trace)
+        program = Program(prepared.trace, prepared.schedule, exact_shapes=False)
+        ready = Ready(prepared, program, shared.trace.before_bytes, sums_in_place=False)
+        shared.kind = Kind(self._preparer, phase=Shared(shared.trace, ready))
+        log.info("steps of up to %s are planned: %.3f s predicted", shared.sizes, prepared.predicted.step_s)
+
+
+def _serves(shared: SharedPlan, sizes: Sizes, before_bytes: int) -> bool:
+    large_enough = all(mine >= size for mine, size in zip(shared.sizes, sizes, strict=True))
+    return shared.kind is not None and large_enough and before_bytes <= shared.trace.before_bytes
+
+
+def _round_up(size: int, most: int, step: float) -> int:
+    """The next power of (1 + step), or the largest size that came where that is less."""
+    if size <= 1:
+        return size
+    return min(math.ceil((1 + step) ** math.ceil(math.log(size) / math.log1p(step) - 1e-9)), most)

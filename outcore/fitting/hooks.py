@@ -1,0 +1,103 @@
+"""The one hook that a model under a limit carries.
+
+It knows no limit: it asks which step is running, and whether that is a step of its model. So it keeps nothing alive,
+and a model has one of it however often it was limited. A copy of the model, in memory or in a file, is an ordinary
+model: in the place of the hook it has a function that does nothing, and no outcore is needed to read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
+
+from outcore.errors import warn
+
+
+class Step(Protocol):
+    """A step that is running."""
+
+    model: torch.nn.Module
+    owner: Any
+
+    def on_forward(self, args: Any, kwargs: Any) -> None: ...
+
+
+ACTIVE: list[Step] = []  # the step that is running, if any: two would mark the same storages
+
+
+class ForwardHook:
+    """Tells the running step of its model's forward, and warns of trainings outside any step."""
+
+    def __init__(self, num_forgotten: int) -> None:
+        self.owners: weakref.WeakSet[Any] = weakref.WeakSet()  # limits of the model that are not closed
+        self._handle: RemovableHandle | None = None
+        self._num_forgotten = num_forgotten
+        self._outside = _Outside()
+
+    def __call__(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            return
+        if ACTIVE:
+            self._outside.reset()
+            if ACTIVE[-1].model is model:
+                ACTIVE[-1].on_forward(args, kwargs)
+        elif model.training and torch.is_grad_enabled() and any(owner.warns_outside for owner in self.owners):
+            self._outside.note(model, self._num_forgotten)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+    def add(self, owner: Any, model: torch.nn.Module) -> None:
+        self.owners.add(owner)
+        if self._handle is None:
+            self._handle = model.register_forward_pre_hook(self, with_kwargs=True)
+
+    def remove_if_unused(self) -> None:
+        if not list(self.owners) and self._handle is not None:  # a list: the owner that is just dying is not in it
+            self._handle.remove()
+            self._handle = None
+
+
+def hook_of(model: torch.nn.Module, num_forgotten: int) -> ForwardHook:
+    """The hook that a model has, or a new one for it."""
+    known = next((hook for hook in model._forward_pre_hooks.values() if isinstance(hook, ForwardHook)), None)
+    return known if known is not None else ForwardHook(num_forgotten)
+
+
+class _Outside:
+    """Trainings outside any step, one after the other. A training is a forward in training mode after which weights
+    changed or gradients are there."""
+
+    def __init__(self) -> None:
+        self._num = 0
+        self._is_told = False
+        self._version = -1
+        self._parameter: weakref.ref[torch.Tensor] | None = None
+
+    def reset(self) -> None:
+        self._num, self._version = 0, -1
+
+    def note(self, model: torch.nn.Module, most: int) -> None:
+        if self._is_told:
+            return
+        parameter = self._parameter() if self._parameter is not None else None
+        if parameter is None:
+            trained = (known for known in model.parameters() if known.requires_grad and not is_lazy(known))
+            parameter = next(trained, None)
+            if parameter is None:
+                return
+            self._parameter = weakref.ref(parameter)
+        version, self._version = self._version, parameter._version
+        if version >= 0 and (parameter._version != version or parameter.grad is not None):
+            self._num += 1
+        if self._num >= most:
+            self._is_told = True
+            warn(
+                f"a model under a memory limit trained {self._num} times outside `with ooc.step():`, where nothing is "
+                "limited; put forward and backward of every training step inside it, or close the limit"
+            )

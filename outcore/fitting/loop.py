@@ -1,0 +1,138 @@
+"""A model, its device and a budget -> the steps of a training loop: Loop, what `outcore.limit` stands on."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from outcore.eager.intercept import Interception
+from outcore.errors import OutcoreError, StoreError
+from outcore.fitting.calls import Calls
+from outcore.fitting.families import Families
+from outcore.fitting.hooks import ACTIVE, ForwardHook, hook_of
+from outcore.fitting.kinds import Kind, Kinds
+from outcore.fitting.preparing import Preparer
+from outcore.fitting.running import RunningStep
+from outcore.fitting.settings import FITTING, FittingSettings
+from outcore.memory.device import DeviceMemory
+from outcore.memory.store import Store
+from outcore.values import Budget, Machine, Plan, Trace
+
+T = TypeVar("T")
+
+
+class Loop:
+    """Runs the steps of one model. Dropped without `close`, it leaves no hook, thread, descriptor or disk space."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        memory: DeviceMemory,
+        store: Store,
+        machine: Machine,
+        budget: Budget,
+        *,
+        planner: str = "hybrid",
+        given: Plan | None = None,
+        measure: bool = False,
+        settings: FittingSettings = FITTING,
+    ) -> None:
+        self.model, self.memory, self.store, self.measure = model, memory, store, measure
+        self.preparer = Preparer(machine, budget, planner, memory, store, given, settings)
+        self.kinds = Kinds(self.preparer)
+        self.families = Families(self.preparer)
+        self.calls = Calls(model, memory.device.type)
+        self.interception = Interception()
+        self.last: Kind | None = None  # of the last step
+        self.counts = Counter({"recorded": 0, "planned": 0, "left": 0, "unplanned": 0})  # steps, by how they went
+        self.warns_outside = False  # of trainings outside any step
+        self.has_graphs: bool | None = None  # whether steps call compiled graphs; None: not known yet
+        self._unread: Callable[[], None] | None = None
+        self._hook = hook_of(model, settings.num_forgotten)
+        self._hook.add(self, model)
+        self._detach = weakref.finalize(self, _detach, self._hook, memory)
+        self._detach.atexit = False
+
+    @contextmanager
+    def step(self, target: T) -> Iterator[T]:
+        """One step: forward(s) and backward(s). `leave` stands at two levels: an interrupt may end the inner one."""
+        if self.is_closed:
+            raise OutcoreError("this limit is closed; call outcore.limit() again for the model")
+        self.read_measured()
+        step = RunningStep(self)
+        try:
+            try:
+                step.enter()
+                with self.memory.refusals:
+                    yield target
+                step.complete()
+            finally:
+                step.leave()
+        except torch.OutOfMemoryError as error:
+            step.ran_out(error)
+            raise
+        finally:
+            step.leave()
+
+    def expect(self, trace: Trace) -> None:
+        """The next step of a new kind will do what `trace` says: it is planned at once, without recording it first.
+
+        Cheaper ops that gave the same bits where `trace` was recorded may not give them here: they are not used.
+        """
+        ops = tuple(replace(op, norm_replay=False, norm_replay_s=0.0, fused=(), fused_s=0.0) for op in trace.ops)
+        self.kinds.expect(replace(trace, ops=ops))
+
+    def stats(self) -> dict[str, int]:
+        """How many steps were recorded, followed a plan, left one, and ran unplanned."""
+        return dict(self.counts)
+
+    def read_later(self, read: Callable[[], None]) -> None:
+        self._unread = read
+
+    def read_measured(self) -> None:
+        """Reads the times of the last step, if it was measured and nobody did so yet."""
+        read, self._unread = self._unread, None
+        if read is not None:
+            read()
+
+    # -- its end ------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        return any(step.owner is self for step in ACTIVE)
+
+    @property
+    def is_closed(self) -> bool:
+        return not self._detach.alive
+
+    def close(self) -> None:
+        """Takes the hooks off the model and gives host memory and the swap file back."""
+        self.read_measured()
+        self._hook.owners.discard(self)
+        self.families.close()
+        self._detach()
+        self.store.close()
+
+    def retire(self) -> None:
+        """Closes, whoever still holds swapped values: host memory and the swap file go with the last of them."""
+        try:
+            self.close()
+        except StoreError:
+            self.store.forsake()
+
+
+def _detach(hook: ForwardHook, memory: DeviceMemory) -> None:
+    hook.remove_if_unused()
+    memory.close()
+
+
+def open_loops(model: torch.nn.Module) -> list[Loop]:
+    """The loops of a model that are not closed."""
+    hooks = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, ForwardHook)]
+    return [owner for hook in hooks for owner in list(hook.owners) if isinstance(owner, Loop)]

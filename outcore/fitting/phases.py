@@ -1,0 +1,339 @@
+"""The life of a kind of step, as a state machine: each phase knows what it needs and returns the one that follows.
+
+A phase has two methods. `begin` is called when a step begins and returns the phase in which it runs: plans are made
+there, because only then it is known what lies in memory before the step. `after` takes what the step showed and returns
+the next phase. A step that fails shows nothing, unless it ran out of memory.
+
+    New ──▶ Recorded ──▶ Timing ──▶ Timed ──▶ Trying ──▶ Settled          GivenUp
+     │          │                     ▲ ▲ │     │           │
+     └──────────┴─────────────────────┘ │ └─────│───────────┤
+                                        └───────┴───────────┘
+
+    phase     its step                           what happens                                      next phase
+    --------  ---------------------------------  ------------------------------------------------  -----------------
+    New       is recorded                        recorded; the device times ops a second time      Recorded
+                                                 recorded; it does not, or a plan was given for it Timed
+                                                 `expect`: its trace is known without recording    Timed
+    Recorded  is planned briefly when it begins  there is a plan                                   Timing
+                                                 there is none; another planner may find one       Timed, and plans
+    Timing    follows the brief plan, ops timed  timed                                             Timed
+                                                 its plan is outdated                              Recorded, and plans
+                                                 out of memory, and a smaller plan is left         Recorded
+    Timed     is planned when it begins          the device has a caching allocator                Trying
+                                                 it has none                                       Settled
+                                                 no plan can beat the best that was tried          Settled on that one
+    Trying    follows a plan, measured           measured often enough: another plan may be better Timed
+                                                 measured often enough: it or an earlier one stays Settled
+                                                 everything is kept, or the plan was given         Settled
+    Trying,   follow a plan                      it is outdated                                    Timed, and plans
+    Settled                                      out of memory, and a smaller plan is left         Timed
+                                                 out of memory, and none is left                   Settled on the best
+    Timing,   follow a plan                      a step left its plan                              New
+    Trying,                                      ... for the third time                            GivenUp
+    Settled
+    GivenUp   swaps everything, unplanned        anything                                          GivenUp
+    Shared    follows a plan for a larger size   anything (families make it and take it back)      Shared
+
+A plan is outdated when more lies in memory before the step than it was made for; when it counts on autograd adding
+gradients in place, and a dispatch mode of the user's was active in a backward, under which autograd does not; and when
+autograd asked for saved tensors after a step, which no plan for the step can bring back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, Self
+
+from outcore.errors import BudgetTooSmall
+from outcore.fitting.headroom import Headroom
+from outcore.fitting.preparing import Preparer, as_run
+from outcore.fitting.ready import Ready
+from outcore.fitting.retiming import timed_again
+from outcore.planning.rewrites.gradient_sums import adds_in_place
+from outcore.values import Timeline, Trace
+
+
+@dataclass(frozen=True)
+class WasRecorded:
+    trace: Trace
+
+
+@dataclass(frozen=True)
+class TimedOps:
+    names: Sequence[str]
+    seconds: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Measured:
+    timeline: Timeline
+    num_restarts: int  # of the allocator, in the step
+
+
+@dataclass(frozen=True)
+class RanOut:
+    """The step ran out of memory."""
+
+
+@dataclass(frozen=True)
+class LeftPlan:
+    because: str
+
+
+Shown = WasRecorded | TimedOps | Measured | RanOut | LeftPlan
+
+
+class Life(Protocol):
+    """What is known for good about the steps of a kind, whatever phase they are in."""
+
+    preparer: Preparer
+    num_steps: int  # that followed the plan at hand
+    num_left: int  # steps that left their plan
+    num_slowed: int  # times that copies turned out slower than measured
+    is_watched: bool  # a dispatch mode of the user's was active in its backward
+    asked_late: set[int]  # values that autograd asked for after a step
+
+
+class Phase:
+    """Nothing changes, unless a subclass says so."""
+
+    trace: Trace | None = None
+    ready: Ready | None = None  # the plan that is followed, or was followed last
+    headroom: Headroom | None = None
+
+    def begin(self, life: Life, before_bytes: int) -> Phase:
+        return self
+
+    def after(self, life: Life, shown: Shown) -> Phase:
+        return self
+
+
+class New(Phase):
+    """Nothing is known: the next step is recorded."""
+
+    def after(self, life: Life, shown: Shown) -> Phase:
+        if not isinstance(shown, WasRecorded):
+            return self
+        # A given plan may leave no room for a step whose every op is looked at.
+        if life.preparer.memory.has_caching_allocator and not life.preparer.is_given_for(shown.trace):
+            return Recorded(shown.trace)
+        return Timed(shown.trace)
+
+
+@dataclass(frozen=True)
+class GivenUp(Phase):
+    """Steps called alike keep doing different work: they run unplanned, everything swapped."""
+
+    because: str
+
+
+@dataclass(frozen=True)
+class _Known(Phase):
+    """A trace is known. `ready`: the plan at hand, or the last one where another is to be made."""
+
+    trace: Trace = field()
+    ready: Ready | None = None
+    headroom: Headroom | None = None
+
+    def _trace_now(self, life: Life, before_bytes: int) -> Trace:
+        """What lies around between steps may come and go: plan for the most."""
+        if self.ready is not None:
+            before_bytes = max(before_bytes, self.ready.prepared.plan.before_bytes)
+        asked_late = tuple(sorted(life.asked_late.union(self.trace.asked_late)))
+        return replace(self.trace, before_bytes=before_bytes, asked_late=asked_late)
+
+    def _has_grown(self, life: Life, before_bytes: int) -> bool:
+        """Is more there before the step than its plan is for? One that was given may be for less: it stays as it is,
+        and is taken up anew only where more is there than it was taken up with."""
+        if self.ready is None:
+            return False
+        tolerated_bytes = life.preparer.settings.grown_bytes if self.headroom is not None else 0
+        return before_bytes > self.ready.covers_bytes + tolerated_bytes
+
+    def _is_outdated(self, life: Life, before_bytes: int) -> bool:
+        """Was the plan made for another step than this: with less in memory before it, with gradients that are added
+        in place, with nothing that is asked for after it?"""
+        if self.ready is not None and self.ready.sums_in_place and life.is_watched:
+            return True
+        return not life.asked_late.issubset(self.trace.asked_late) or self._has_grown(life, before_bytes)
+
+    def _headroom_now(self, life: Life, before_bytes: int) -> Headroom | None:
+        """What was tried with an outdated plan says nothing."""
+        return life.preparer.begin_headroom(None if self._is_outdated(life, before_bytes) else self.headroom)
+
+
+class Recorded(_Known):
+    """Its ops are to be timed again: the recorded step also paid for the allocator's first calls to the driver."""
+
+    def begin(self, life: Life, before_bytes: int) -> Phase:
+        trace, headroom = self._trace_now(life, before_bytes), self._headroom_now(life, before_bytes)
+        in_place = _adds_in_place(life, trace)
+        try:
+            plan = life.preparer.brief_plan(as_run(trace, in_place=in_place), headroom)
+        except BudgetTooSmall:  # the planner that is asked for in the end may find more
+            return Timed(trace, self.ready, headroom).begin(life, before_bytes)
+        assert plan is not None, "nothing was tried yet that it could not beat"
+        ready = life.preparer.make_ready(trace, plan, headroom, in_place=in_place)
+        life.preparer.reserve(ready.prepared.predicted)
+        return Timing(trace, ready, headroom)
+
+
+@dataclass(frozen=True)
+class Timed(_Known):
+    """Its seconds are known: the next step is planned. `same_size`: with what was learned, not in less memory."""
+
+    same_size: bool = False
+
+    def begin(self, life: Life, before_bytes: int) -> Phase:
+        preparer = life.preparer
+        trace, headroom = self._trace_now(life, before_bytes), self._headroom_now(life, before_bytes)
+        in_place = _adds_in_place(life, trace)
+        plan = preparer.plan(as_run(trace, in_place=in_place), headroom, same_size=self.same_size)
+        if plan is None:
+            return settled_on_best(life, trace, self.ready, headroom)
+        ready = preparer.make_ready(trace, plan, headroom, in_place=in_place)
+        if headroom is not None and headroom.is_hopeless(ready.prepared.predicted.step_s):
+            return settled_on_best(life, trace, ready, headroom)
+        preparer.reserve(ready.prepared.predicted)
+        return Settled(trace, ready) if headroom is None else Trying(trace, ready, headroom)
+
+
+@dataclass(frozen=True)
+class _Following(_Known):
+    ready: Ready = field()
+
+    def begin(self, life: Life, before_bytes: int) -> Phase:
+        phase = self._borne(life, before_bytes)
+        return phase._planned_anew().begin(life, before_bytes) if phase._is_outdated(life, before_bytes) else phase
+
+    def _borne(self, life: Life, before_bytes: int) -> Self:
+        """A plan that fits beside what is there before the step by now stays, and predicts that much more. Not where
+        there is a headroom, which is for that, nor a plan that was given."""
+        prepared, preparer = self.ready.prepared, life.preparer
+        growth_bytes = before_bytes - prepared.plan.before_bytes
+        peak_bytes = prepared.predicted.peak_bytes + growth_bytes
+        if self.headroom is not None or preparer.is_given_for(self.trace) or growth_bytes <= 0:
+            return self
+        if peak_bytes > preparer.budget.device_bytes:
+            return self
+        plan = replace(prepared.plan, before_bytes=before_bytes, predicted_peak_bytes=peak_bytes)
+        prepared = replace(prepared, plan=plan, predicted=replace(prepared.predicted, peak_bytes=peak_bytes))
+        return replace(self, ready=replace(self.ready, prepared=prepared, covers_bytes=before_bytes))
+
+    def after(self, life: Life, shown: Shown) -> Phase:
+        if isinstance(shown, LeftPlan):
+            life.num_left += 1
+            return GivenUp(shown.because) if life.num_left >= life.preparer.settings.num_recordings else New()
+        if isinstance(shown, RanOut) and self.headroom is not None:
+            if self.headroom.ran_out():
+                return self._planned_anew()
+            return self._without_smaller(life, self.headroom)
+        return self
+
+    def _planned_anew(self) -> Phase:
+        return Timed(self.trace, self.ready, self.headroom)
+
+    def _without_smaller(self, life: Life, headroom: Headroom) -> Phase:
+        return settled_on_best(life, self.trace, self.ready, headroom)
+
+
+class Timing(_Following):
+    """Follows a brief plan while its ops are timed once more."""
+
+    def after(self, life: Life, shown: Shown) -> Phase:
+        if not isinstance(shown, TimedOps):
+            return super().after(life, shown)
+        if self.headroom is not None:
+            self.headroom.forget()
+        share = life.preparer.settings.pass_bytes_share
+        return Timed(timed_again(self.trace, shown.names, shown.seconds, share), self.ready, self.headroom)
+
+    def _planned_anew(self) -> Phase:
+        return Recorded(self.trace, self.ready, self.headroom)
+
+    def _without_smaller(self, life: Life, headroom: Headroom) -> Phase:
+        return self
+
+
+class Trying(_Following):
+    """Follows a plan until it can be judged: was its size right, were the copies as fast as thought?"""
+
+    def after(self, life: Life, shown: Shown) -> Phase:
+        headroom, plan = self.headroom, self.ready.prepared.plan
+        if not isinstance(shown, Measured) or headroom is None:
+            return super().after(life, shown)
+        if life.preparer.uses_given or plan.count("keep") == len(plan.decisions):
+            return Settled(self.trace, self.ready, headroom)
+        measured = shown.timeline
+        if not headroom.note(measured.step_s, shown.num_restarts, measured.reserved_bytes):
+            return self
+        again = not shown.num_restarts and self._slow_down(life, measured)
+        if headroom.judge(self.ready, again=again):
+            return Timed(self.trace, self.ready, headroom, same_size=again)
+        return settled_on_best(life, self.trace, self.ready, headroom)
+
+    def _slow_down(self, life: Life, measured: Timeline) -> bool:
+        """Copies that compute had to wait for longer than predicted go slower beside compute than they went alone."""
+        settings, predicted = life.preparer.settings, self.ready.prepared.predicted
+        if life.num_slowed >= settings.num_slowed:
+            return False
+        if measured.stall_s <= predicted.stall_s + settings.stall_share * measured.step_s:
+            return False
+        life.num_slowed += 1
+        life.preparer.slow_copies_down()
+        return True
+
+
+class Shared(_Following):
+    """Follows a plan that was made for the largest of many sizes (`outcore.fitting.families`), which decides what comes
+    after it: neither growth nor a left plan changes it here."""
+
+    def begin(self, life: Life, before_bytes: int) -> Phase:
+        return self
+
+    def after(self, life: Life, shown: Shown) -> Phase:
+        return self
+
+
+class Settled(_Following):
+    """Follows the plan that stays."""
+
+    @property
+    def fits(self) -> bool:
+        """Was its plan measured, and the allocator started over in none of the steps?"""
+        return self.headroom is not None and self.headroom.fits
+
+
+def _adds_in_place(life: Life, trace: Trace) -> bool:
+    """Whether autograd adds gradients in place: not on the CPU, where they are counted, and not under a mode."""
+    return not life.preparer.memory.counts_op_by_op and not life.is_watched and adds_in_place(trace)
+
+
+def settled_on_best(life: Life, trace: Trace, ready: Ready | None, headroom: Headroom | None) -> Settled:
+    """The plan that was the fastest, measured, or the one at hand where none was; no other will be tried."""
+    assert headroom is not None
+    headroom.settle()
+    if headroom.attempts and (ready is None or headroom.best.ready.prepared.plan is not ready.prepared.plan):
+        ready = headroom.best.ready
+        life.num_steps = 0
+        life.preparer.memory.give_back()
+    assert ready is not None
+    pace = _pace(ready, headroom, life.preparer.settings.most_pace)
+    if pace == 1:
+        return Settled(trace, ready, headroom)
+    ready = life.preparer.at_pace(ready, pace)
+    headroom.keep_best(ready)
+    return Settled(trace.at(pace), ready, headroom)
+
+
+def _pace(ready: Ready, headroom: Headroom, most: float) -> float:
+    """Ops timed one by one run at a better clock than a whole step of them: Llama's add up to 4 % less on an H200.
+    What the plan's own steps took corrects them all by one factor, and so the prediction for the steps to come. 1: it
+    was corrected already, or something else is wrong, and should be seen."""
+    if headroom.is_paced or not headroom.fits:
+        return 1.0
+    headroom.is_paced = True
+    predicted = ready.prepared.predicted
+    pace = (headroom.best.step_s - predicted.stall_s) / max(predicted.step_s - predicted.stall_s, 1e-9)
+    return pace if 1 < pace < most else 1.0

@@ -1,0 +1,111 @@
+"""A planning function and its arguments -> a future: planning beside training, in a process of its own.
+
+The loop goes on under the plan that it has while a better one is searched for. The process is started when it is first
+needed, serves every kind of step of its owner, and ends when the owner closes it or is garbage collected.
+"""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import outcore
+from outcore.errors import OutcoreError
+
+T = TypeVar("T")
+
+
+class PlanningProcess:
+    """Runs functions of `outcore.planning` one after the other, elsewhere."""
+
+    def __init__(self) -> None:
+        self._worker: _Worker | None = None
+
+    def submit(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> Future[T]:
+        """Starts `function(*args, **kwargs)`. The future raises what the function raises."""
+        if self._worker is not None and not self._worker.is_alive:
+            self.close()  # it was killed; nothing of it stays
+        if self._worker is None:
+            self._worker = _Worker()
+            weakref.finalize(self, self._worker.stop)
+        return self._worker.submit(function, args, kwargs)
+
+    def close(self) -> None:
+        """Ends the process; what it had not finished is cancelled."""
+        if self._worker is not None:
+            self._worker.stop()
+            self._worker = None
+
+
+class _Worker:
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "outcore.planning.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=Path(outcore.__file__).parents[1],
+            start_new_session=True,  # an interrupt at the terminal is for the training alone
+        )
+        self._waiting: deque[Future[Any]] = deque()
+        self._lock = threading.Lock()
+        self.is_alive = True  # until its output ends: its exit status comes a little later
+        threading.Thread(target=self._read, name="outcore-planning", daemon=True).start()
+
+    def submit(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        request = pickle.dumps((function, args, kwargs), pickle.HIGHEST_PROTOCOL)
+        assert self._process.stdin is not None
+        with self._lock:
+            self._waiting.append(future)
+            try:
+                if not self.is_alive:
+                    raise BrokenPipeError
+                self._process.stdin.write(request)
+                self._process.stdin.flush()
+            except (BrokenPipeError, ValueError):
+                self._fail()
+        return future
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        while True:
+            try:
+                succeeded, result = pickle.load(self._process.stdout)
+            except (EOFError, OSError, ValueError, pickle.UnpicklingError):
+                with self._lock:
+                    self._fail()
+                return
+            with self._lock:
+                future = self._waiting.popleft() if self._waiting else None
+            if future is not None and future.set_running_or_notify_cancel():
+                if succeeded:
+                    future.set_result(result)
+                else:
+                    future.set_exception(result)
+
+    def _fail(self) -> None:
+        self.is_alive = False
+        while self._waiting:
+            future = self._waiting.popleft()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(
+                    OutcoreError("the planning process ended before it answered; plan in this process")
+                )
+
+    def stop(self) -> None:
+        with suppress(OSError):
+            self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError, ValueError):
+                if pipe is not None:
+                    pipe.close()

@@ -1,0 +1,172 @@
+"""A recorded step + this machine, budget and headroom -> Ready: a plan that its next step can follow.
+
+Plans are made here and nowhere else in `fitting`: where planning moves to a process of its own, or plans come from a
+cache, this is the place.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import replace
+
+from outcore.eager.program import Program
+from outcore.errors import BudgetTooSmall, PlanMismatch
+from outcore.fitting.headroom import Headroom
+from outcore.fitting.ready import Ready
+from outcore.fitting.settings import FittingSettings
+from outcore.memory.device import DeviceMemory
+from outcore.memory.store import Store
+from outcore.planning import plans
+from outcore.planning.allocator.fragmentation import Placement, search_placement
+from outcore.planning.allocator.hints import AllocatorHints
+from outcore.planning.preparing import at_pace, prepare
+from outcore.planning.rewrites.gradient_sums import sums_in_place
+from outcore.values import Budget, Machine, Plan, Timeline, Trace
+
+
+class Preparer:
+    """Makes plans for all kinds of steps of one loop. What it learns about the machine holds for all of them."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        budget: Budget,
+        planner: str,
+        memory: DeviceMemory,
+        store: Store,
+        given: Plan | None,
+        settings: FittingSettings,
+    ) -> None:
+        self.machine, self.budget, self.planner, self.memory = machine, budget, planner, memory
+        self.settings = settings
+        self.uses_given = False  # a step came that the given plan was made for
+        self._given, self._store = given, store
+
+    def is_given_for(self, trace: Trace) -> bool:
+        return self._given is not None and self._given.fingerprint == trace.fingerprint
+
+    def begin_headroom(self, known: Headroom | None) -> Headroom | None:
+        """Before a plan is made: the headroom to try it in, a new one where none is known; None where the device's
+        budget has no holes."""
+        if not self.memory.has_caching_allocator:
+            return None
+        self.memory.give_back()  # what the allocator reserves from here on is the plan's own doing
+        if known is None:
+            known = Headroom(self.budget.device_bytes, settings=self.settings)
+            self.memory.new_headroom()  # another plan may bear a host that does not wait
+        known.begin()
+        return known
+
+    # -- the plan -----------------------------------------------------------------------------------------------------
+
+    def brief_plan(self, trace: Trace, headroom: Headroom | None) -> Plan | None:
+        """A plan for the one step whose ops are timed: the default planner's search would be lost on it."""
+        return self._plan(trace, headroom, self.brief_planner, same_size=False)
+
+    @property
+    def brief_planner(self) -> str:
+        return "priced" if self.planner == "hybrid" else self.planner
+
+    def plan(self, trace: Trace, headroom: Headroom | None, *, same_size: bool = False) -> Plan | None:
+        """A plan, the given one where it is for this step. None: what was tried already is the best there is."""
+        return self._plan(trace, headroom, self.planner, same_size=same_size)
+
+    def _plan(self, trace: Trace, headroom: Headroom | None, planner: str, *, same_size: bool) -> Plan | None:
+        if self.is_given_for(trace):
+            self.uses_given = True
+            return self._given
+        if self._given is not None and not self.uses_given:
+            raise PlanMismatch(
+                f"the plan was made for another step (fingerprint {self._given.fingerprint}, this step is "
+                f"{trace.fingerprint}); plan this one anew: leave out plan=..."
+            )
+        if headroom is None:
+            return self._plan_of_size(trace, [self.budget.device_bytes], planner, [], 0.0)
+        known = [attempt.ready.prepared.plan for attempt in headroom.attempts]
+        if headroom.is_fragmented and not same_size:
+            found = self._search(trace, headroom, planner, known)
+            if found is not None or headroom.attempts:
+                return found
+        margin = self.settings.margin_share
+        sizes = [headroom.usable_bytes]
+        if not (headroom.attempts or headroom.is_fragmented):
+            sizes.append(int(self.budget.device_bytes * (1 - margin)))
+        try:
+            found = self._plan_of_size(trace, sizes, planner, known, margin)
+        except BudgetTooSmall:
+            if headroom.attempts:
+                return None
+            raise
+        headroom.usable_bytes = found.budget.device_bytes
+        return found
+
+    def _search(self, trace: Trace, headroom: Headroom, planner: str, known: list[Plan]) -> Plan | None:
+        """A plan whose blocks find places, of the size that should be fastest."""
+        there = self.memory.places()
+
+        def placed(size_bytes: int) -> Placement:
+            first, *others = self._plans(trace, size_bytes, planner, known, most=self.settings.num_plans)
+            memory_bytes, keeps = self.budget.device_bytes, headroom.keeps_places
+            found = search_placement(trace, self.machine, first, memory_bytes, there, others=others, keeps_places=keeps)
+            known.append(found.plan)
+            return found
+
+        return headroom.another(placed)
+
+    def _plan_of_size(self, trace: Trace, sizes: list[int], planner: str, known: list[Plan], margin: float) -> Plan:
+        """For the first size that is large enough."""
+        for size_bytes in sizes:
+            try:
+                return self._plans(trace, size_bytes, planner, known, most=1)[0]
+            except BudgetTooSmall as error:
+                too_small = error
+        needed_bytes = int(too_small.needed_bytes / (1 - margin)) + 1 + (self.settings.unsplit_bytes if margin else 0)
+        raise BudgetTooSmall(
+            needed_bytes, self.budget.device_bytes, too_small.at_op, where=str(self.memory.device)
+        ) from None
+
+    def _plans(self, trace: Trace, size_bytes: int, planner: str, known: list[Plan], *, most: int) -> list[Plan]:
+        budget = replace(self.budget, device_bytes=size_bytes)
+        return plans(trace, self.machine, budget, planner=planner, most=most, starts=known)
+
+    # -- what follows from it -----------------------------------------------------------------------------------------
+
+    def make_ready(self, trace: Trace, plan: Plan, headroom: Headroom | None, *, in_place: bool) -> Ready:
+        """Lowered, verified, simulated, and with what its steps do for the allocator."""
+        prepared = prepare(as_run(trace, in_place=in_place), plan, self.machine)
+        peak = prepared.predicted
+        if peak.peak_bytes > self.budget.device_bytes:  # a plan that was given, for another budget
+            where = str(self.memory.device)
+            raise BudgetTooSmall(peak.peak_bytes, self.budget.device_bytes, peak.peak_at, where=where)
+        hints = AllocatorHints()
+        if headroom is not None and headroom.is_fragmented:
+            there = self.memory.places()
+            hints = headroom.arrange(prepared.trace, prepared.schedule, peak.peak_bytes, there)
+        program = Program(prepared.trace, prepared.schedule, hints.placeholders, pools_gradients=bool(hints.pooled))
+        return Ready(prepared, program, max(plan.before_bytes, trace.before_bytes), in_place)
+
+    def reserve(self, predicted: Timeline) -> None:
+        """Pins what a plan will swap to before its first step."""
+        self._store.reserve(predicted.host_peak_bytes)
+
+    def reserve_beside(self, predicted: Timeline) -> Future[None]:
+        """The same, while training goes on."""
+        return self._store.reserve_beside(predicted.host_peak_bytes)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Host memory that plans may swap to without pinning more."""
+        return self._store.pinned_bytes
+
+    def slow_copies_down(self) -> None:
+        """Copies go slower beside compute than they went alone."""
+        self.machine = self.machine.with_copies_at(self.settings.slowed_share)
+
+    def at_pace(self, ready: Ready, pace: float) -> Ready:
+        """The same plan where every op takes `pace` times as long."""
+        return replace(ready, prepared=at_pace(ready.prepared, pace, self.machine))
+
+
+def as_run(trace: Trace, *, in_place: bool) -> Trace:
+    """The step to plan for, of a recorded one. `in_place`: autograd adds gradients in place."""
+    return sums_in_place(trace) if in_place else trace

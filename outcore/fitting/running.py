@@ -1,0 +1,291 @@
+"""One step, from its `with` to its end: RunningStep. Everything that is true only while a step runs is in it.
+
+A step may end at any line: with an exception of the user's, or with an interrupt. So what it changes in the process
+(the active step, hooks, the garbage collector) is changed by `enter` and undone by `leave`, which looks at what is on
+instead of trusting what it did, and may run twice: `Loop.step` calls it at two levels, so that an interrupt inside of
+it does no harm. What a step learned goes to its kind in one assignment, after everything was undone.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+
+from outcore.compiled import graphs
+from outcore.eager.execution import Execution
+from outcore.eager.intercept import Interception, in_backward
+from outcore.eager.program import Program
+from outcore.eager.recorder import Recorder
+from outcore.errors import OutcoreError, warn
+from outcore.fitting.calls import Call, Calls, no_forward
+from outcore.fitting.families import Families
+from outcore.fitting.hooks import ACTIVE
+from outcore.fitting.kinds import Kind, Kinds
+from outcore.fitting.phases import Measured, New, Phase, RanOut, Settled, Shared, TimedOps, Timing
+from outcore.fitting.preparing import Preparer
+from outcore.memory.clock import Clock
+from outcore.memory.device import DeviceMemory, PeakWatch
+from outcore.memory.meter import outside
+from outcore.memory.store import Store
+from outcore.planning import AS_IT_IS
+from outcore.planning.allocator.model import asked_by_ops
+from outcore.units import format_bytes
+from outcore.values import Timeline
+
+
+class Owner(Protocol):
+    """What a step takes from its loop, and gives back to it."""
+
+    model: torch.nn.Module
+    memory: DeviceMemory
+    store: Store
+    preparer: Preparer
+    kinds: Kinds
+    families: Families
+    calls: Calls
+    interception: Interception
+    measure: bool
+    last: Kind | None
+    has_graphs: bool | None  # whether steps call compiled graphs; None: not known yet
+    counts: Counter[str]
+
+    def read_later(self, read: Callable[[], None]) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Watch:
+    """A step that is measured closely."""
+
+    peak: PeakWatch
+    stopwatch: Clock
+    started: Any
+    num_restarts: int  # of the allocator, before the step
+    log: list[str] = field(default_factory=list)  # what was done, action by action
+
+
+class RunningStep:
+    """A step of one loop while it runs."""
+
+    def __init__(self, owner: Owner) -> None:
+        self.owner, self.model = owner, owner.model
+        self._thread = threading.get_ident()  # hooks and modes are a thread's own
+        self._collects = gc.isenabled()
+        self._call = no_forward(seen_from_the_start=False)
+        self._kind: Kind | None = None
+        self.listener: Recorder | Execution | None = None
+        self._watch: _Watch | None = None
+
+    # -- there, and gone ----------------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        if ACTIVE:
+            raise OutcoreError("ooc.step() was entered inside ooc.step(); leave the first one before the next")
+        ACTIVE.append(self)
+        gc.disable()  # a step makes and frees thousands of objects: every look at them all takes a tenth of a second
+        has_compiler = graphs.listen(self._graph_session)
+        compiles = has_compiler and self.owner.has_graphs is not False
+        alone = no_forward(seen_from_the_start=compiles)
+        self.owner.interception.start(lambda: self._begin(alone), compiles=compiles)
+
+    def leave(self) -> None:
+        """Undoes `enter`, and whatever came after it. The second time there is nothing left to do."""
+        if self not in ACTIVE:
+            return
+        self.owner.interception.stop()
+        graphs.stop_listening()
+        if self._collects:
+            gc.enable()
+        self.owner.memory.end_step()
+        if self.listener is not None:
+            self.listener.close()
+        if self._watch is not None:
+            self._watch.peak.stop()
+        self.owner.has_graphs = bool(self.owner.has_graphs)
+        ACTIVE.remove(self)
+
+    # -- its beginning ------------------------------------------------------------------------------------------------
+
+    def on_forward(self, args: Any, kwargs: Any) -> None:
+        """The model is called."""
+        if self.listener is not None or not torch.is_grad_enabled():
+            return
+        if threading.get_ident() != self._thread:
+            warn(
+                "the model is called in another thread than ooc.step(); nothing of that is seen, and its memory not "
+                "limited (enter the step in the thread that runs the forward)"
+            )
+            return
+        self._begin(self.owner.calls.of(args, kwargs))
+
+    def _graph_session(self, first: Sequence[Any] | None) -> Recorder | Execution | None:
+        """Who is told of the launches of a compiled graph that is called now. What is compiled as a whole calls no
+        hook: then its first graph begins the step."""
+        here = threading.get_ident() == self._thread
+        self.owner.has_graphs = True
+        if first is not None and self.listener is None and here:
+            self._begin(self.owner.calls.of(first, {}))
+        return self.listener if here or in_backward() else None
+
+    def _begin(self, call: Call) -> None:
+        """It is known what the model is called with: finds the kind, plans where a plan is due, and listens."""
+        owner, self._call = self.owner, call
+        kind = self._kind = self._find_kind(call)
+        if isinstance(kind.phase, New):
+            owner.memory.before_recording()
+        before_bytes = owner.memory.before_step_bytes(call.inputs)
+        owner.kinds.tell_if_late(kind)
+        phase = kind.begin(before_bytes)
+        if isinstance(phase, New):
+            self._record(before_bytes)
+        else:
+            self._follow(kind, phase, before_bytes)
+
+    def _find_kind(self, call: Call) -> Kind:
+        """A kind of its own where its plan is settled; else, where sizes vary, one that shares a plan with others."""
+        owner = self.owner
+        known = owner.kinds.known(call.signature, call.scalars)
+        if call.sizes and (known is None or not isinstance(known.phase, Settled)):
+            before_bytes = owner.memory.before_step_bytes(call.inputs)
+            input_bytes = sum(tensor.nbytes for tensor in call.inputs)
+            shared = owner.families.find(call.structure, call.sizes, before_bytes, input_bytes)
+            if shared is not None:
+                return shared
+        return owner.kinds.find(call.signature, call.scalars)
+
+    def _record(self, before_bytes: int) -> None:
+        owner = self.owner
+        owner.calls.know_parameters()
+        recorder = Recorder(
+            owner.model,
+            self._call.inputs,
+            owner.store,
+            owner.memory.device,
+            before_bytes,
+            owner.preparer.budget.device_bytes,
+            on_refused=owner.memory.refusals.excuse,
+            reruns=owner.preparer.planner not in AS_IT_IS,
+        )
+        self._listen(recorder, ops=True)
+
+    def _follow(self, kind: Kind, phase: Phase, before_bytes: int) -> None:
+        memory, settings = self.owner.memory, self.owner.preparer.settings
+        program = phase.ready.program if phase.ready is not None else Program.empty()
+        if program.pools_gradients:
+            memory.begin_gradient_pool()
+        closely = phase.ready is not None and (self.owner.measure or kind.num_steps < settings.num_measured)
+        peak = clock = None
+        if closely:
+            has_unseen = phase.trace is None or phase.trace.has_unseen
+            peak = memory.watch_peak(before_bytes, self._call.inputs, has_unseen=has_unseen)
+        if isinstance(phase, Timing):
+            clock = Clock(memory.device, asks=asked_by_ops(phase.trace), on_refused=memory.refusals.excuse)
+        fits = not closely and isinstance(phase, Settled) and phase.fits
+        num_restarts = memory.begin_step(fits=fits)
+        if peak is not None:
+            stopwatch = Clock(memory.device, spin=False)
+            self._watch = _Watch(peak, stopwatch, stopwatch.start(), num_restarts)
+        model, inputs, watch = self.model, self._call.inputs, self._watch
+        execution = Execution(
+            program,
+            self.owner.store,
+            meter=watch.peak.meter if watch is not None else None,
+            log=watch.log if watch is not None else None,
+            clock=clock,
+            on_refused=memory.refusals.excuse,
+            outside=lambda: outside(model, inputs),
+            asked_late=kind.asked_late,
+        )
+        self._listen(execution, ops=bool(program.last_watched >= 0 or execution.meter or clock))
+
+    def _listen(self, listener: Recorder | Execution, *, ops: bool) -> None:
+        self.listener = listener
+        self.owner.interception.listen(listener, ops=ops)
+
+    # -- its end ------------------------------------------------------------------------------------------------------
+
+    def complete(self) -> None:
+        """The step did all it should: its kind learns what it showed."""
+        self.leave()
+        kind, listener, kinds = self._kind, self.listener, self.owner.kinds
+        if kind is None:
+            return
+        if isinstance(listener, Recorder):
+            self.owner.counts["recorded"] += 1
+            trace = listener.finish()
+            kinds.was_recorded(kind, self._call.scalars, trace, listener.asked_late)
+            self.owner.families.note_recorded(self._call.structure, self._call.sizes, trace)
+            self.owner.last = kind
+            self.owner.memory.after_recording()
+        elif isinstance(listener, Execution):
+            way = "unplanned" if kind.is_given_up else "planned" if listener.on_plan else "left"
+            self.owner.counts[way] += 1
+            if not listener.on_plan and isinstance(kind.phase, Shared):
+                self.owner.families.left(self._call.structure, self._call.sizes, listener.left_plan_because)
+            elif not listener.on_plan and not kind.is_given_up:
+                kinds.left(kind, self._call.scalars, listener.left_plan_because)
+            else:
+                self._was_followed(kind, listener)
+
+    def _was_followed(self, kind: Kind, execution: Execution) -> None:
+        kind.num_steps += 1
+        self.owner.last = kind
+        self.owner.kinds.followed(kind, self._call.scalars)
+        ready = kind.phase.ready
+        if ready is None:
+            return
+        kind.is_watched = kind.is_watched or (ready.sums_in_place and execution.is_watched)
+        if execution.clock is not None:
+            kind.take(TimedOps(execution.timed, execution.clock.seconds()))
+        elif self._watch is not None:
+            self.owner.read_later(self._reader(kind, ready.prepared.predicted, execution, self._watch))
+
+    def _reader(self, kind: Kind, predicted: Timeline, execution: Execution, watch: _Watch) -> Callable[[], None]:
+        """Times are read when somebody asks or the next step begins: the device is not made to wait for them."""
+        watch.stopwatch.stop(watch.started)
+        peak, store = watch.peak.read(), self.owner.store
+        num_restarts = self.owner.memory.num_restarts() - watch.num_restarts
+
+        def read() -> None:
+            stall_s, recompute_s = execution.measured_s()
+            kind.measured = replace(
+                predicted,
+                measured=True,
+                step_s=watch.stopwatch.seconds()[0],
+                peak_bytes=peak.allocated_bytes,
+                peak_at="",
+                stall_s=stall_s,
+                recompute_s=recompute_s,
+                host_peak_bytes=store.peak_bytes["host"],
+                disk_peak_bytes=store.peak_bytes["disk"],
+                reserved_bytes=peak.reserved_bytes,
+                actions=tuple(watch.log),
+                spans=(),
+                memory=(),
+            )
+            kind.take(Measured(kind.measured, num_restarts))
+
+        return read
+
+    def ran_out(self, error: torch.OutOfMemoryError) -> None:
+        """The step ran out of memory: no plan of this size again."""
+        kind, preparer = self._kind, self.owner.preparer
+        if kind is None or kind.trace is None:
+            memory = format_bytes(preparer.budget.device_bytes)
+            stuck_bytes = self.listener.stuck_bytes if isinstance(self.listener, Recorder) else 0
+            otherwise = ", or use planner='hybrid', which makes values again" if preparer.planner in AS_IT_IS else ""
+            error.add_note(
+                f"outcore: {format_bytes(stuck_bytes)} of what this first step saves found no room beside the device; "
+                f"give it more with host=... or disk=...{otherwise}"
+                if stuck_bytes
+                else f"outcore: a step cannot even be recorded in {memory}; raise that or lower the batch size"
+            )
+        if kind is not None and isinstance(kind.phase, Shared):
+            self.owner.families.ran_out(self._call.structure)
+        elif kind is not None:
+            kind.take(RanOut())

@@ -1,0 +1,1 @@
+"""Bytes on a tier: the device, pinned host memory and the disk."""

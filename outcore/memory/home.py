@@ -1,0 +1,289 @@
+"""Memory beside the device that the device can address: where the training state lives while it is not in use.
+
+A tensor at home is an ordinary tensor of the device; only its bytes lie elsewhere. On CUDA they lie in pinned host
+memory that is mapped into the device's address space, so that a kernel which reads the tensor reads over the bus; on
+the CPU they lie in a mapped file. Whoever reads a parameter that is at home therefore gets its bytes, slowly, and
+nothing is ever freed under a reader. Copies between home and device run in two lanes, one per direction.
+
+Rules that keep the copies right:
+- the target of a copy in is allocated in the compute stream's pool, and the copy waits for compute before it writes;
+- a copy waits for what compute was told to do before it: it sees every write to its source, and no reader of its
+  target is overtaken;
+- source and target of a copy are held until the copy is over, whoever lets go of them earlier.
+
+Every allocation has exactly the bytes it was asked for, rounded up to pages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import tempfile
+import time
+import weakref
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outcore.errors import StoreError
+from outcore.memory.pinning import pin, unpin
+from outcore.memory.tensors import as_bytes, below_everything
+from outcore.units import format_bytes
+
+PAGE_BYTES = 4096
+_HOME = "_outcore_home"
+
+Done = torch.cuda.Event | Future[None]  # a copy that was started
+
+
+class _Memory:
+    """The bytes of one tensor at home. They go when the last tensor on them has gone."""
+
+    __slots__ = ("__weakref__", "host", "num_bytes")
+
+    def __init__(self, num_bytes: int, host: torch.Tensor | None) -> None:
+        self.num_bytes = num_bytes
+        self.host = host  # the same bytes as a CPU tensor, where the device is another one
+
+
+def is_at_home(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of `tensor` lie beside the device."""
+    return tensor.layout is torch.strided and _HOME in tensor.untyped_storage().__dict__
+
+
+def host_view(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The bytes of a dense tensor as a CPU tensor, without copying them; None where they are on another device. What
+    the device was told to do with them is over."""
+    memory = tensor.untyped_storage().__dict__.get(_HOME) if tensor.layout is torch.strided else None
+    if tensor.device.type != "cpu" and memory is None:
+        return None
+    if tensor.device.type == "cuda":
+        torch.cuda.synchronize(tensor.device)
+    with below_everything():
+        return _host_bytes(tensor.detach())
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor as a row of its numbers, in the order in which they lie."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+class Homes:
+    """Homes of tensors of one device, and the two lanes between them and the device."""
+
+    def __init__(self, device: torch.device, limit_bytes: int, folder: str | Path | None = None) -> None:
+        self.device = device
+        self.limit_bytes = limit_bytes
+        self.folder = Path(folder) if folder is not None else None
+        self.used_bytes = 0
+        self.peak_bytes = 0
+        self.copied_bytes = {"in": 0, "out": 0}
+        self.delay_s = 0.0  # tests slow the copies down to show races
+        self._flying: deque[tuple[Done, torch.Tensor]] = deque()
+        self._streams: dict[str, torch.cuda.Stream] = {}
+        self._threads: dict[str, ThreadPoolExecutor] = {}
+        if device.type == "cuda":
+            self._streams = {way: torch.cuda.Stream(device) for way in ("in", "out")}
+        else:
+            self._threads = {way: ThreadPoolExecutor(1, f"outcore-{way}") for way in ("in", "out")}
+            weakref.finalize(self, _stop, tuple(self._threads.values()))
+
+    # -- room ---------------------------------------------------------------------------------------------------------
+
+    def check_room(self, num_bytes: int, what: str) -> None:
+        """Raises StoreError when `num_bytes` more would exceed the limit. Nothing is allocated."""
+        if self.used_bytes + num_bytes > self.limit_bytes:
+            where = "disk" if self.device.type == "cpu" else "host"
+            raise StoreError(
+                f"{what} needs {format_bytes(num_bytes)} of {where} memory and {format_bytes(self.used_bytes)} are in "
+                f"use, but {format_bytes(self.limit_bytes)} may be used; raise {where}=..., or free some"
+            )
+
+    def empty_like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor of the device that lies as the dense `tensor` does, with its bytes at home. Their content is
+        undefined."""
+        return self.empty(tensor.size(), tensor.stride(), dtype or tensor.dtype)
+
+    def empty(self, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        num_bytes = size.numel() * dtype.itemsize
+        self.check_room(num_bytes, "a tensor of the training state")
+        with below_everything():
+            storage = self._storage_of(num_bytes)
+            return torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, size, stride)
+
+    def _storage_of(self, num_bytes: int) -> torch.UntypedStorage:
+        size = -(-max(num_bytes, 1) // PAGE_BYTES) * PAGE_BYTES
+        if self.device.type == "cuda":
+            storage, memory = _pinned(size, num_bytes, self.device)
+        else:
+            storage, memory = _in_file(size, num_bytes, self.folder), _Memory(num_bytes, None)
+        self.used_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        weakref.finalize(memory, _give_back, weakref.ref(self), num_bytes).atexit = False
+        storage.__dict__[_HOME] = memory
+        return storage
+
+    # -- copies -------------------------------------------------------------------------------------------------------
+
+    def fetch(self, home: torch.Tensor) -> tuple[torch.Tensor, Done]:
+        """Starts copying a tensor to the device. Read it after `wait`."""
+        with below_everything(), torch.inference_mode(False):
+            target = torch.empty_strided(home.size(), home.stride(), dtype=home.dtype, device=self.device)
+            return target, self._copy("in", target, home)
+
+    def send(self, source: torch.Tensor, home: torch.Tensor) -> Done:
+        """Starts copying a tensor of the device home. Nobody may read it there before `wait`."""
+        with below_everything():
+            return self._copy("out", home, source)
+
+    def fill(self, home: torch.Tensor, source: torch.Tensor) -> None:
+        """Writes a tensor of the host or of the device, of any type, into one at home; it is there on return."""
+        with below_everything(), torch.no_grad():
+            if source.device.type == self.device.type:
+                home.copy_(source)
+                return
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # a kernel may be reading what was there
+            whole = _host_bytes(home).view(home.dtype)
+            whole.as_strided(home.size(), home.stride()).copy_(source)
+
+    def _copy(self, way: str, target: torch.Tensor, source: torch.Tensor) -> Done:
+        self._let_go_of_done()
+        self.copied_bytes[way] += source.numel() * source.dtype.itemsize
+        done = self._on_stream(way, target, source) if self._streams else self._in_thread(way, target, source)
+        self._flying.append((done, target if way == "in" else source))
+        return done
+
+    def _on_stream(self, way: str, target: torch.Tensor, source: torch.Tensor) -> Done:
+        stream = self._streams[way]
+        stream.wait_stream(torch.cuda.current_stream(self.device))  # looked up now: users train on streams of their own
+        with torch.cuda.stream(stream):
+            if self.delay_s:
+                torch.cuda._sleep(int(self.delay_s * 1.5e9))
+            _host_bytes(target).copy_(_host_bytes(source), non_blocking=True)
+            event: torch.cuda.Event = stream.record_event()
+            return event
+
+    def _in_thread(self, way: str, target: torch.Tensor, source: torch.Tensor) -> Done:
+        def copy(delay_s: float) -> None:
+            if delay_s:
+                time.sleep(delay_s)
+            with torch.no_grad():
+                target.copy_(source)
+
+        return self._threads[way].submit(copy, self.delay_s)
+
+    def wait(self, done: Done | None) -> None:
+        """What compute does from here on comes after the copy."""
+        if isinstance(done, Future):
+            done.result()
+        elif done is not None:
+            torch.cuda.current_stream(self.device).wait_event(done)
+
+    @staticmethod
+    def is_over(done: Done) -> bool:
+        return done.done() if isinstance(done, Future) else done.query()
+
+    def forget(self, done: Done | None) -> None:
+        """Compute has waited for the copy: its tensor need not be held any more."""
+        for at, (flying, _) in enumerate(self._flying):
+            if flying is done:
+                del self._flying[at]
+                return
+
+    def _let_go_of_done(self) -> None:
+        while self._flying and self.is_over(self._flying[0][0]):
+            self._flying.popleft()
+
+    def close(self) -> None:
+        """Waits for every copy. Tensors that are at home stay valid."""
+        for done, _ in self._flying:
+            if isinstance(done, Future):
+                done.result()
+            else:
+                done.synchronize()
+        self._flying.clear()
+        _stop(tuple(self._threads.values()))
+
+
+def _host_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a dense tensor; of one at home on CUDA, as the CPU tensor that copy engines read and write."""
+    start, num_bytes = tensor.storage_offset() * tensor.dtype.itemsize, tensor.numel() * tensor.dtype.itemsize
+    memory = tensor.untyped_storage().__dict__.get(_HOME)
+    whole = memory.host if memory is not None and memory.host is not None else as_bytes(tensor)
+    return whole[start : start + num_bytes]
+
+
+def _pinned(size: int, num_bytes: int, device: torch.device) -> tuple[torch.UntypedStorage, _Memory]:
+    mapped = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapped.madvise(mmap.MADV_HUGEPAGE)  # 512 times fewer pages to fault in and to pin
+    host = torch.frombuffer(mapped, dtype=torch.uint8)
+    host.zero_()  # every core faults its share
+    if not pin(host.data_ptr(), size):
+        raise StoreError(
+            f"{format_bytes(size)} of host memory could not be pinned for the training state; lower host=..., free "
+            "host memory, or raise the locked-memory limit"
+        )
+    memory = _Memory(num_bytes, host)
+    weakref.finalize(memory, _unpin, host.data_ptr(), mapped, device).atexit = False
+    construct: Any = torch._C._construct_storage_from_data_pointer
+    return construct(host.data_ptr(), device, num_bytes), memory
+
+
+def _unpin(address: int, mapped: mmap.mmap, device: torch.device) -> None:
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.synchronize(device)  # a kernel may be reading over the bus
+    unpin(address)
+    del mapped  # it was kept until here: memory that is unmapped but registered can never be registered again
+
+
+def _in_file(size: int, num_bytes: int, folder: Path | None) -> torch.UntypedStorage:
+    """A storage on a file without a name: a killed process leaves nothing behind."""
+    where = folder or Path(tempfile.gettempdir())
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix="outcore-", suffix=".state", dir=where)
+    except OSError as error:
+        raise StoreError(
+            f"cannot make a file for the training state in {where} ({error.strerror}); name a writable folder with "
+            "disk=..."
+        ) from None
+    try:
+        _reserve(handle, size)
+        from_file: Any = torch.UntypedStorage.from_file
+        storage: torch.UntypedStorage = from_file(name, True, num_bytes)
+        return storage
+    except OSError as error:
+        raise StoreError(
+            f"the disk at {where} has no room for {format_bytes(size)} more of the training state ({error.strerror}); "
+            "free some space, or name another folder with disk=..."
+        ) from None
+    finally:
+        os.close(handle)
+        os.unlink(name)
+
+
+def _reserve(handle: int, size: int) -> None:
+    """Room on the disk itself: a full disk is an error here, and a crash later."""
+    try:
+        os.posix_fallocate(handle, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        os.ftruncate(handle, size)
+
+
+def _give_back(homes: weakref.ref[Homes], num_bytes: int) -> None:
+    if (ledger := homes()) is not None:
+        ledger.used_bytes -= num_bytes
+
+
+def _stop(threads: tuple[ThreadPoolExecutor, ...]) -> None:
+    for thread in threads:
+        thread.shutdown(wait=False)

@@ -1,0 +1,323 @@
+"""Where swapped bytes live: pinned host memory, then the swap file.
+
+Pinned memory is mapped with huge pages, touched by all cores and registered once; parcels are carved out of it, so
+nothing is pinned in the hot path and nothing is rounded up to powers of two. Two copy streams, one per direction.
+
+Rules that keep it right, each from somebody's silent wrong gradient:
+- a swap-in target is allocated in the compute stream's pool, and the copy stream waits for compute before it writes;
+- a swap-in waits for its own swap-out; a host range is reused only behind the copy that read it last;
+- the compute stream is looked up when it is used: users train on streams of their own.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+import warnings
+import weakref
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from outcore.errors import StoreError
+from outcore.memory.disk import DiskLane, SwapFile
+from outcore.memory.extents import Extents
+from outcore.memory.pinning import pin, unpin
+from outcore.units import GIB, format_bytes
+
+ALIGN_BYTES = 4096
+
+
+class PinnedSlab:
+    """One registered piece of host memory."""
+
+    def __init__(self, num_bytes: int, device: torch.device | None = None) -> None:
+        self.map = mmap.mmap(-1, num_bytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self.map.madvise(mmap.MADV_HUGEPAGE)  # 512 times fewer pages to fault in and to pin
+        self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
+        self.bytes.zero_()  # every core faults its share
+        self.extents = Extents(num_bytes, ALIGN_BYTES)
+        self.given: deque[tuple[int, int]] = deque()  # returned, perhaps in the middle of a `take`
+        if pin(self.bytes.data_ptr(), num_bytes):
+            # Also where nobody closes it: memory that is unmapped but still registered can never be registered again.
+            self._unpin: weakref.finalize[..., PinnedSlab] | None = weakref.finalize(self, _unpin, self.bytes, device)
+            self._unpin.atexit = False
+        else:
+            self._unpin = None
+            warnings.warn(
+                f"outcore: {format_bytes(num_bytes)} of host memory could not be pinned; copies from pageable memory "
+                "are about four times slower (lower host=..., or raise the locked-memory limit)",
+                stacklevel=2,
+            )
+
+    def take(self, num_bytes: int) -> int | None:
+        self._take_back()
+        return self.extents.take(num_bytes)
+
+    def used_bytes(self) -> int:
+        self._take_back()
+        return self.extents.used_bytes
+
+    def _take_back(self) -> None:
+        while self.given:
+            self.extents.give(*self.given.popleft())
+
+    def close(self) -> None:
+        if self._unpin is not None:
+            self._unpin()
+
+
+class Parcel:
+    """The bytes of one value outside the device. When the last reference goes, so does its room."""
+
+    __slots__ = ("file", "in_done", "num_bytes", "offset", "out_done", "slab", "source", "store", "stream", "tier")
+
+    def __init__(self, store: Store, num_bytes: int) -> None:
+        self.store = store
+        self.num_bytes = num_bytes
+        self.tier = ""
+        self.slab: PinnedSlab | None = None
+        self.file: SwapFile | None = None
+        self.offset = 0
+        self.source: torch.Tensor | None = None  # held until the swap-out was waited for
+        self.out_done: torch.cuda.Event | Future[float] | None = None
+        self.in_done: torch.cuda.Event | Future[float] | None = None
+        self.stream: torch.cuda.Stream | None = None  # the one a swap-in's target belongs to
+
+    def wait_out(self) -> None:
+        """What the compute stream does from here on comes after the swap-out; the source may go."""
+        self.store.wait(self.out_done)
+        self.source = None
+
+    def wait_in(self) -> None:
+        """What the compute stream does from here on sees the swapped-in bytes."""
+        self.store.wait(self.in_done)
+
+    def abandon_in(self) -> None:
+        """The target of a swap-in dies unread: the stream that owns its memory waits for the copy. A lane that reads
+        from the disk holds the target itself."""
+        if self.stream is not None and isinstance(self.in_done, torch.cuda.Event):
+            self.stream.wait_event(self.in_done)
+
+    def __del__(self) -> None:
+        if self.tier:
+            self.store.release(self)
+
+
+class Store:
+    """The tiers below one device."""
+
+    def __init__(
+        self, device: torch.device, host_bytes: int, disk_bytes: int = 0, folder: str | Path | None = None
+    ) -> None:
+        self.device = device
+        self.host_bytes = host_bytes if device.type == "cuda" else 0
+        self.disk_bytes = disk_bytes
+        self.folder = folder
+        self.delay_s = 0.0  # tests slow the copies down to show races
+        self.slabs: list[PinnedSlab] = []
+        self.file: SwapFile | None = None
+        self.num_parcels = 0
+        self._is_forsaken = False  # closed while parcels were in use
+        self.peak_bytes = {"host": 0, "disk": 0}
+        self._lanes: dict[str, DiskLane] = {}
+        self._late: list[tuple[list[Future[float]], int, int]] = []
+        self._pinning: ThreadPoolExecutor | None = None
+        if device.type == "cuda":
+            self.out_stream = torch.cuda.Stream(device)
+            self.in_stream = torch.cuda.Stream(device)
+
+    # -- room ---------------------------------------------------------------------------------------------------------
+
+    def used_bytes(self, tier: str) -> int:
+        self._sweep()
+        if tier == "host":
+            return sum(slab.used_bytes() for slab in self.slabs)
+        return self.file.used_bytes() if self.file else 0
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Host memory that is pinned, in use or not."""
+        return sum(slab.extents.capacity_bytes for slab in self.slabs)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Pins `num_bytes` of host memory in all (or up to the host budget) ahead of the steps that need it."""
+        missing = min(num_bytes, self.host_bytes) - self.pinned_bytes
+        if self.device.type == "cuda" and missing > 0:
+            self._add_slab(missing)
+
+    def reserve_beside(self, num_bytes: int) -> Future[None]:
+        """`reserve` in a thread of its own: pinning takes half a second per GiB, and the loop goes on meanwhile."""
+        if self._pinning is None:
+            self._pinning = ThreadPoolExecutor(1, "outcore-pinning")
+        return self._pinning.submit(self.reserve, num_bytes)
+
+    def _add_slab(self, num_bytes: int) -> PinnedSlab:
+        page = 2 * 1024 * 1024
+        self.slabs.append(PinnedSlab(-(-num_bytes // page) * page, self.device))
+        return self.slabs[-1]
+
+    def _take(self, num_bytes: int, tiers: tuple[str, ...]) -> Parcel | None:
+        parcel = Parcel(self, num_bytes)
+        if "host" in tiers and self._take_host(parcel):
+            parcel.tier = "host"
+        elif "disk" in tiers and self._take_disk(parcel):
+            parcel.tier = "disk"
+        if not parcel.tier:
+            return None
+        self.num_parcels += 1
+        self.peak_bytes[parcel.tier] = max(self.peak_bytes[parcel.tier], self.used_bytes(parcel.tier))
+        return parcel
+
+    def _take_host(self, parcel: Parcel) -> bool:
+        for slab in self.slabs:
+            offset = slab.take(parcel.num_bytes)
+            if offset is not None:
+                parcel.slab, parcel.offset = slab, offset
+                return True
+        room = self.host_bytes - self.pinned_bytes
+        if room < parcel.num_bytes:
+            return False
+        slab = self._add_slab(max(parcel.num_bytes, min(room, 2 * GIB)))
+        offset = slab.take(parcel.num_bytes)
+        if offset is None:
+            return False
+        parcel.slab, parcel.offset = slab, offset
+        return True
+
+    def _take_disk(self, parcel: Parcel) -> bool:
+        if not self.disk_bytes or self.folder is None:
+            return False
+        if self.file is None:
+            self.file = SwapFile(self.folder, self.disk_bytes)
+            self._lanes = {name: DiskLane(name, self.file, self.device) for name in ("swap_out", "swap_in")}
+            weakref.finalize(self, _close_lanes, tuple(self._lanes.values()))  # also when the interpreter ends
+        self._sweep()
+        offset = self.file.take(parcel.num_bytes)
+        if offset is None:
+            return False
+        parcel.file, parcel.offset = self.file, offset
+        return True
+
+    def release(self, parcel: Parcel) -> None:
+        """Takes a parcel's room back once nothing copies into or out of it. Never waits: any thread may come here."""
+        self.num_parcels -= 1
+        if self._is_forsaken and not self.num_parcels:
+            self.slabs = []
+        dones = (parcel.out_done, parcel.in_done)
+        lanes = [done for done in dones if isinstance(done, Future) and not done.done()]
+        if lanes:
+            self._late.append((lanes, parcel.offset, parcel.num_bytes))
+            return
+        if isinstance(parcel.in_done, torch.cuda.Event) and not parcel.in_done.query():
+            self.out_stream.wait_event(parcel.in_done)
+        if parcel.source is not None and isinstance(parcel.out_done, torch.cuda.Event):
+            self.wait(parcel.out_done)
+        if parcel.slab is not None:
+            parcel.slab.given.append((parcel.offset, parcel.num_bytes))
+        elif parcel.file is not None:
+            parcel.file.give(parcel.offset, parcel.num_bytes)
+
+    def _sweep(self) -> None:
+        """Room of parcels that were let go while a lane was still at them."""
+        late, self._late = self._late, []
+        for lanes, offset, num_bytes in late:
+            if all(done.done() for done in lanes) and self.file is not None:
+                self.file.give(offset, num_bytes)
+            else:
+                self._late.append((lanes, offset, num_bytes))
+
+    # -- copies -------------------------------------------------------------------------------------------------------
+
+    def send(self, source: torch.Tensor, tiers: tuple[str, ...] = ("host", "disk")) -> Parcel | None:
+        """Starts copying a byte tensor out of the device; None when no tier has room."""
+        parcel = self._take(source.numel(), tiers)
+        if parcel is None:
+            return None
+        parcel.source = source
+        if parcel.slab is None:
+            lane = self._lanes["swap_out"]
+            lane.delay_s = self.delay_s
+            parcel.out_done = lane.write(source, parcel.offset, parcel.num_bytes)
+            return parcel
+        self.out_stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.out_stream):
+            self._sleep()
+            self._room(parcel).copy_(source, non_blocking=True)
+            parcel.out_done = self.out_stream.record_event()
+        return parcel
+
+    def fetch(self, parcel: Parcel) -> torch.Tensor:
+        """Starts copying a parcel back; returns its byte tensor on the device, to be read after `wait_in`."""
+        target = torch.empty(parcel.num_bytes, dtype=torch.uint8, device=self.device)
+        if parcel.slab is None:
+            assert isinstance(parcel.out_done, Future)
+            lane = self._lanes["swap_in"]
+            lane.delay_s = self.delay_s
+            parcel.in_done = lane.read(target, parcel.offset, parcel.num_bytes, parcel.out_done)
+            return target
+        parcel.stream = torch.cuda.current_stream(self.device)
+        self.in_stream.wait_stream(parcel.stream)
+        if isinstance(parcel.out_done, torch.cuda.Event):
+            self.in_stream.wait_event(parcel.out_done)
+        with torch.cuda.stream(self.in_stream):
+            self._sleep()
+            target.copy_(self._room(parcel), non_blocking=True)
+            parcel.in_done = self.in_stream.record_event()
+        return target
+
+    def _room(self, parcel: Parcel) -> torch.Tensor:
+        assert parcel.slab is not None
+        return parcel.slab.bytes[parcel.offset : parcel.offset + parcel.num_bytes]
+
+    def _sleep(self) -> None:
+        if self.delay_s:
+            torch.cuda._sleep(int(self.delay_s * 1.5e9))
+
+    def wait(self, done: torch.cuda.Event | Future[float] | None) -> None:
+        if isinstance(done, Future):
+            done.result()
+        elif done is not None:
+            torch.cuda.current_stream(self.device).wait_event(done)
+
+    def close(self) -> None:
+        """Gives everything back. No parcel may be left, but by a step that failed: while its error is on the way its
+        frames hold them, and what is said here would stand in its place. Host memory goes with the last of them, the
+        rest with this store, or when it is closed again."""
+        if self._pinning is not None:
+            self._pinning.shutdown(cancel_futures=True)
+            self._pinning = None
+        if self.num_parcels and sys.exc_info()[1] is not None:
+            self.forsake()
+            return
+        if self.num_parcels:
+            raise StoreError(f"{self.num_parcels} swapped values are still in use; end their step before closing")
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        for lane in self._lanes.values():
+            lane.close()
+        self._sweep()
+        for slab in self.slabs:
+            slab.close()
+        if self.file is not None:
+            self.file.close()
+        self.slabs, self.file, self._lanes = [], None, {}
+
+    def forsake(self) -> None:
+        """Nothing more will be put here: host memory goes with the last parcel, the rest with this store."""
+        self._is_forsaken = True
+
+
+def _unpin(host: torch.Tensor, device: torch.device | None) -> None:
+    try:
+        torch.cuda.synchronize(device)  # a copy may be on its way
+    finally:
+        unpin(host.data_ptr())
+
+
+def _close_lanes(lanes: tuple[DiskLane, ...]) -> None:
+    for lane in lanes:
+        lane.close()

@@ -1,0 +1,86 @@
+"""What kinds of tensors there are, and their bytes: plain strided tensors may be moved or rebuilt byte by byte.
+
+`below_everything` is where they are moved: below autograd, autocast, dispatch modes and our own watching of ops, where
+no hook sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+# The dispatch keys on which a step's ops are watched (`eager/intercept.py`). PyTorch has no kernel for either. All ops:
+# below autograd and autocast, where kernels get their final arguments, and beside the key of dispatch modes. Ops that
+# write into what is there: above autograd.
+OPS_KEY, WRITES_KEY = "Fake", "DeferredInit"
+WATCHED = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(OPS_KEY)) | torch._C.DispatchKeySet(
+    torch._C._dispatch_key_parse(WRITES_KEY)
+)
+
+
+# Where they lie. The methods of `torch.Tensor` and `torch.UntypedStorage` are watched while a step runs: who asks for a
+# pointer may write through it.
+data_ptr: Callable[[torch.Tensor], int] = torch._C.TensorBase.data_ptr
+storage_ptr: Callable[[torch.UntypedStorage], int] = getattr(torch._C.StorageBase, "data_ptr")  # noqa: B009
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether this is a strided tensor with an ordinary storage, which may be moved or rebuilt byte by byte."""
+    return (
+        type(tensor) in PLAIN
+        and tensor.layout is torch.strided
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor._is_zerotensor()  # it has bytes and no memory
+    )
+
+
+def as_bytes(data: torch.Tensor) -> torch.Tensor:
+    """The whole storage of a tensor as a byte tensor."""
+    storage = data.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=data.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _keys_above_kernels() -> torch._C.DispatchKeySet:
+    autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    autocast |= torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+    with (
+        torch._C._DisableTorchDispatch(),
+        torch._C._AutoDispatchBelowAutograd(),
+        torch._C._ExcludeDispatchKeyGuard(autocast),
+    ):
+        return torch._C._dispatch_tls_local_exclude_set() | WATCHED
+
+
+_ABOVE = _keys_above_kernels()
+
+
+def below_everything() -> Any:
+    """Below autograd, autocast, modes and our own watching: where kernels are. All guards as one, and no Python of ours
+    around it: an interrupt between two lines would leave a guard on."""
+    return torch._C._ExcludeDispatchKeyGuard(_ABOVE)
+
+
+# What compiled code saves for its backward never leaves our hands: autograd gets an empty tensor in its place. A type
+# that nobody computes gradients with tells these apart at first sight, a mark on the storage for certain.
+TOKEN_DTYPE = torch.uint16
+_TOKEN = "_outcore_token"
+
+
+def make_token(stands_for: object) -> torch.Tensor:
+    """An empty tensor that stands for something else, for as long as anybody holds its storage."""
+    token = torch.empty(0, dtype=TOKEN_DTYPE)
+    token.untyped_storage().__dict__[_TOKEN] = stands_for
+    return token
+
+
+def token_of(tensor: torch.Tensor) -> object | None:
+    """What a token stands for; None: this is no token."""
+    if tensor.dtype is not TOKEN_DTYPE or tensor.device.type != "cpu":
+        return None
+    return tensor.untyped_storage().__dict__.get(_TOKEN)

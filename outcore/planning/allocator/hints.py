@@ -1,0 +1,88 @@
+"""Trace + Schedule -> AllocatorHints: what a step does to keep the device's memory from fragmenting.
+
+PyTorch's caching allocator places a block in the best-fitting hole that is free at that moment. A block that outlives
+its neighbours splits the free memory around it. When no hole is large enough, the allocator releases its cached blocks
+and starts over, which synchronizes the device. Two hints avoid that: placeholders reserve the places of long-lived
+blocks in advance (`planning.allocator.placeholders`), and small gradients, which outlive everything else that a
+backward pass allocates, are stored in pages of their own (`outcore.memory.gradient_pool`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from outcore.planning.program.simulate import held_until
+from outcore.planning.trace_index import index_of
+from outcore.units import MIB
+from outcore.values import Schedule, Trace
+
+T = TypeVar("T")
+SMALLEST_BYTES = MIB  # PyTorch itself keeps smaller blocks apart
+GRADIENTS_SHARE = (
+    0.02  # of the budget, for the gradient pool: pages of one stream lie idle while nothing on it needs them
+)
+GRADIENTS_BYTES = 512 * MIB  # and no more than this
+
+
+@dataclass(frozen=True)
+class Placeholder:
+    """Unused memory of the size of a later block. It is allocated in the slot `since` (-1: before the step) and freed
+    in `until`, the last slot before the block is allocated in which the program can do so. The hole it leaves has
+    exactly the size of the block, so the allocator places the block there."""
+
+    num_bytes: int
+    since: int
+    until: int
+
+
+@dataclass(frozen=True)
+class AllocatorHints:
+    """What a step does for the allocator: placeholders, or gradients (by storage) in the gradient pool."""
+
+    placeholders: tuple[Placeholder, ...] = ()
+    pooled: frozenset[int] = frozenset()
+
+
+def small_gradients(trace: Trace, budget_bytes: int) -> frozenset[int]:
+    """Storages that the backward pass makes and leaves: gradients, the smallest first, as many as the pool may hold."""
+    first = min((op.slot for op in trace.ops if op.phase == "backward"), default=trace.num_slots)
+    gradients = [
+        (number, storage.bytes)
+        for number, storage in enumerate(trace.storages)
+        if not storage.external and storage.born >= first and storage.dies >= trace.num_slots - 5
+    ]
+    return frozenset(smallest_in_pool(gradients, budget_bytes))
+
+
+def smallest_in_pool(gradients: Iterable[tuple[T, int]], budget_bytes: int) -> list[T]:
+    """Which of some gradients, given with their bytes, the gradient pool holds: the smallest, up to its size. Blocks
+    below `SMALLEST_BYTES` are free of charge."""
+    left_bytes, found = min(int(GRADIENTS_SHARE * budget_bytes), GRADIENTS_BYTES), []
+    for gradient, num_bytes in sorted(gradients, key=lambda item: item[1]):
+        left_bytes -= num_bytes if num_bytes >= SMALLEST_BYTES else 0
+        if left_bytes < 0:
+            break
+        found.append(gradient)
+    return found
+
+
+def storage_ends(trace: Trace, schedule: Schedule) -> dict[int, int]:
+    """Storage made in the step -> the last slot in which the program or one of our holds keeps it where it was made."""
+    trace_index, decisions = index_of(trace), schedule.decisions
+    reached = held_until(trace_index, decisions)
+    ends = {number: storage.dies for number, storage in enumerate(trace.storages) if not storage.external}
+    for value in trace_index.packs:
+        if decisions.get(value, "keep") == "keep" and trace_index.storage[value] in ends:
+            last = max(trace_index.handle_end[value], reached.get(value, -1))
+            ends[trace_index.storage[value]] = max(ends[trace_index.storage[value]], last)
+    leaving: set[int] = set()
+    for action in schedule.actions:
+        if action.kind == "swap_out":
+            leaving.add(action.value)
+        elif action.kind == "free" and action.value in leaving:
+            leaving.remove(action.value)
+            storage = trace_index.storage[action.value]
+            ends[storage] = max(ends[storage], trace_index.tick_slots[action.tick])
+    return ends

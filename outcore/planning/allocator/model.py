@@ -1,0 +1,426 @@
+"""Trace + Schedule -> how a device's allocator fares with it: pages mapped, and times it has to start over.
+
+A plan's peak counts what is allocated; a cap counts what is mapped. PyTorch's allocator (expandable segments) puts a
+block into the smallest hole that is long enough, a hole that could grow counting as long as it could become; where
+there is none it maps pages, at the lowest address with room for all of it. Whether the cap allows that it asks before
+it looks, as if every page of the block were new; and where it does not, it unmaps every free page and starts over,
+which drains the device. That is played through here for a few steps, from where the weights lie on. Fed with the
+requests of a step recorded on an H200 it puts every block where it was put there, and starts over as often; see
+docs/log/2026-11.md.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from outcore.planning.allocator.hints import AllocatorHints, storage_ends
+from outcore.planning.trace_index import index_of, remembered
+from outcore.units import MIB
+from outcore.values import Action, Schedule, Trace
+
+PAGE_BYTES = 20 * MIB  # large blocks are mapped in pieces of this size
+SMALL_BYTES = MIB  # blocks up to this size have a pool of their own
+ROUND_BYTES = 512
+STEP_BYTES = 2 * MIB  # what is asked of a cap is rounded up to
+NUM_STEPS = 4  # after which the blocks of a step lie where they will lie
+USED_SHARE = 0.995  # of a cap: the rest is for small blocks
+SAFE_SHARE = 0.99  # and for requests that no trace knows
+FULL_SHARE = 0.998  # with what may lie there twice
+NEIGHBOURS = 6  # ops before and after: one of them has no workspace
+Event = tuple[Literal["take", "give", "end", "pool"], object, int]  # who, bytes; "end" is a slot's
+Places = Sequence[tuple[int, int]]  # address and bytes of blocks that lie there before the step
+NO_HINTS = AllocatorHints()
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """What the allocator makes of a schedule, step after step."""
+
+    num_restarts: int  # per step, when it has found its way
+    num_bytes: int  # most
+
+
+def mapped(
+    trace: Trace, events: Sequence[Event], budget_bytes: int, hints: AllocatorHints = NO_HINTS, there: Places = ()
+) -> Mapped | None:
+    """A few steps of `allocations` under a cap of `budget_bytes`; None where memory runs out."""
+    device = Device(int(USED_SHARE * budget_bytes), there)
+    try:
+        restarts = _play(device, trace, events, hints)
+    except MemoryError:
+        return None
+    return Mapped(restarts[-1] - restarts[-2], device.most_bytes)
+
+
+def wanted_bytes(trace: Trace, events: Sequence[Event], hints: AllocatorHints, there: Places = ()) -> int:
+    """The cap that the same steps would need never to start over. Up to there the cap plays no part; a step that has to
+    start over lands somewhere else with any small change, in the model as on the device."""
+    device = Device(1 << 60, there)
+    _play(device, trace, events, hints)
+    return device.asked_bytes
+
+
+def safe_bytes(trace: Trace, hints: AllocatorHints, budget_bytes: int) -> int:
+    """A step that wants no more pages than this does not make the allocator start over. With pooled gradients it is
+    less: a loop that never synchronizes frees them long before the device is done with them, and blocks of another
+    stream are not reused until then. The next step's gradients lie beside them, and how far the host is ahead is not
+    known to the model."""
+    lagging_bytes = sum(trace.storages[number].bytes for number in hints.pooled)
+    lagging_bytes = -(-lagging_bytes // PAGE_BYTES) * PAGE_BYTES
+    return min(int(SAFE_SHARE * budget_bytes), int(FULL_SHARE * budget_bytes) - lagging_bytes)
+
+
+def _play(device: Device, trace: Trace, events: Sequence[Event], hints: AllocatorHints) -> list[int]:
+    """Some steps; how often it had started over before each and after the last."""
+    played, restarts = _large(with_placeholders(events, hints), hints.pooled), [0]
+    if trace.before_bytes > SMALL_BYTES and not device.mapped_bytes:
+        device.take("before", trace.before_bytes)
+    before: object = None
+    for _ in range(NUM_STEPS):
+        for kind, who, num_bytes in played:
+            if kind == "take":
+                device.take(who, num_bytes)
+            elif kind == "give":
+                device.give(who)
+            else:
+                device.move_to_pool(who)
+        device.give_all(but="before")  # the gradients, after the optimizer
+        restarts.append(device.num_restarts)
+        after = device.state()
+        if after == before:
+            break  # and so would every step to come
+        before = after
+    return restarts
+
+
+def with_placeholders(events: Iterable[Event], hints: AllocatorHints) -> Iterator[Event]:
+    """The same step with its placeholders: given back and taken as a slot begins, in this order."""
+    if not hints.placeholders:
+        yield from events
+        return
+    taken: dict[int, list[Event]] = {}
+    given: dict[int, list[Event]] = {}
+    for number, one in enumerate(hints.placeholders):
+        taken.setdefault(one.since, []).append(("take", ("place", number), one.num_bytes))
+        given.setdefault(one.until, []).append(("give", ("place", number), 0))
+    yield from taken.get(-1, ())
+    slot, begins = 0, True
+    for event in events:
+        if begins:
+            yield from given.get(slot, ())
+            yield from taken.get(slot, ())
+        yield event
+        begins = event[0] == "end"
+        slot += begins
+
+
+def _large(events: Iterable[Event], pooled: Collection[int]) -> list[Event]:
+    """The events of large blocks; gradients are moved to their pool at the end of the slot that made them."""
+    found, there, new = list[Event](), set[object](), list[object]()
+    for kind, who, num_bytes in events:
+        if kind == "take" and num_bytes > SMALL_BYTES:
+            found.append((kind, who, num_bytes))
+            there.add(who)
+            new += [who] if who in pooled else []
+        elif kind == "give" and who in there:
+            found.append((kind, who, 0))
+            there.remove(who)
+        elif kind == "end" and new:
+            found += [("pool", moved, 0) for moved in new]
+            new.clear()
+    return found
+
+
+class Device:
+    """Pages up to a cap, shared by two rows of blocks: pooled gradients have pages of their own."""
+
+    def __init__(self, cap_bytes: int, there: Places = ()) -> None:
+        self.cap_bytes = cap_bytes
+        self.num_restarts = 0
+        self.asked_bytes = 0  # most, mapped and to be mapped, by the allocator's own count
+        row, self.mapped_bytes = _laid(tuple(there))
+        self.most_bytes = self.mapped_bytes
+        self._rows = (row.copy(), Row())
+        self._owned: dict[object, tuple[Row, int, int]] = {}
+
+    def take(self, who: object, num_bytes: int, *, pooled: bool = False) -> None:
+        row, num_bytes = self._rows[pooled], -(-num_bytes // ROUND_BYTES) * ROUND_BYTES
+        address = row.best_fit(num_bytes)
+        if address is None:
+            address = self._map(row, num_bytes)
+        row.cut(address, num_bytes)
+        self._owned[who] = row, address, num_bytes
+
+    def give(self, who: object) -> None:
+        if who in self._owned:
+            row, address, num_bytes = self._owned.pop(who)
+            row.open(address, num_bytes)
+
+    def move_to_pool(self, who: object) -> None:
+        """A copy first: a pooled gradient is made among the other blocks."""
+        if who in self._owned:
+            row, address, num_bytes = self._owned.pop(who)
+            self.take(who, num_bytes, pooled=True)
+            row.open(address, num_bytes)
+
+    def state(self) -> object:
+        """Where the holes are, to be compared."""
+        return [(list(row._holes), dict(row._gaps)) for row in self._rows]
+
+    def give_all(self, but: object) -> None:
+        for who in [who for who in self._owned if who != but]:
+            self.give(who)
+
+    def _map(self, row: Row, num_bytes: int) -> int:
+        for _ in range(2):
+            asked_bytes = self.mapped_bytes + _asked(num_bytes)
+            if asked_bytes <= self.cap_bytes:
+                self.asked_bytes = max(self.asked_bytes, asked_bytes)
+                address, missing = row.lowest_room(num_bytes)
+                for gap, length in missing:
+                    row.map(gap, length)
+                self.mapped_bytes += sum(length for _, length in missing)
+                self.most_bytes = max(self.most_bytes, self.mapped_bytes)
+                return address
+            self.num_restarts += 1
+            self.mapped_bytes -= sum(row.unmap() for row in self._rows)
+        raise MemoryError
+
+
+@functools.lru_cache(maxsize=2)
+def _laid(there: tuple[tuple[int, int], ...]) -> tuple[Row, int]:
+    """The row before a step, and what is mapped of it: the same for hundreds of plans."""
+    row = Row()
+    return row, sum(row.lay(*place) for place in there)
+
+
+def _asked(num_bytes: int) -> int:
+    """What a block counts as against the cap: whole steps, and more than it needs where it is not that large."""
+    return PAGE_BYTES if num_bytes < PAGE_BYTES // 2 else -(-num_bytes // STEP_BYTES) * STEP_BYTES
+
+
+class Row:
+    """Addresses in a row: blocks, holes (mapped and free) and gaps (not mapped)."""
+
+    def __init__(self) -> None:
+        self._holes: list[tuple[int, int]] = []  # bytes, address; sorted
+        self._starts: dict[int, int] = {}  # a hole's address -> its bytes
+        self._ends: dict[int, int] = {}  # where a hole ends -> its address
+        self._gaps: dict[int, int] = {0: 1 << 60}  # address -> bytes
+
+    def copy(self) -> Row:
+        row = Row()
+        row._holes, row._starts, row._ends = list(self._holes), dict(self._starts), dict(self._ends)
+        row._gaps = dict(self._gaps)
+        return row
+
+    def best_fit(self, num_bytes: int) -> int | None:
+        """The smallest hole, where one before a gap counts as long as it could grow: the allocator would rather cut a
+        larger hole than one that it can still lengthen."""
+        holes, at = self._holes, bisect.bisect_left(self._holes, (num_bytes, -1))
+        if at == len(holes):
+            return None
+        while at + 1 < len(holes) and self._room_after(at) and self._could_be(at + 1) < self._could_be(at):
+            at += 1
+        return holes[at][1]
+
+    def _room_after(self, at: int) -> int:
+        num_bytes, address = self._holes[at]
+        return self._gaps.get(address + num_bytes, 0)
+
+    def _could_be(self, at: int) -> int:
+        return self._holes[at][0] + self._room_after(at)
+
+    def cut(self, address: int, num_bytes: int) -> None:
+        """A block from the beginning of a hole."""
+        hole_bytes = self._starts[address]
+        self._close(address, hole_bytes)
+        if hole_bytes > num_bytes:
+            self._open(address + num_bytes, hole_bytes - num_bytes)
+
+    def lay(self, address: int, num_bytes: int) -> int:
+        """A block where one was before the step, and pages under it; how many bytes of them are new."""
+        end, new_bytes = address + num_bytes, 0
+        for page in range(address // PAGE_BYTES * PAGE_BYTES, end, PAGE_BYTES):
+            gap = next((gap for gap, gap_bytes in self._gaps.items() if gap <= page < gap + gap_bytes), None)
+            if gap is not None:
+                gap_bytes = self._gaps.pop(gap)
+                self._gaps |= {gap: page - gap} if gap < page else {}
+                self._gaps[page] = gap + gap_bytes - page
+                self.map(page, PAGE_BYTES)
+                new_bytes += PAGE_BYTES
+        hole = max(hole for hole in self._starts if hole <= address)
+        hole_bytes = self._starts[hole]
+        self._close(hole, hole_bytes)
+        if hole < address:
+            self._open(hole, address - hole)
+        if end < hole + hole_bytes:
+            self._open(end, hole + hole_bytes - end)
+        return new_bytes
+
+    def open(self, address: int, num_bytes: int) -> None:
+        """A hole where a block was, or a gap; it joins its neighbours."""
+        after = self._starts.get(address + num_bytes)
+        if after is not None:
+            self._close(address + num_bytes, after)
+            num_bytes += after
+        before = self._ends.get(address)
+        if before is not None:
+            num_bytes += address - before
+            self._close(before, address - before)
+            address = before
+        self._open(address, num_bytes)
+
+    def lowest_room(self, num_bytes: int) -> tuple[int, list[tuple[int, int]]]:
+        """Where `num_bytes` would go if pages were mapped, and which gaps that takes."""
+        for gap in sorted(self._gaps):
+            start = at = self._ends.get(gap, gap)
+            missing, left_bytes = [], num_bytes
+            while left_bytes > 0 and (at in self._starts or at in self._gaps):
+                length = self._starts.get(at) or self._gaps[at]
+                if at in self._gaps:
+                    length = min(length, -(-left_bytes // PAGE_BYTES) * PAGE_BYTES)
+                    missing.append((at, length))
+                at, left_bytes = at + length, left_bytes - length
+            if left_bytes <= 0:
+                return start, missing
+        raise AssertionError("the last gap has no end")
+
+    def map(self, gap: int, num_bytes: int) -> None:
+        gap_bytes = self._gaps.pop(gap)
+        if gap_bytes > num_bytes:
+            self._gaps[gap + num_bytes] = gap_bytes - num_bytes
+        self.open(gap, num_bytes)
+
+    def unmap(self) -> int:
+        """Every page that nothing lies on; how many bytes."""
+        num_bytes = 0
+        for hole_bytes, address in list(self._holes):
+            first, end = -(-address // PAGE_BYTES) * PAGE_BYTES, (address + hole_bytes) // PAGE_BYTES * PAGE_BYTES
+            if first < end:
+                self._close(address, hole_bytes)
+                if address < first:
+                    self._open(address, first - address)
+                if end < address + hole_bytes:
+                    self._open(end, address + hole_bytes - end)
+                self._gaps[first] = end - first
+                num_bytes += end - first
+        for gap in sorted(self._gaps):
+            while gap in self._gaps and gap + self._gaps[gap] in self._gaps:
+                self._gaps[gap] += self._gaps.pop(gap + self._gaps[gap])
+        return num_bytes
+
+    def _open(self, address: int, num_bytes: int) -> None:
+        bisect.insort(self._holes, (num_bytes, address))
+        self._starts[address], self._ends[address + num_bytes] = num_bytes, address
+
+    def _close(self, address: int, num_bytes: int) -> None:
+        del self._holes[bisect.bisect_left(self._holes, (num_bytes, address))]
+        del self._starts[address], self._ends[address + num_bytes]
+
+
+def allocations(trace: Trace, schedule: Schedule) -> Iterator[Event]:
+    """A schedule as the allocator sees it: what is taken and given back, in the order of the program. Storages go by
+    their number."""
+    return _Walk(trace, schedule).events()
+
+
+def asked_by_ops(trace: Trace) -> dict[int, tuple[int, ...]]:
+    """By op, bytes of the large blocks that it takes, its workspace at last."""
+    slots: dict[int, list[int]] = {}
+    for storage in trace.storages:
+        if not storage.external:
+            slots.setdefault(storage.born, []).append(storage.bytes)
+    workspaces = remembered(trace, _workspaces)
+    taken = ((index, (*slots.get(op.slot, ()), workspaces[op.slot])) for index, op in enumerate(trace.ops))
+    large = {index: tuple(size for size in sizes if size > SMALL_BYTES) for index, sizes in taken}
+    return {index: sizes for index, sizes in large.items() if sizes}
+
+
+def _workspaces(trace: Trace) -> dict[int, int]:
+    """By slot. What a recorder cannot name (a library's own buffer, bytes that are rounded up) lives on and shows as a
+    workspace of every op from then on: the least of an op's neighbours' is not its own."""
+    found = [op.workspace_bytes for op in trace.ops]
+    around = [found[max(0, at - NEIGHBOURS) : at + NEIGHBOURS + 1] for at in range(len(found))]
+    unnamed = [min(near) if len(near) > NEIGHBOURS else 0 for near in around]
+    return {op.slot: op.workspace_bytes - other for op, other in zip(trace.ops, unnamed)}
+
+
+class _Walk:
+    def __init__(self, trace: Trace, schedule: Schedule) -> None:
+        self.trace = trace
+        self.trace_index = index_of(trace)
+        self.actions: dict[int, list[Action]] = {}
+        for action in schedule.actions:
+            self.actions.setdefault(action.tick, []).append(action)
+        self.ends = storage_ends(trace, schedule)
+        self.copies: dict[int, int] = {}  # value -> its copy
+        self.late: dict[int, list[int]] = {}  # slot -> copies autograd holds until then
+        self.num_copies = 0
+        self.workspaces = remembered(trace, _workspaces)
+
+    def events(self) -> Iterator[Event]:
+        trace = self.trace
+        ticks = {slot: tick for tick, slot in enumerate(self.trace_index.tick_slots)}
+        born: dict[int, list[int]] = {}
+        dies: dict[int, list[int]] = {}
+        for number, end in self.ends.items():
+            born.setdefault(trace.storages[number].born, []).append(number)
+            dies.setdefault(end, []).append(number)
+        for slot in range(trace.num_slots):
+            for number in born.get(slot, ()):
+                yield "take", number, trace.storages[number].bytes
+            yield from self._passing(self.workspaces.get(slot, 0))
+            if slot in ticks:
+                for action in self.actions.get(ticks[slot], ()):
+                    yield from self._act(action, slot)
+            for number in dies.get(slot, ()):
+                yield "give", number, 0
+            for copy in self.late.pop(slot, ()):
+                yield "give", ("copy", copy), 0
+            yield "end", None, 0
+
+    def _passing(self, workspace_bytes: int) -> Iterator[Event]:
+        """cuDNN asks for it when the output is there."""
+        if workspace_bytes:
+            yield "take", "workspace", workspace_bytes
+            yield "give", "workspace", 0
+
+    def _act(self, action: Action, slot: int) -> Iterator[Event]:
+        if action.kind == "swap_in":
+            yield self._copy(action.value)
+        elif action.kind == "rerun":
+            yield from self._rerun(action)
+        elif action.kind == "free" and action.value in self.copies:
+            copy = self.copies.pop(action.value)
+            unpacks = [tick for tick in self.trace_index.unpacks.get(action.value, ()) if tick <= action.tick]
+            until = max((self.trace.ticks[tick].dies for tick in unpacks), default=-1)
+            if until > slot:
+                self.late.setdefault(until, []).append(copy)
+            else:
+                yield "give", ("copy", copy), 0
+
+    def _rerun(self, action: Action) -> Iterator[Event]:
+        op, trace_index = self.trace.ops[action.op], self.trace_index
+        read_over = trace_index.overwrites[action.op] if action.in_place else ()
+        old = {trace_index.storage[read]: read for read in read_over if read in self.copies}
+        unwanted = []
+        for value in op.writes:
+            if trace_index.storage[value] in old:
+                self.copies[value] = self.copies.pop(old[trace_index.storage[value]])
+                continue
+            yield self._copy(value)
+            if value not in action.values:
+                unwanted.append(self.copies.pop(value))
+        yield from self._passing(0 if op.norm_replay else self.workspaces[op.slot])
+        for copy in unwanted:
+            yield "give", ("copy", copy), 0
+
+    def _copy(self, value: int) -> Event:
+        self.num_copies += 1
+        self.copies[value] = self.num_copies
+        return "take", ("copy", self.num_copies), self.trace_index.value_bytes[value]

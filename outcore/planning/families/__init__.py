@@ -1,0 +1,1 @@
+"""Recorded steps of a few sizes -> the step of any other size."""

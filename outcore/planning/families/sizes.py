@@ -1,0 +1,337 @@
+"""Traces of one step at a few sizes -> its trace at any other size.
+
+Steps that do the same work on inputs of other sizes form a *family*. Their traces have the same ops with the same
+wiring; what differs are shapes, bytes and seconds. Here the sizes of a step are all the dimensions of its inputs.
+Dimensions that always change together are one variable (the length of a padded batch appears in the token ids, in the
+mask and in the labels), and those that never change are constants.
+
+Bytes and shapes are exact. The size of a tensor is nearly always a whole number times a product of variables, of their
+neighbours (a sequence without its last token) or of what strided convolutions make of them. The first such form that
+gives every recorded number counts, simple forms before complicated ones. Shapes tell more than bytes do, so storages
+that have as many bytes as a saved tensor follow that tensor's shape. Where no form fits, a line through the two nearest
+members is the best guess. A wrong guess is safe: the step that shows it leaves its plan, with the same numbers, and
+joins the family as another member.
+
+Seconds follow the work of each op: what they are at the recorded sizes is explained by a constant and the bytes the op
+moves, for attention also by their square, none of them negative.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from outcore.planning.families.scaling import GRAIN_BYTES, difference
+from outcore.values import Op, Storage, Tick, Trace
+
+Sizes = tuple[int, ...]  # every dimension of every input, in order
+Form = Callable[[Sizes], int]  # variables -> a whole number
+Floats = npt.NDArray[np.float64]
+
+LARGEST_POWER = 2  # of one variable in the size of a tensor: attention's scores have the length twice
+LARGEST_DEGREE = 3  # of all variables together
+STRIDES = (2, 4, 8, 16, 32)  # by which convolutional networks divide the size of their inputs
+
+
+@dataclass(frozen=True)
+class Member:
+    """One recorded step of a family."""
+
+    sizes: Sizes
+    trace: Trace
+
+
+class Family:
+    """Steps that do the same work on other sizes: at least two recorded members."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        assert len(members) > 1
+        self.members = tuple(sorted(members, key=lambda member: (math.prod(member.sizes), member.sizes)))
+        self._columns = tuple(zip(*(member.sizes for member in self.members), strict=True))
+        varying = [column for column in self._columns if len(set(column)) > 1]
+        self._variables = tuple(dict.fromkeys(varying))  # each by its values at the members
+        self._points = tuple(zip(*self._variables, strict=True)) if self._variables else ((),) * len(self.members)
+        self._forms: dict[tuple[int, ...], Form] = {}
+
+    def admits(self, member: Member) -> str:
+        """Why a recorded step is no member of this family; an empty string if it is one."""
+        if len(member.sizes) != len(self._columns):
+            return f"its inputs have {len(member.sizes)} dimensions, not {len(self._columns)}"
+        return difference(self.members[0].trace, member.trace)
+
+    def knows(self, sizes: Sizes) -> bool:
+        """Whether only dimensions differ that differ among the members, in the same way."""
+        return self._point(sizes) is not None
+
+    def at(self, sizes: Sizes) -> Trace:
+        """The trace of a step with inputs of these sizes, as it would be recorded."""
+        for member in self.members:
+            if member.sizes == sizes:
+                return member.trace
+        point = self._point(sizes)
+        assert point is not None, "the family does not know how these dimensions vary together"
+        nearest = self._nearest(sizes)
+        self._learn_from_shapes()
+        traces = [member.trace for member in self.members]
+        grain = 1 if nearest.device == "cpu" else GRAIN_BYTES
+        storages = tuple(
+            self._storage(group, storage, grain, point)
+            for storage, *group in zip(nearest.storages, *(trace.storages for trace in traces), strict=True)
+        )
+        seconds = self._seconds(replace(nearest, storages=storages))
+        return replace(
+            nearest,
+            storages=storages,
+            ops=tuple(
+                self._op(group, op, grain, point, float(op_s))
+                for op, op_s, *group in zip(nearest.ops, seconds, *(trace.ops for trace in traces), strict=True)
+            ),
+            ticks=tuple(
+                self._tick(group, tick, point)
+                for tick, *group in zip(nearest.ticks, *(trace.ticks for trace in traces), strict=True)
+            ),
+        )
+
+    # -- sizes --------------------------------------------------------------------------------------------------------
+
+    def _point(self, sizes: Sizes) -> Sizes | None:
+        """The variables' values; None where a constant differs or two dimensions of one variable do."""
+        if len(sizes) != len(self._columns):
+            return None
+        found: dict[tuple[int, ...], int] = {}
+        for size, column in zip(sizes, self._columns, strict=True):
+            if len(set(column)) == 1:
+                if size != column[0]:
+                    return None
+            elif found.setdefault(column, size) != size:
+                return None
+        return tuple(found[column] for column in self._variables)
+
+    def _nearest(self, sizes: Sizes) -> Trace:
+        """The smallest member that is at least as large, whose lifetimes are the most reliable; else the largest."""
+        work = math.prod(sizes)
+        larger = [member for member in self.members if math.prod(member.sizes) >= work]
+        return (larger[0] if larger else self.members[-1]).trace
+
+    # -- numbers ------------------------------------------------------------------------------------------------------
+
+    def _number(self, recorded: tuple[int, ...], grain: int, point: Sizes) -> int:
+        """What a recorded number is at another point. With a grain it was rounded up to a multiple of that."""
+        if len(set(recorded)) == 1:
+            return recorded[0]
+        return self._form(recorded, grain)(point)
+
+    def _form(self, recorded: tuple[int, ...], grain: int) -> Form:
+        key = (*recorded, grain)
+        if key not in self._forms:
+            self._forms[key] = _form_of(recorded, self._points, grain)
+        return self._forms[key]
+
+    def _learn_from_shapes(self) -> None:
+        """Storages with as many bytes as a saved tensor, at every member, have the form of that tensor's shape."""
+        if self._forms:
+            return
+        traces = [member.trace for member in self.members]
+        grain = 1 if traces[0].device == "cpu" else GRAIN_BYTES
+        for ticks in zip(*(trace.ticks for trace in traces), strict=True):
+            recorded = tuple(trace.bytes_of(tick.value) for trace, tick in zip(traces, ticks, strict=True))
+            key = (*recorded, grain)
+            if len(set(recorded)) == 1 or key in self._forms:
+                continue
+            sides = tuple(zip(*(tick.shape for tick in ticks), strict=True))
+            form = _volume([_constant(side[0]) if len(set(side)) == 1 else self._form(side, 1) for side in sides])
+            factor = _factor_of(form, recorded, self._points, grain)
+            if factor is not None:
+                self._forms[key] = _scaled(form, factor, grain)
+
+    def _storage(self, group: Sequence[Storage], storage: Storage, grain: int, point: Sizes) -> Storage:
+        num_bytes = self._number(tuple(other.bytes for other in group), grain, point)
+        return storage if num_bytes == storage.bytes else replace(storage, bytes=num_bytes)
+
+    def _tick(self, group: Sequence[Tick], tick: Tick, point: Sizes) -> Tick:
+        shape = tuple(self._number(sides, 1, point) for sides in zip(*(other.shape for other in group), strict=True))
+        return tick if shape == tick.shape else replace(tick, shape=shape)
+
+    def _op(self, group: Sequence[Op], op: Op, grain: int, point: Sizes, seconds: float) -> Op:
+        """A workspace never shrinks below what was recorded: libraries choose other algorithms at other sizes."""
+        workspaces = tuple(other.workspace_bytes for other in group)
+        factor = seconds / op.seconds if op.seconds > 0 else 1.0
+        norm_replays = all(other.norm_replay for other in group)
+        fused = op.fused if all(other.fused == op.fused for other in group) else ()
+        return replace(
+            op,
+            seconds=seconds,
+            workspace_bytes=max(self._number(workspaces, grain, point), min(workspaces)) if any(workspaces) else 0,
+            norm_replay=norm_replays,
+            norm_replay_s=op.norm_replay_s * factor if norm_replays else 0.0,
+            fused=fused,
+            fused_s=op.fused_s * factor if fused else 0.0,
+            repeats=op.repeats if all(other.repeats == op.repeats for other in group) else -1,
+        )
+
+    # -- seconds ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _costs(self) -> tuple[Floats, Floats]:
+        """Per op the coefficients of a constant, of its moved bytes and of their square, and the scale of the bytes."""
+        traces = [member.trace for member in self.members]
+        moved = np.stack([_moved_bytes(trace) for trace in traces], axis=1)  # op, member
+        seconds = np.array([[op.seconds for op in trace.ops] for trace in traces], dtype=np.float64).T
+        scale = np.maximum(moved.max(axis=1), 1.0)
+        squared = np.array(["attention" in op.name for op in traces[0].ops])
+        work = moved / scale[:, None]
+        return _explain(work, _without_first_calls(work, seconds, squared), squared), scale
+
+    def _seconds(self, trace: Trace) -> Floats:
+        costs, scale = self._costs
+        work = _moved_bytes(trace) / scale
+        seconds: Floats = costs[:, 0] + costs[:, 1] * work + costs[:, 2] * work**2
+        return seconds
+
+
+def _moved_bytes(trace: Trace) -> Floats:
+    return np.array(
+        [sum(trace.bytes_of(value) for value in (*op.reads, *op.writes)) for op in trace.ops], dtype=np.float64
+    )
+
+
+def _without_first_calls(work: Floats, seconds: Floats, squared: npt.NDArray[np.bool_]) -> Floats:
+    """An op takes no longer than at another size, times the work where it has more: whatever was longer also loaded a
+    library, compiled a kernel or waited for memory."""
+    power = np.where(squared, 2.0, 1.0)[:, None, None]
+    ratio = work[:, :, None] / np.maximum(work[:, None, :], 1e-12)  # op, member, another
+    limits = seconds[:, None, :] * np.maximum(ratio, 1.0) ** power
+    cleaned: Floats = limits.min(axis=2)
+    return cleaned
+
+
+def _explain(work: Floats, seconds: Floats, squared: npt.NDArray[np.bool_]) -> Floats:
+    """Least squares with coefficients that are not negative, for all ops at once: every subset of the three terms is
+    solved, and the best one without a negative coefficient counts. Only ops that are `squared` have the third term."""
+    num_ops, num_members = work.shape
+    terms = np.stack([np.ones_like(work), work, work**2], axis=2)  # op, member, term
+    best, best_error = np.zeros((num_ops, 3)), np.full(num_ops, np.inf)
+    for size in range(1, min(3, num_members) + 1):
+        for chosen in itertools.combinations(range(3), size):
+            part = terms[:, :, chosen]
+            solved = np.einsum("otm,om->ot", np.linalg.pinv(part), seconds)
+            error = ((np.einsum("omt,ot->om", part, solved) - seconds) ** 2).sum(axis=1)
+            allowed = squared if 2 in chosen else np.ones_like(squared)
+            better = allowed & (solved >= 0).all(axis=1) & (error < best_error * (1 - 1e-9))
+            best_error[better] = error[better]
+            best[better] = 0.0
+            best[np.ix_(better, np.array(chosen))] = solved[better]
+    return best
+
+
+# -- forms of a tensor's size ------------------------------------------------------------------------------------------
+
+
+def _form_of(recorded: Sequence[int], points: Sequence[Sizes], grain: int) -> Form:
+    """The simplest form that gives every recorded number, or a line through the nearest members."""
+    for form in _products(len(points[0])):
+        factor = _factor_of(form, recorded, points, grain)
+        if factor is not None:
+            return _scaled(form, factor, grain)
+    return _line(recorded, points, grain)
+
+
+def _scaled(form: Form, factor: int, grain: int) -> Form:
+    return lambda point: _round_up(factor * form(point), grain)
+
+
+def _constant(number: int) -> Form:
+    return lambda point: number
+
+
+def _volume(sides: Sequence[Form]) -> Form:
+    return lambda point: math.prod(side(point) for side in sides)
+
+
+def _factor_of(form: Form, recorded: Sequence[int], points: Sequence[Sizes], grain: int) -> int | None:
+    """The whole number that makes `form` give every recorded number; the largest, where rounding leaves a choice."""
+    values = [form(point) for point in points]
+    at = max(range(len(values)), key=values.__getitem__)
+    if values[at] <= 0:
+        return None
+    factor = recorded[at] // values[at]
+    while factor > 0 and _round_up(factor * values[at], grain) == recorded[at]:
+        if all(_round_up(factor * value, grain) == number for value, number in zip(values, recorded, strict=True)):
+            return factor
+        factor -= 1
+    return None
+
+
+def _round_up(number: int, grain: int) -> int:
+    return -(-number // grain) * grain
+
+
+def _line(recorded: Sequence[int], points: Sequence[Sizes], grain: int) -> Form:
+    """Along the product of all variables, through the two members that lie nearest to a point."""
+    known = sorted({math.prod(point): number for point, number in zip(points, recorded, strict=True)}.items())
+
+    def form(point: Sizes) -> int:
+        at = math.prod(point)
+        if len(known) == 1:
+            return known[0][1]
+        above = next((index for index, (work, _) in enumerate(known) if index and at <= work), len(known) - 1)
+        (low, low_number), (high, high_number) = known[above - 1], known[above]
+        number = high_number + (high_number - low_number) * (at - high) / (high - low)
+        return max(0, _round_up(math.ceil(number), grain))
+
+    return form
+
+
+@lru_cache(maxsize=8)
+def _products(num_variables: int) -> tuple[Form, ...]:
+    """Products of the variables, simple ones first: powers, then neighbours, then strided sizes."""
+    powers = itertools.product(range(LARGEST_POWER + 1), repeat=num_variables)
+    kept = sorted(
+        (power for power in powers if 0 < sum(power) <= LARGEST_DEGREE), key=lambda power: (sum(power), power)
+    )
+    return (*(_product(power, _as_it_is) for power in kept), *_shifted(kept), *_strided(kept))
+
+
+def _shifted(powers: Sequence[Sizes]) -> Iterator[Form]:
+    for shift in (-1, 1):
+        for power in powers:
+            for at, exponent in enumerate(power):
+                if exponent:
+                    yield _shifted_product(power, at, shift)
+
+
+def _shifted_product(power: Sizes, at: int, shift: int) -> Form:
+    """One factor of one variable is its neighbour: a sequence without its last token, or with one more."""
+    whole = _product(tuple(exponent - (index == at) for index, exponent in enumerate(power)), _as_it_is)
+    return lambda point: whole(point) * (point[at] + shift)
+
+
+def _strided(powers: Sequence[Sizes]) -> Iterator[Form]:
+    for stride in STRIDES:
+        for power in powers:
+            yield _product(power, lambda size, stride=stride: -(-size // stride))  # type: ignore[misc]
+            yield _product(power, lambda size, stride=stride: size // stride)  # type: ignore[misc]
+            for at in range(len(power)) if sum(map(bool, power)) > 1 else ():
+                yield _product_with_one_whole(power, at, stride)  # a batch beside a strided size
+
+
+def _product_with_one_whole(power: Sizes, at: int, stride: int) -> Form:
+    def form(point: Sizes) -> int:
+        sides = (size if index == at else -(-size // stride) for index, size in enumerate(point))
+        return math.prod(side**exponent for side, exponent in zip(sides, power, strict=True))
+
+    return form
+
+
+def _product(power: Sizes, side: Callable[[int], int]) -> Form:
+    return lambda point: math.prod(side(size) ** exponent for size, exponent in zip(point, power, strict=True))
+
+
+def _as_it_is(size: int) -> int:
+    return size

@@ -1,0 +1,1 @@
+"""Trace index + Machine + Budget -> decisions: one module per planner, and what only planners share."""

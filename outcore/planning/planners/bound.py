@@ -1,0 +1,166 @@
+"""Trace + Machine + Budget -> seconds no plan can beat.
+
+Look at one slot. Everything evictable that the program has let go and autograd has not yet asked for must be kept,
+copied out by then, or remade later. Room for keeping is the budget less what every plan holds there. Copies out are
+bounded by the lane's rate times the clock. The rest costs seconds: of remaking (at least its share of the ops it
+reruns, cheapest bytes first), or of waiting for the lane. The dearest slot is the bound.
+
+An op's seconds are shared among the values whose remaking needs it, so that any set of values costs at least the sum
+of their shares; sharing evenly per byte, op after op, makes the bound tight where segments overlap.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outcore.planning.planners.costs import segments_of
+from outcore.planning.planners.scoring import Decisions, lean_bytes
+from outcore.planning.trace_index import Int64s, TraceIndex
+from outcore.values import Budget, Machine
+
+NUM_SLOTS_LOOKED_AT = 24
+NUM_SHARING_ROUNDS = 6
+ROUNDING = 1 - 1e-9  # the simulator adds the same seconds in another order
+
+
+def bound_step_s(trace_index: TraceIndex, machine: Machine, budget: Budget) -> float:
+    """A lower bound on the step time of every plan for this budget."""
+    op_s = trace_index.total_s / machine.speed
+    if not trace_index.evictable:
+        return op_s * ROUNDING
+    over_bytes = _over_bytes(trace_index, budget)
+    clock_s = _slot_clock(trace_index) / machine.speed
+    rate = _fastest_out(machine, budget)
+    urgent = np.where(over_bytes > 0, over_bytes - rate * clock_s, -np.inf)
+    looked_at = np.argsort(urgent, kind="stable")[::-1][:NUM_SLOTS_LOOKED_AT]
+    shares_s = _shares(trace_index)
+    delay_s = max(
+        (
+            _delay_at(trace_index, machine, budget, int(slot), int(over_bytes[slot]), float(clock_s[slot]), shares_s)
+            for slot in looked_at
+            if over_bytes[slot] > 0
+        ),
+        default=0.0,
+    )
+    return (op_s + delay_s) * ROUNDING
+
+
+def _over_bytes(trace_index: TraceIndex, budget: Budget) -> Int64s:
+    """Per slot, how far keeping everything evictable would go over the budget; ticks are left out (0)."""
+    swapped: Decisions = dict.fromkeys(trace_index.evictable, "swap")
+    change = np.zeros(trace_index.trace.num_slots + 1, dtype=np.int64)
+    for value, (first, end) in trace_index.spans.items():
+        if first < end:
+            change[first] += trace_index.value_bytes[value]
+            change[end] -= trace_index.value_bytes[value]
+    kept: Decisions = dict.fromkeys(trace_index.evictable, "keep")
+    # Two saved versions of one storage have two spans and one block: keeping all of them tells how much that really is.
+    held = np.minimum(
+        lean_bytes(trace_index, budget, swapped) + np.cumsum(change)[:-1], lean_bytes(trace_index, budget, kept)
+    )
+    over: Int64s = held - budget.device_bytes
+    over[trace_index.tick_slots] = 0
+    return over
+
+
+def _slot_clock(trace_index: TraceIndex) -> NDArray[np.float64]:
+    """Op seconds before each slot."""
+    seconds = np.zeros(trace_index.trace.num_slots + 1)
+    for op in trace_index.trace.ops:
+        seconds[op.slot + 1] = op.seconds
+    clock_s: NDArray[np.float64] = np.cumsum(seconds)[:-1]
+    return clock_s
+
+
+def _fastest_out(machine: Machine, budget: Budget) -> float:
+    rates = [machine.swap_out_bytes_per_s] if budget.host_bytes else []
+    rates += [machine.disk_write_bytes_per_s] if budget.disk_bytes else []
+    return max(rates, default=0.0)
+
+
+def _shares(trace_index: TraceIndex) -> dict[int, float]:
+    """Value -> seconds of remaking it that nobody else is charged with."""
+    segments = {value: ops for value, ops in segments_of(trace_index).items() if trace_index.unpacks[value]}
+    users: dict[int, list[int]] = {}
+    for value, ops in segments.items():
+        for op in ops:
+            users.setdefault(op, []).append(value)
+    share_s = dict.fromkeys(segments, 0.0)
+    given: dict[int, dict[int, float]] = {op: {} for op in users}
+    shared = [op for op, values in users.items() if len(values) > 1]
+    for op, values in users.items():
+        if len(values) == 1:
+            share_s[values[0]] += trace_index.trace.ops[op].rerun_s
+    for _ in range(NUM_SHARING_ROUNDS):
+        for op in shared:
+            for value, seconds in given[op].items():
+                share_s[value] -= seconds
+            given[op] = _level(trace_index, users[op], share_s, trace_index.trace.ops[op].rerun_s)
+            for value, seconds in given[op].items():
+                share_s[value] += seconds
+    return share_s
+
+
+def _level(trace_index: TraceIndex, values: list[int], share_s: dict[int, float], seconds: float) -> dict[int, float]:
+    """Give `seconds` to the values whose seconds per byte are lowest, until they are level."""
+    by_density = sorted(values, key=lambda value: share_s[value] / trace_index.value_bytes[value])
+    num_bytes, held_s = 0, 0.0
+    for at, value in enumerate(by_density):
+        num_bytes += trace_index.value_bytes[value]
+        held_s += share_s[value]
+        level = (held_s + seconds) / num_bytes
+        after = by_density[at + 1] if at + 1 < len(by_density) else None
+        if after is None or level <= share_s[after] / trace_index.value_bytes[after]:
+            break
+    return {one: level * trace_index.value_bytes[one] - share_s[one] for one in by_density[: at + 1]}
+
+
+def _delay_at(
+    trace_index: TraceIndex,
+    machine: Machine,
+    budget: Budget,
+    slot: int,
+    over_bytes: int,
+    clock_s: float,
+    shares_s: dict[int, float],
+) -> float:
+    """The least extra seconds with which this slot fits: remake the cheapest bytes, or wait for the lane."""
+    rate, stored_bytes = _fastest_out(machine, budget), budget.host_bytes + budget.disk_bytes
+    remade = _remake_offers(trace_index, machine, slot, shares_s)
+    first_unpack = min((ticks[0] for ticks in trace_index.unpacks.values() if ticks), default=0)
+    if slot < trace_index.tick_slots[first_unpack]:  # no rerun has run yet: only waiting gives the lane more time
+        copied_bytes = min(rate * clock_s, stored_bytes)
+        wait = [(1 / rate, max(stored_bytes - copied_bytes, 0.0))] if rate > 0 else []
+        return _cheapest(sorted(remade + wait), over_bytes - copied_bytes)
+    low_s, high_s = 0.0, _cheapest(remade, float(over_bytes - min(rate * clock_s, stored_bytes)))
+    high_s = min(high_s, over_bytes / rate if rate > 0 else high_s)
+    for _ in range(50):  # any delay also gives the lane time: the fixed point
+        middle_s = (low_s + high_s) / 2
+        left_bytes = over_bytes - min(rate * (clock_s + middle_s), stored_bytes)
+        low_s, high_s = (middle_s, high_s) if _cheapest(remade, left_bytes) > middle_s else (low_s, middle_s)
+    return low_s
+
+
+def _remake_offers(
+    trace_index: TraceIndex, machine: Machine, slot: int, shares_s: dict[int, float]
+) -> list[tuple[float, float]]:
+    """(seconds per byte, bytes) of what may be remade instead of being there in this slot, cheapest first."""
+    offers = []
+    for value, (first, end) in trace_index.spans.items():
+        if first <= slot < end and trace_index.recomputable[value]:
+            num_bytes = trace_index.value_bytes[value]
+            offers.append((shares_s.get(value, 0.0) / machine.speed / num_bytes, float(num_bytes)))
+    return sorted(offers)
+
+
+def _cheapest(offers: list[tuple[float, float]], num_bytes: float) -> float:
+    """Seconds to get rid of `num_bytes` by the cheapest offers, in part where that is enough."""
+    seconds = 0.0
+    for density, offered_bytes in offers:
+        if num_bytes <= 0:
+            break
+        taken_bytes = min(offered_bytes, num_bytes)
+        seconds += taken_bytes * density
+        num_bytes -= taken_bytes
+    return seconds

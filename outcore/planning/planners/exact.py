@@ -1,0 +1,173 @@
+"""TraceIndex + Machine + Budget -> decisions by a mixed-integer program: for judging the others, not for speed.
+
+Small steps (up to `MAX_ENUMERATED` combinations) are enumerated: every combination of decisions is lowered and
+simulated, and the fastest that fits is the answer. That is the definition of exact.
+
+Larger ones are modelled, as Checkmate (MLSys 2020) and POET (ICML 2022) do, and solved by HiGHS through SciPy. The
+model assumes perfect overlap: one re-execution per op, pulled in by inputs nobody saved; memory at every slot, with
+each value on the device while it is asked for; both copy lanes able to carry what is swapped before the turn and after
+it. What the model leaves out the simulator sees: where a segment held early does not fit, a cut asks for one value of
+it to be kept or swapped and the program is solved again; for copies in flight it is also solved with a reserve of
+memory, for about a minute in all. The hybrid's plan is the incumbent; the fastest that really fits is returned. So for
+large steps `exact` is the best of a model's optimum and the hybrid, and no proof: the proof is `bound`.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import product
+
+import numpy as np
+
+from outcore.errors import OutcoreError
+from outcore.planning.planners.costs import segments_of
+from outcore.planning.planners.hybrid import hybrid
+from outcore.planning.planners.pricing import LaneRoom, offer_of, segments_over
+from outcore.planning.planners.scoring import Decisions, Progress, better, lean_bytes, score
+from outcore.planning.planners.simple import keep_all
+from outcore.planning.trace_index import TraceIndex
+from outcore.values import Budget, Decision, Machine
+
+MAX_ENUMERATED = 4**6
+TIME_LIMIT_S = 10.0  # for one solution
+TOTAL_LIMIT_S = 60.0
+GAP = 2e-3
+RESERVES = (0.0, 0.03)
+MAX_CUT_ROUNDS = 12
+
+
+def exact(trace_index: TraceIndex, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
+    """Enumeration where that is possible, else the mixed-integer optimum of the model."""
+    kept = keep_all(trace_index, machine, budget, progress)
+    if int(lean_bytes(trace_index, budget, kept).max(initial=0)) <= budget.device_bytes:
+        return kept
+    choices = [_choices(trace_index, value) for value in trace_index.evictable]
+    best = score(trace_index, machine, budget, hybrid(trace_index, machine, budget, progress))
+    if np.prod([float(len(options)) for options in choices]) <= MAX_ENUMERATED:
+        for made in product(*choices):
+            decisions: Decisions = dict(zip(trace_index.evictable, made))
+            best = better(best, score(trace_index, machine, budget, decisions))
+        return dict(best.decisions)
+    model, until_s = Model(trace_index, machine, budget), time.monotonic() + TOTAL_LIMIT_S
+    for at, reserve in enumerate(RESERVES):
+        progress("solving", at / len(RESERVES))
+        found = None
+        for _ in range(MAX_CUT_ROUNDS):
+            if time.monotonic() > until_s:
+                break
+            found = model.solve(int(budget.device_bytes * (1 - reserve)))
+            if found is None or not model.cut(found):
+                break
+        if found is not None:
+            best = better(best, score(trace_index, machine, budget, found))
+    return dict(best.decisions)
+
+
+def _choices(trace_index: TraceIndex, value: int) -> list[Decision]:
+    return ["keep", "swap", "recompute", "remake"] if trace_index.recomputable[value] else ["keep", "swap"]
+
+
+class Model:
+    """Columns: keep per value, swap per value, rerun per op. Seconds in ms and bytes in MB, so that sizes are alike."""
+
+    def __init__(self, trace_index: TraceIndex, machine: Machine, budget: Budget) -> None:
+        self.trace_index, self.machine, self.budget = trace_index, machine, budget
+        self.segments = segments_of(trace_index)
+        self.values = list(trace_index.evictable)
+        self.keep_at = {value: at for at, value in enumerate(self.values)}
+        self.swap_at = {value: at + len(self.values) for at, value in enumerate(self.values)}
+        ops = sorted({op for segment in self.segments.values() for op in segment})
+        self.rerun_at = {op: at + 2 * len(self.values) for at, op in enumerate(ops)}
+        self.num_columns = 2 * len(self.values) + len(ops)
+        self.rows: list[tuple[list[tuple[int, float]], float, float]] = []
+        self._every_value_somehow()
+        self._reruns_pull_in_unsaved()
+        self._lanes_keep_up()
+
+    def _every_value_somehow(self) -> None:
+        for value in self.values:
+            row = [(self.keep_at[value], 1.0), (self.swap_at[value], 1.0)]
+            if value in self.segments:
+                row.append((self.rerun_at[self.trace_index.producer[value]], 1.0))
+            self.rows.append((row, 1.0, np.inf))
+
+    def _reruns_pull_in_unsaved(self) -> None:
+        for op, column in self.rerun_at.items():
+            for read in self.trace_index.reads[op]:
+                maker = self.trace_index.producer[read]
+                if read not in self.trace_index.packs and maker in self.rerun_at:
+                    self.rows.append(([(self.rerun_at[maker], 1.0), (column, -1.0)], 0.0, np.inf))
+
+    def _lanes_keep_up(self) -> None:
+        lanes = LaneRoom(self.trace_index, self.machine, self.budget)
+        row: list[tuple[int, float]] = []
+        for value in sorted(self.values, key=lambda value: -lanes.out_at[value]):
+            row.append((self.swap_at[value], lanes.out_s[value] * 1e3))
+            self.rows.append((list(row), -np.inf, lanes.out_room[lanes.out_at[value]] * 1e3))
+        row = []
+        for value in sorted(self.values, key=lambda value: lanes.in_at[value]):
+            row.append((self.swap_at[value], lanes.in_s[value] * 1e3))
+            self.rows.append((list(row), -np.inf, lanes.in_room[lanes.in_at[value]] * 1e3))
+        stored = [(self.swap_at[value], self.trace_index.value_bytes[value] / 1e6) for value in self.values]
+        self.rows.append((stored, -np.inf, (self.budget.host_bytes + self.budget.disk_bytes) / 1e6))
+
+    def _memory(self, device_bytes: int) -> list[tuple[list[tuple[int, float]], float, float]]:
+        trace_index = self.trace_index
+        needed_bytes = lean_bytes(trace_index, self.budget, dict.fromkeys(self.values, "swap"))
+        spans = trace_index.spans
+        edges = sorted({edge for span in spans.values() for edge in span if edge < trace_index.trace.num_slots})
+        rows = []
+        for first, end in zip(edges, [*edges[1:], trace_index.trace.num_slots]):
+            room = (device_bytes - int(needed_bytes[first:end].max())) / 1e6
+            row = [
+                (self.keep_at[value], trace_index.value_bytes[value] / 1e6)
+                for value, span in spans.items()
+                if span[0] <= first < span[1]
+            ]
+            if sum(size for _, size in row) > room:
+                rows.append((row, -np.inf, room))
+        return rows
+
+    def cut(self, decisions: Decisions) -> bool:
+        """Segments that do not fit when they are remade: one of each must not be. False: everything fits."""
+        offer = offer_of(self.trace_index, self.budget, decisions)
+        over_bytes = offer.slot_bytes - self.budget.device_bytes
+        worst = segments_over(self.trace_index, offer, over_bytes)
+        for tick, (_, slot) in worst.items():
+            chain = {self.trace_index.trace.ticks[tick].value}
+            chain |= {
+                copy.value
+                for copy in offer.early
+                if copy.made == tick and self.trace_index.tick_slots[copy.asked] > slot
+            }
+            row = [(column[value], 1.0) for value in chain for column in (self.keep_at, self.swap_at)]
+            self.rows.append((row, 1.0, np.inf))
+        return bool(worst)
+
+    def solve(self, device_bytes: int) -> Decisions | None:
+        try:
+            from scipy.optimize import Bounds, LinearConstraint, milp
+            from scipy.sparse import coo_array
+        except ImportError:
+            raise OutcoreError("the exact planner needs SciPy; install outcore[exact] or choose hybrid") from None
+        rows = self.rows + self._memory(device_bytes)
+        entries = [(at, column, size) for at, (row, _, _) in enumerate(rows) for column, size in row]
+        where = (np.array([entry[0] for entry in entries]), np.array([entry[1] for entry in entries]))
+        matrix = coo_array((np.array([entry[2] for entry in entries]), where), shape=(len(rows), self.num_columns))
+        cost = np.full(self.num_columns, 1e-7)  # of equal seconds, the fewest evictions
+        for op, column in self.rerun_at.items():
+            cost[column] = self.trace_index.trace.ops[op].rerun_s / self.machine.speed * 1e3
+        found = milp(
+            cost,
+            constraints=LinearConstraint(matrix.tocsr(), [row[1] for row in rows], [row[2] for row in rows]),
+            bounds=Bounds(0, 1),
+            integrality=np.ones(self.num_columns, dtype=np.int64),
+            options={"time_limit": TIME_LIMIT_S, "mip_rel_gap": GAP},
+        )
+        return None if found.x is None else self._read(found.x > 0.5)
+
+    def _read(self, on: np.typing.NDArray[np.bool_]) -> Decisions:
+        return {
+            value: "keep" if on[self.keep_at[value]] else "swap" if on[self.swap_at[value]] else "recompute"
+            for value in self.values
+        }

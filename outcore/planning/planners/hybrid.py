@@ -1,0 +1,353 @@
+"""TraceIndex + Machine + Budget -> decisions, near the least step time: the default planner.
+
+Pricing proposes decisions and the simulator scores them. For several shares of the copy lanes and several reserves of
+memory (for copies in flight), the cheapest decisions that fit are lowered and simulated. Local search then improves
+them by flips: one to three values are kept, swapped or recomputed instead, large values more often, and a change is
+accepted if the simulated step fits and is faster. All offers get some flips, and the best of them are improved until no
+flip helps; the search then restarts near the best result. Finally, values are kept where memory is left.
+
+PoocH (arXiv 1907.05013) searches by simulating too, from all-swap and layer by layer. Here prices do the coarse work,
+so that what the simulator must decide is small; values are storages of ops, and both lanes' capacity is a price.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from outcore.planning.planners.blocks import block_offers
+from outcore.planning.planners.bound import bound_step_s
+from outcore.planning.planners.pricing import INF, Pricing
+from outcore.planning.planners.scoring import (
+    Decisions,
+    Progress,
+    Scored,
+    better,
+    lean_bytes,
+    score,
+    score_if_it_can_fit,
+)
+from outcore.planning.planners.simple import keep_all, leanest
+from outcore.planning.planners.swap import swap
+from outcore.planning.trace_index import TraceIndex
+from outcore.values import MADE_AGAIN, Budget, Decision, Machine
+
+OFFERS = (*itertools.product((1.0, 0.95, 1.05, 0.8), (0.0, 0.02)), (1.5, 0.15), (1.5, 0.2))  # (share, reserve)
+FORCED = tuple(itertools.product((0.0, 1.5, 2.0, 3.0, INF), (0.0, 0.02)))  # where nothing else fits
+PRICING_WORK = 700_000  # offers x (ops + ticks), after which no other is asked for: a second or two
+FLIP_WORK = 1_500_000  # flips drawn x (ops + ticks): what improving may cost, a few seconds
+MAX_FLIPS = 3000
+FAR, FAR_TIMES = 0.05, 2.5  # where the best offer takes this much longer than the bound: so many times the work
+BRIEF_TIMES = 0.2  # so many times the work, for a brief search
+NUM_STARTS, NUM_FINALISTS = 8, 2  # offers that are improved a little, and as far as it goes
+LEAST_EACH, RACE_PART = 60, 6  # flips for each start, or fewer start; of all flips, for each round of halving
+NUM_VALUES = (0.35, 0.45, 0.2)  # how often one, two, three values are decided anew
+BY_BYTES = 0.5  # of the values drawn: a large one more often; the others each as often
+EXCHANGES = 0.4  # of the flips of several, where two can: they take each other's decision
+MAX_DRAWS = 20  # for a flip that memory may have room for
+NUM_ENDS, NEARLY = 4, 0.02  # of walks, so little slower than the best: to keep more may make one of them the best
+NUM_KICKS, MAX_IDLE_WALKS = 3, 40  # flips taken whatever they cost, then a walk; walks in a row that led nowhere
+GOOD_ENOUGH, BRIEFLY_ENOUGH = 1e-4, 0.03  # a plan this near to the bound is not improved further
+KEEP_RESERVES = (0.0, 0.05, 0.15, 0.35)  # of the budget, tried in turn
+NUM_HALVINGS = 8  # when looking for the least budget that would do
+NEARLY_FREE = 1e-3  # where the bound says that copies alone may hide, the swap planner is asked too
+MIN_PATIENCE, LATER_PATIENCE = 150, 30  # flips in a row that change nothing before a walk stops; those after the first
+
+
+def hybrid(trace_index: TraceIndex, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
+    """Pricing, simulation and flips. Keeps everything when everything fits."""
+    return several(trace_index, machine, budget, progress, most=1)[0]
+
+
+def several(
+    trace_index: TraceIndex,
+    machine: Machine,
+    budget: Budget,
+    progress: Progress,
+    *,
+    most: int,
+    starts: Sequence[Mapping[int, Decision]] = (),
+    brief: bool = False,
+) -> list[Decisions]:
+    """What `hybrid` decides, and other ends of its walks that are nearly as fast, `most` in all: what the simulator
+    does not know of, a device's allocator say, may favour one of them. `starts`: what was decided for about as much
+    memory; with those that fit less work will do. `brief`: a plan that is nearly as good as any could be is not
+    improved further, and one that is far from it not for longer."""
+    if (whole := _kept_if_it_fits(trace_index, machine, budget, progress)) is not None:
+        return [whole]
+    bound_s = bound_step_s(trace_index, machine, budget)
+    enough_s = bound_s * (1 + (BRIEFLY_ENOUGH if brief else GOOD_ENOUGH))
+    offers = _with_blocks(trace_index, machine, budget, _offers(trace_index, machine, budget, enough_s, progress))
+    known = [score(trace_index, machine, budget, start) for start in starts if _is_of(trace_index, start)]
+    known = sorted((scored for scored in known if scored.fits), key=_merit)[:1]
+    found = sorted((*offers, *known), key=_merit)
+    if not found[0].fits:
+        return [dict(found[0].decisions)]
+    if found[0].step_s > enough_s:
+        far = FAR_TIMES if found[0].step_s > (1 + FAR) * bound_s and not known else 1.0
+        walk = Walk(trace_index, machine, budget, enough_s, progress, BRIEF_TIMES if brief else far)
+        found = walk.improved(offers, known)
+    return _ends(trace_index, machine, budget, found, most)
+
+
+def _is_of(trace_index: TraceIndex, start: Mapping[int, Decision]) -> bool:
+    """Does it decide this step's values, each so that it can be done?"""
+    made_again = (value for value, decision in start.items() if decision in MADE_AGAIN)
+    return start.keys() == set(trace_index.evictable) and all(trace_index.recomputable[value] for value in made_again)
+
+
+def _ends(trace_index: TraceIndex, machine: Machine, budget: Budget, found: list[Scored], most: int) -> list[Decisions]:
+    """The best, different ones, with what there is room for kept; which may make another one the best."""
+    kept: list[Scored] = []
+    for scored in found:
+        if len(kept) == max(most, NUM_ENDS) or not scored.fits or scored.step_s > (1 + NEARLY) * found[0].step_s:
+            break
+        fuller = _keep_what_fits(trace_index, machine, budget, scored)
+        if all(fuller.decisions != other.decisions for other in kept):
+            kept.append(fuller)
+    return [dict(scored.decisions) for scored in sorted(kept, key=_merit)[:most]]
+
+
+def priced(trace_index: TraceIndex, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
+    """The first offer of `Pricing` that fits, without local search: the step is a few percent slower than the hybrid
+    planner's, and planning is several times faster. It serves the step in which ops are timed."""
+    if (kept := _kept_if_it_fits(trace_index, machine, budget, progress)) is not None:
+        return kept
+    pricing = Pricing(trace_index, machine, budget)
+    for remakes in (False, True):
+        found = pricing.cheapest_fit(1.0, int(budget.device_bytes * 0.98), remakes=remakes)
+        if found is not None and score(trace_index, machine, budget, found).fits:
+            return found
+    return dict(_offers(trace_index, machine, budget, INF, progress)[0].decisions)
+
+
+def _kept_if_it_fits(trace_index: TraceIndex, machine: Machine, budget: Budget, progress: Progress) -> Decisions | None:
+    kept = keep_all(trace_index, machine, budget, progress)
+    return kept if int(lean_bytes(trace_index, budget, kept).max(initial=0)) <= budget.device_bytes else None
+
+
+def smallest_fit(
+    trace_index: TraceIndex, machine: Machine, budget: Budget, high_bytes: int
+) -> tuple[int, Decisions] | None:
+    """A device budget below `high_bytes` that the hybrid fits, and how: where host and disk cannot hold everything."""
+    low_bytes = int(lean_bytes(trace_index, budget, dict.fromkeys(trace_index.evictable, "swap")).max(initial=0))
+    best = None
+    for _ in range(NUM_HALVINGS):
+        device_bytes = (low_bytes + high_bytes) // 2
+        tried = replace(budget, device_bytes=device_bytes)
+        pricing = Pricing(trace_index, machine, tried)
+        ways = itertools.product((1.0, 0.0), (False, True))
+        offers = [pricing.cheapest_fit(share, device_bytes, remakes=remakes) for share, remakes in ways]
+        fitting = [made for made in offers if made is not None and score(trace_index, machine, tried, made).fits]
+        if fitting:
+            best, high_bytes = (device_bytes, fitting[0]), device_bytes
+        else:
+            low_bytes = device_bytes
+    return best
+
+
+def _offers(
+    trace_index: TraceIndex, machine: Machine, budget: Budget, enough_s: float, progress: Progress
+) -> list[Scored]:
+    """Different ones, those that fit before the others and the faster before the slower. The leanest is among them, but
+    where it is enough, too, an offer may be better."""
+    found = [score(trace_index, machine, budget, leanest(trace_index, machine, budget, progress))]
+    pricing = Pricing(trace_index, machine, budget)
+
+    def is_enough(scored: Scored) -> bool:
+        return scored.fits and scored.step_s <= enough_s
+
+    any_fit = False
+    for offers in (OFFERS, FORCED):
+        any_anchored, most_work = False, pricing.work + PRICING_WORK
+        for at, (share, reserve) in enumerate(offers):
+            progress("pricing", at / len(offers))
+            room_bytes = int(budget.device_bytes * (1 - reserve))
+            for remakes in (False, True):
+                made = pricing.cheapest_fit(share, room_bytes, remakes=remakes)
+                if made is None:
+                    continue
+                known = next((scored for scored in found if scored.decisions == made), None)
+                if known is None:
+                    found.append(known := score(trace_index, machine, budget, made))
+                if known.fits:
+                    any_fit, any_anchored = True, any_anchored or not remakes
+                    break
+            if any(map(is_enough, found[1:])) or (any_fit and pricing.work > most_work):
+                break
+        if any_anchored:
+            break
+    if enough_s <= trace_index.total_s / machine.speed * (1 + NEARLY_FREE) and not any(map(is_enough, found)):
+        found.append(score(trace_index, machine, budget, swap(trace_index, machine, budget, progress)))
+    return sorted(found, key=_merit)
+
+
+def _with_blocks(trace_index: TraceIndex, machine: Machine, budget: Budget, offers: list[Scored]) -> list[Scored]:
+    """The offers, and checkpointing block by block where that fits and is faster than the best of them."""
+    checkpointed = [score(trace_index, machine, budget, decisions) for decisions in block_offers(trace_index)]
+    faster = [scored for scored in checkpointed if scored.fits and _merit(scored) < _merit(offers[0])]
+    return sorted((*offers, *faster), key=_merit)
+
+
+def _merit(scored: Scored) -> tuple[bool, float]:
+    """The better, the less."""
+    return not scored.fits, scored.step_s
+
+
+def _keep_what_fits(trace_index: TraceIndex, machine: Machine, budget: Budget, best: Scored) -> Scored:
+    """A copy that is free in the simulator may not be on the machine: what memory has room for stays, if that is no
+    slower. The shortest stays first; room for copies in flight is left where they need it."""
+    lean = lean_bytes(trace_index, budget, best.decisions)
+    away = [value for value in trace_index.evictable if best.decisions[value] != "keep"]
+    away.sort(key=lambda value: trace_index.spans[value][1] - trace_index.spans[value][0])
+    for reserve in KEEP_RESERVES:
+        level, kept = lean + int(reserve * budget.device_bytes), dict(best.decisions)
+        for value in away:
+            first, end = trace_index.spans[value]
+            if int(level[first:end].max(initial=0)) + trace_index.value_bytes[value] <= budget.device_bytes:
+                level[first:end] += trace_index.value_bytes[value]
+                kept[value] = "keep"
+        tried = score(trace_index, machine, budget, kept)
+        if tried.fits and tried.step_s <= best.step_s:
+            return tried
+    return best
+
+
+class Walk:
+    """Flips, drawn with a fixed seed, while they make the simulated step faster."""
+
+    def __init__(
+        self,
+        trace_index: TraceIndex,
+        machine: Machine,
+        budget: Budget,
+        enough_s: float,
+        progress: Progress,
+        times: float,
+    ) -> None:
+        self.trace_index, self.machine, self.budget = trace_index, machine, budget
+        self.enough_s, self.progress = enough_s, progress
+        num_flips = min(min(1.0, times) * MAX_FLIPS, times * FLIP_WORK / trace_index.trace.num_slots)
+        self.num_flips = self.num_left = int(num_flips)
+        self.flips = Flips(trace_index, budget)
+
+    def improved(self, offers: list[Scored], known: list[Scored]) -> list[Scored]:
+        """Where walks from promising offers and from what is known end, each as far as it goes, and walks from near
+        the best of these; the best first."""
+        num_values, fitting = len(self.trace_index.evictable), [scored for scored in offers if scored.fits]
+        patience, ends = max(MIN_PATIENCE, 4 * num_values), [min((*fitting, *known), key=_merit)]
+        ends += [self._descend(start, patience) for start in (*self._raced(fitting, patience), *known)]
+        best = min(ends, key=_merit)
+        num_idle, max_idle = 0, min(MAX_IDLE_WALKS, num_values)
+        while not self._is_over(best) and num_idle < max_idle:
+            ends.append(self._descend(self._kicked(best), max(LATER_PATIENCE, num_values)))
+            num_idle = 0 if ends[-1].step_s < best.step_s else num_idle + 1
+            best = better(best, ends[-1])
+        return sorted(ends, key=_merit)
+
+    def _raced(self, here: list[Scored], patience: int) -> list[Scored]:
+        """Some flips for each, and the better half goes on. The best offer often leads nowhere: of ResNet-50's for
+        11 GiB the fastest, at +54 %, ends at +20 %, and four at +70 % end at +12 to +13 %."""
+        here = here[: max(NUM_FINALISTS, min(NUM_STARTS, self.num_flips // LEAST_EACH))]
+        while len(here) > NUM_FINALISTS:
+            most = self.num_flips // RACE_PART // len(here)
+            here = sorted((self._descend(one, patience, most) for one in here), key=lambda one: one.step_s)
+            here = here[: max(NUM_FINALISTS, len(here) // 2)]
+        return here
+
+    def _is_over(self, here: Scored) -> bool:
+        return self.num_left <= 0 or here.step_s <= self.enough_s
+
+    def _descend(self, here: Scored, patience: int, most: int = MAX_FLIPS) -> Scored:
+        num_idle, until = 0, self.num_left - most
+        while not self._is_over(here) and num_idle < patience and self.num_left > until:
+            tried = self._flipped(here, here.step_s)
+            num_idle += 1
+            if tried is not None and better(here, tried) is tried:
+                here, num_idle = tried, 0
+        return here
+
+    def _kicked(self, here: Scored) -> Scored:
+        """Some flips further, if that many fit."""
+        num_taken, until = 0, max(0, self.num_left - LATER_PATIENCE)
+        while num_taken < NUM_KICKS and self.num_left > until:
+            tried = self._flipped(here)
+            if tried is not None and tried.fits:
+                here, num_taken = tried, num_taken + 1
+        return here
+
+    def _flipped(self, here: Scored, below_s: float = INF) -> Scored | None:
+        self.num_left -= 1
+        if self.num_left % 64 == 0:
+            self.progress("improving", 1 - self.num_left / self.num_flips)
+        changed = self.flips.draw(here)
+        if changed is None:
+            return None
+        return score_if_it_can_fit(self.trace_index, self.machine, self.budget, {**here.decisions, **changed}, below_s)
+
+
+class Flips:
+    """Draws changes worth simulating, with a fixed seed."""
+
+    def __init__(self, trace_index: TraceIndex, budget: Budget) -> None:
+        self.trace_index, self.budget = trace_index, budget
+        self.random = random.Random(0)
+        self._known: Scored | None = None
+        self._early: set[int] = set()  # of `_known`
+        self.weights = list(itertools.accumulate(trace_index.value_bytes[value] for value in trace_index.evictable))
+
+    def draw(self, scored: Scored) -> Decisions | None:
+        """One that memory may have room for."""
+        if scored is not self._known:
+            self._known, self._early = scored, self._read_early(scored)
+        drawn = (self._draw(scored.decisions) for _ in range(MAX_DRAWS))
+        return next((changed for changed in drawn if self._has_room(scored, changed)), None)
+
+    def _read_early(self, scored: Scored) -> set[int]:
+        """Or made, by reruns for others, before they are asked for: it matters whether these are held or remade."""
+        ops, reads, unpacks = self.trace_index.trace.ops, self.trace_index.reads, self.trace_index.unpacks
+        reruns = ((step[0], step[2]) for step in scored.steps if step[1] == "rerun")
+        passed = ((tick, value) for tick, op in reruns for value in (*reads[op], *ops[op].writes))
+        return {value for tick, value in passed if value in scored.decisions and unpacks[value][:1] > [tick]}
+
+    def _draw(self, decisions: Mapping[int, Decision]) -> Decisions:
+        """Some values decided anew, or two of them each as the other was."""
+        num = self.random.choices((1, 2, 3), NUM_VALUES)[0]
+        values = list(dict.fromkeys(self._pick() for _ in range(num)))
+        changed = {value: self.random.choice(self._others(value, decisions[value])) for value in values}
+        if len(values) > 1 and self.random.random() < EXCHANGES:
+            one, other = values[:2]
+            if decisions[other] in self._others(one, decisions[one]) and decisions[one] in self._others(
+                other, decisions[other]
+            ):
+                changed |= {one: decisions[other], other: decisions[one]}
+        return changed
+
+    def _pick(self) -> int:
+        weights = self.weights if self.random.random() < BY_BYTES else None
+        return self.random.choices(self.trace_index.evictable, cum_weights=weights)[0]
+
+    def _others(self, value: int, decision: Decision) -> list[Decision]:
+        choices: list[Decision] = ["keep", "swap"]
+        if self.trace_index.recomputable[value]:
+            choices += ["recompute", "remake"] if decision == "remake" or value in self._early else ["recompute"]
+        choices.remove(decision)
+        return choices
+
+    def _has_room(self, scored: Scored, changed: Decisions) -> bool:
+        """A quick look: what becomes kept fits beside what stays, less what leaves."""
+        for value, decision in changed.items():
+            if decision == "keep" and scored.decisions[value] != "keep":
+                first, end = self.trace_index.spans[value]
+                if first < end:
+                    at = first + int(scored.slot_bytes[first:end].argmax())
+                    level = int(scored.slot_bytes[at]) + self.trace_index.value_bytes[value]
+                    for other, other_decision in changed.items():
+                        if other_decision != "keep" and scored.decisions[other] == "keep":
+                            inside = self.trace_index.spans[other][0] <= at < self.trace_index.spans[other][1]
+                            level -= self.trace_index.value_bytes[other] if inside else 0
+                    if level > self.budget.device_bytes:
+                        return False
+        return True

@@ -1,0 +1,133 @@
+"""Trace + Machine + Budget -> Plan: the front door of planning.
+
+`plan` runs one planner, lowers and simulates what it decided, and refuses what does not fit with a number that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from outcore.errors import BudgetTooSmall, OutcoreError
+from outcore.planning.planners.bound import bound_step_s
+from outcore.planning.planners.exact import exact
+from outcore.planning.planners.hybrid import hybrid, priced, several, smallest_fit
+from outcore.planning.planners.pooch import pooch
+from outcore.planning.planners.scoring import Decisions, Planner, Progress, Scored, lean_bytes, score
+from outcore.planning.planners.simple import keep_all, leanest, recompute_all, swap_all
+from outcore.planning.planners.swap import swap
+from outcore.planning.rewrites.common_ops import merged
+from outcore.planning.trace_index import TraceIndex, index_of
+from outcore.values import MADE_AGAIN, Budget, Machine, Plan, Trace
+
+PLANNERS: dict[str, Planner] = {
+    "keep-all": keep_all,
+    "swap-all": swap_all,
+    "recompute-all": recompute_all,
+    "swap": swap,
+    "pooch": pooch,
+    "priced": priced,
+    "hybrid": hybrid,
+    "exact": exact,
+}
+AS_IT_IS = ("keep-all", "swap-all", "swap")  # nothing is run again and no ops are merged
+PURE = ("keep-all", "swap-all", "recompute-all")  # what they decide does not depend on the device budget
+
+
+def plan(
+    trace: Trace,
+    machine: Machine,
+    budget: Budget,
+    planner: str = "hybrid",
+    progress: Progress | None = None,
+    *,
+    brief: bool = False,
+) -> Plan:
+    """Keep, swap or recompute each saved value so that the step fits `budget`. Raises BudgetTooSmall. `brief`: the
+    default planner searches no longer than to tell about what the step will take, as for a curve of many."""
+    return plans(trace, machine, budget, planner, progress, most=1, brief=brief)[0]
+
+
+def plans(
+    trace: Trace,
+    machine: Machine,
+    budget: Budget,
+    planner: str = "hybrid",
+    progress: Progress | None = None,
+    *,
+    most: int,
+    starts: Sequence[Plan] = (),
+    brief: bool = False,
+) -> list[Plan]:
+    """`plan`, and behind it others that are nearly as fast, where the planner found some; `most` in all. `starts`:
+    plans for about as much memory, from which the default planner's search may begin."""
+    if planner not in PLANNERS:
+        raise OutcoreError(f"there is no planner {planner!r}; choose one of {', '.join(PLANNERS)}")
+    tell = progress or _say_nothing
+    in_core = index_of(replace(trace, asked_late=()) if trace.asked_late else trace)
+    kept = score(in_core, machine, budget, keep_all(in_core, machine, budget, tell))
+    step = trace if kept.fits or planner in AS_IT_IS else merged(trace)
+    trace_index = index_of(step)
+    if planner == "hybrid":
+        known = [other.decisions for other in starts if other.fingerprint == trace.fingerprint]
+        found = several(trace_index, machine, budget, tell, most=most, starts=known, brief=brief)
+    else:
+        found = [PLANNERS[planner](trace_index, machine, budget, tell)]
+    decided = [score(trace_index, machine, budget, decisions) for decisions in found]
+    if not decided[0].fits:
+        if planner not in PURE:  # a last resort that every planner which mixes has
+            decided = [score(trace_index, machine, budget, leanest(trace_index, machine, budget, tell))]
+        if not decided[0].fits:
+            searches = planner in ("priced", "hybrid", "exact")
+            raise _too_small(trace_index, machine, budget, dict(decided[0].decisions), searches=searches)
+    bound_s = bound_step_s(trace_index, machine, budget)
+    return [
+        Plan(
+            fingerprint=trace.fingerprint,
+            planner=planner,
+            budget=budget,
+            decisions=dict(scored.decisions),
+            before_bytes=trace.before_bytes,
+            predicted_step_s=scored.step_s,
+            predicted_peak_bytes=scored.peak_bytes,
+            in_core_step_s=kept.step_s,
+            in_core_peak_bytes=kept.peak_bytes,
+            bound_step_s=bound_s,
+            merges_ops=step.has_merged_ops,
+            reasons=_reasons(trace_index, scored),
+        )
+        for scored in decided
+        if scored.fits
+    ]
+
+
+def _say_nothing(what: str, part: float) -> None:
+    pass
+
+
+def _too_small(
+    trace_index: TraceIndex, machine: Machine, budget: Budget, decisions: Decisions, *, searches: bool
+) -> BudgetTooSmall:
+    """With the lean peak of these decisions, or a lower one that a planner which searches would find."""
+    slot_bytes = lean_bytes(trace_index, budget, decisions)
+    needed_bytes = int(slot_bytes.max(initial=trace_index.trace.before_bytes))
+    smaller = smallest_fit(trace_index, machine, budget, needed_bytes) if searches else None
+    if smaller is not None:
+        needed_bytes, decisions = smaller
+        slot_bytes = lean_bytes(trace_index, budget, decisions)
+    return BudgetTooSmall(needed_bytes, budget.device_bytes, trace_index.op_at(int(slot_bytes.argmax())))
+
+
+def _reasons(trace_index: TraceIndex, scored: Scored) -> dict[int, str]:
+    reasons = {value: f"kept: {why}" for value, why in trace_index.kept_for.items()}
+    for value, decision in scored.decisions.items():
+        stall_s = scored.clocked.out_stall_s.get(value, 0.0) + scored.clocked.in_stall_s.get(value, 0.0)
+        if decision in MADE_AGAIN:
+            seconds = trace_index.trace.ops[trace_index.producer[value]].rerun_s
+            each = ", and it is let go in between" if decision == "remake" else ""
+            reasons[value] = f"its op takes {seconds * 1e6:.0f} µs to run again{each}"
+        elif decision == "swap":
+            reasons[value] = f"compute waits {stall_s * 1e6:.0f} µs for it" if stall_s > 0 else "its copies are hidden"
+        else:
+            reasons[value] = "there is room for it"
+    return reasons

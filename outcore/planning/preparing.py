@@ -1,0 +1,70 @@
+"""Trace + Plan + Machine -> PreparedStep: a plan lowered, verified and simulated, with the trace it was made for.
+
+A plan may be made for a rewritten step, in which ops that compute the same value are merged. The rewritten trace is
+derived here, once; `outcore.planning.program`, the allocator model, the runtime and the reports take the trace of the
+`PreparedStep`. `lower`, `verify` and `simulate` are the public functions of the same names: they accept the trace as it
+was recorded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from outcore.planning.planners.registry import plans
+from outcore.planning.program import lower as lowering
+from outcore.planning.program import simulate as simulating
+from outcore.planning.program import verify as verifying
+from outcore.planning.rewrites.common_ops import as_planned
+from outcore.values import Budget, Machine, Plan, PreparedStep, Schedule, Timeline, Trace
+
+
+def prepare(trace: Trace, plan: Plan, machine: Machine, *, detail: bool = False) -> PreparedStep:
+    """Makes a plan ready to run on `machine`. `trace` is the step that was planned, before ops that make the same value
+    were merged; `detail` adds the spans and the memory curve to the prediction."""
+    step = as_planned(trace, plan)
+    schedule = lowering.lower(step, plan, machine)
+    verifying.verify(step, schedule)
+    return PreparedStep(step, plan, schedule, simulating.simulate(step, schedule, machine, detail=detail))
+
+
+def lower(trace: Trace, plan: Plan, machine: Machine) -> Schedule:
+    """The plan of a recorded step as a program for this machine."""
+    return lowering.lower(as_planned(trace, plan), plan, machine)
+
+
+def verify(trace: Trace, schedule: Schedule) -> None:
+    """Raises ScheduleError at the first action that could read or overwrite the wrong bytes."""
+    verifying.verify(as_planned(trace, schedule), schedule)
+
+
+def simulate(trace: Trace, schedule: Schedule, machine: Machine, *, detail: bool = False) -> Timeline:
+    """The time and memory that the schedule of a recorded step takes; `detail` adds the spans and the memory curve."""
+    return simulating.simulate(as_planned(trace, schedule), schedule, machine, detail=detail)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A prepared step without its trace, which whoever asked for the plan has: small enough to cross processes."""
+
+    plan: Plan
+    schedule: Schedule
+    predicted: Timeline
+
+    def with_trace(self, trace: Trace) -> PreparedStep:
+        return PreparedStep(as_planned(trace, self.plan), self.plan, self.schedule, self.predicted)
+
+
+def plan_step(trace: Trace, machine: Machine, budget: Budget, planner: str, *, brief: bool = False) -> Planned:
+    """Plans a step and prepares it. Raises BudgetTooSmall."""
+    plan = plans(trace, machine, budget, planner, most=1, brief=brief)[0]
+    prepared = prepare(trace, plan, machine)
+    return Planned(plan, prepared.schedule, prepared.predicted)
+
+
+def at_pace(prepared: PreparedStep, pace: float, machine: Machine) -> PreparedStep:
+    """The same program where every op takes `pace` times as long."""
+    trace = prepared.trace.at(pace)
+    predicted = simulating.simulate(trace, prepared.schedule, machine)
+    in_core_s = pace * prepared.plan.in_core_step_s
+    plan = replace(prepared.plan, predicted_step_s=predicted.step_s, in_core_step_s=in_core_s)
+    return PreparedStep(trace, plan, prepared.schedule, predicted)

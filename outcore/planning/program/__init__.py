@@ -1,0 +1,1 @@
+"""Decisions -> the program that simulator and runtime both follow."""

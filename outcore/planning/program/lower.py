@@ -1,0 +1,343 @@
+"""Trace + Plan + Machine -> Schedule.
+
+`unroll` gives the lean program. One sweep over the ticks, with the simulated clock running along, then gives copies
+time to hide:
+
+- A swapped-out storage is freed at the first tick at which its copy has ended; earlier, with a stall, where the bytes
+  up to the next tick would not fit otherwise.
+- A swap-in starts as late as the copy lane allows for being there in time (planned backwards from the last need, with
+  some slack), in order of need, and later still where some slot up to its need has no room for it.
+
+The lean program is the floor: where even that does not fit, the schedule goes over the budget by no more than it does.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from outcore.errors import PlanMismatch
+from outcore.planning.program.lanes import IN, OUT, Lanes
+from outcore.planning.program.simulate import Step, memory_with_ins
+from outcore.planning.program.unroll import Unrolled, unroll
+from outcore.planning.trace_index import Int64s, TraceIndex, index_of
+from outcore.values import Action, Budget, Decision, Machine, Plan, Schedule, Trace
+
+SLACK_SHARE = 0.1  # a swap-in starts this part of its own duration early
+SLACK_S = 300e-6  # and this much on top
+
+
+def lower(trace: Trace, plan: Plan, machine: Machine) -> Schedule:
+    """The plan as a program for this machine. `trace` is the step as planned, see `outcore.planning.preparing`."""
+    if plan.fingerprint != trace.fingerprint:
+        raise PlanMismatch(
+            f"this plan was made for step {plan.fingerprint}, this step is {trace.fingerprint}; plan this step"
+        )
+    trace_index = index_of(trace)
+    decisions = trace_index.binding(plan.decisions)
+    return as_schedule(trace, decisions, lower_steps(trace_index, decisions, machine, plan.budget))
+
+
+def as_schedule(trace: Trace, decisions: Mapping[int, Decision], steps: list[Step]) -> Schedule:
+    actions = tuple(
+        Action(tick, "rerun", op=subject, values=held, in_place=in_place)
+        if kind == "rerun"
+        else Action(tick, kind, value=subject, tier=tier)  # type: ignore[arg-type]
+        for tick, kind, subject, tier, held, in_place in steps
+    )
+    return Schedule(trace.fingerprint, actions, dict(decisions), trace.has_merged_ops)
+
+
+def lower_steps(
+    trace_index: TraceIndex,
+    decisions: Mapping[int, Decision],
+    machine: Machine,
+    budget: Budget,
+    lean: Lean | None = None,
+) -> list[Step]:
+    lean = lean or lean_of(trace_index, decisions, budget)
+    return _Sweep(trace_index, decisions, machine, budget, lean).run() if lean.tiers else lean.steps
+
+
+@dataclass(frozen=True)
+class Lean:
+    """The leanest program of some decisions: every swap-out waited for where it is packed, every swap-in where it is
+    needed."""
+
+    unrolled: Unrolled
+    tiers: Mapping[int, str]
+    steps: list[Step]
+    slot_bytes: Int64s
+    before_in: Mapping[tuple[int, int], int]  # (value, tick of need) -> bytes in that tick until it is brought in
+
+    @property
+    def peak_bytes(self) -> int:
+        return int(self.slot_bytes.max(initial=0))
+
+
+def lean_of(
+    trace_index: TraceIndex, decisions: Mapping[int, Decision], budget: Budget, unrolled: Unrolled | None = None
+) -> Lean:
+    decisions = trace_index.binding(decisions)
+    unrolled, tiers = unrolled or unroll(trace_index, decisions), tiers_of(trace_index, decisions, budget)
+    steps = _lean_steps(trace_index, decisions, unrolled, tiers)
+    return Lean(unrolled, tiers, steps, *memory_with_ins(trace_index, steps, decisions))
+
+
+def tiers_of(trace_index: TraceIndex, decisions: Mapping[int, str], budget: Budget) -> dict[int, str]:
+    """Swapped value -> tier: the host while its budget lasts, then the disk. Beyond both it is still called disk."""
+    tiers, host_bytes = {}, budget.host_bytes
+    for value in trace_index.evictable:
+        if decisions.get(value) == "swap":
+            fits = trace_index.value_bytes[value] <= host_bytes
+            tiers[value] = "host" if fits else "disk"
+            host_bytes -= trace_index.value_bytes[value] if fits else 0
+    return tiers
+
+
+def _lean_steps(
+    trace_index: TraceIndex, decisions: Mapping[int, str], unrolled: Unrolled, tiers: Mapping[int, str]
+) -> list[Step]:
+    steps: list[Step] = []
+    packs = {trace_index.packs[value][0]: value for value in decisions if decisions[value] != "keep"}
+    for tick in range(len(trace_index.tick_slots)):
+        if tick in packs:
+            steps += _pack_steps(tick, packs[tick], tiers.get(packs[tick]), wait=True)
+        for step in unrolled.steps.get(tick, ()):
+            if step[1] == "wait_in":
+                steps.append((tick, "swap_in", step[2], tiers[step[2]], (), False))
+            steps.append(step)
+    return steps
+
+
+def _pack_steps(tick: int, value: int, tier: str | None, *, wait: bool) -> list[Step]:
+    if tier is None:
+        return [(tick, "drop", value, "", (), False)]
+    out: Step = (tick, "swap_out", value, tier, (), False)
+    return [out, *_release(tick, value)] if wait else [out]
+
+
+def _release(tick: int, value: int) -> list[Step]:
+    return [(tick, "wait_out", value, "", (), False), (tick, "free", value, "", (), False)]
+
+
+@dataclass
+class _Flight:
+    """A swap-out under way: its device storage is still held."""
+
+    value: int
+    num_bytes: int
+    dies: int  # the last slot in which something else holds the storage anyway
+
+
+class _Sweep:
+    """Walks the ticks once, deciding where copies are waited for and where swap-ins start."""
+
+    def __init__(
+        self,
+        trace_index: TraceIndex,
+        decisions: Mapping[int, str],
+        machine: Machine,
+        budget: Budget,
+        lean: Lean,
+    ) -> None:
+        self.trace_index, self.machine, self.tiers = trace_index, machine, lean.tiers
+        self.budget_bytes = budget.device_bytes
+        self.unrolled = lean.unrolled
+        self.packs = {trace_index.packs[value][0]: value for value in decisions if decisions[value] != "keep"}
+        self.slot_bytes, self.before_in = lean.slot_bytes.copy(), lean.before_in
+        starts = np.array(trace_index.tick_slots, dtype=np.int64)
+        self.range_bytes: Int64s = np.maximum.reduceat(self.slot_bytes, starts)  # from a tick up to the next one
+        self.ahead_bytes: Int64s = np.zeros(len(starts), dtype=np.int64)  # swap-ins started before their need
+        self.early_bytes: dict[int, int] = {}  # tick -> those needed in it that are there before
+        self.flights: deque[_Flight] = deque()
+        self.flying: set[int] = set()
+        self.flight_bytes = 0
+        self.shared: list[_Flight] = []  # those whose storage something else still held at the tick before
+        self.alone_bytes = 0  # of those that only we hold
+        self.lanes = Lanes(machine.duplex_share)
+        self.delay_s = 0.0
+        self.steps: list[Step] = []
+        self.begun: set[tuple[int, int]] = set()  # (value, tick of need)
+        self.stays_on: set[tuple[int, int]] = set()  # (value, tick): not freed there, because the next need is near
+        self.still_there: set[tuple[int, int]] = set()  # (value, tick of need): there since the need before
+        self.stays = self._join_stays()
+        self.queue = self._plan_swap_ins()
+
+    def run(self) -> list[Step]:
+        for tick in range(len(self.trace_index.tick_slots)):
+            if self.flights:
+                self._release_done(tick)
+            if tick in self.packs:
+                self._pack(tick, self.packs[tick])
+            if self.flights:
+                self._release_for_room(tick)
+            for step in self.unrolled.steps.get(tick, ()):
+                self._perform(step)
+            if self.queue and self.queue[0][0] <= tick:
+                self._begin_swap_ins(tick)
+        while self.flights:  # nobody asks for these again
+            self._release(len(self.trace_index.tick_slots) - 1)
+        return self.steps
+
+    # --- swap-outs
+
+    def _now_s(self, tick: int) -> float:
+        return self.trace_index.clock_s[tick] / self.machine.speed + self.delay_s
+
+    def _pack(self, tick: int, value: int) -> None:
+        self.steps += _pack_steps(tick, value, self.tiers.get(value), wait=False)
+        if value in self.tiers:
+            num_bytes = self.trace_index.value_bytes[value]
+            work_s = self.machine.out_s(num_bytes, self.tiers[value])
+            self.lanes.issue(OUT, value, self._now_s(tick), work_s)
+            dies = self.trace_index.dies[self.trace_index.storage[value]]
+            self.flights.append(_Flight(value, num_bytes, dies))
+            self.flying.add(value)
+            self.shared.append(self.flights[-1])
+            self.flight_bytes += num_bytes
+
+    def _release_done(self, tick: int) -> None:
+        self.lanes.advance(self._now_s(tick))
+        while self.flights and self.flights[0].value in self.lanes.end_s[OUT]:
+            self._release(tick)
+
+    def _release(self, tick: int) -> None:
+        """Wait for the oldest swap-out and free its storage."""
+        flight = self.flights.popleft()
+        self.flying.remove(flight.value)
+        self.flight_bytes -= flight.num_bytes
+        if flight in self.shared:
+            self.shared.remove(flight)
+        else:
+            self.alone_bytes -= flight.num_bytes
+        self.delay_s += max(0.0, self.lanes.finish(OUT, flight.value) - self._now_s(tick))
+        self.steps += _release(tick, flight.value)
+
+    def _release_for_room(self, tick: int) -> None:
+        self._sort_flights(tick)
+        while self.flights and self._bytes_until_next(tick) > self.budget_bytes:
+            self._release(tick)
+
+    def _bytes_until_next(self, tick: int) -> int:
+        """The highest memory from this tick up to the next, with what is in flight."""
+        slots = self.trace_index.tick_slots
+        first, end = slots[tick], slots[tick + 1] if tick + 1 < len(slots) else self.trace_index.trace.num_slots
+        known_bytes = int(self.ahead_bytes[tick]) + self.alone_bytes
+        most_bytes = int(self.range_bytes[tick]) + known_bytes
+        dying = [flight for flight in self.shared if flight.dies + 1 < end]
+        if not dying or most_bytes > self.budget_bytes:
+            return most_bytes
+        level = self.slot_bytes[first:end] + known_bytes
+        for flight in dying:
+            level[max(flight.dies + 1 - first, 0) :] += flight.num_bytes
+        return int(level.max())
+
+    def _sort_flights(self, tick: int) -> None:
+        """Note whose storage died naturally since the last tick."""
+        slot = self.trace_index.tick_slots[tick]
+        for flight in [flight for flight in self.shared if flight.dies < slot]:
+            self.shared.remove(flight)
+            self.alone_bytes += flight.num_bytes
+
+    # --- swap-ins
+
+    def _join_stays(self) -> list[tuple[int, int]]:
+        """(tick of need, value) of every swap-in: a value stays from one need to the next where there is room."""
+        gaps, first_needs = [], []
+        for value, stays in self.unrolled.stays.items():
+            first_needs.append((stays[0][0], value))
+            gaps += [(after[0] - before[1], before[1], after[0], value) for before, after in pairwise(stays)]
+        for _, last, need, value in sorted(gaps):  # the shortest first: they cost least
+            if self._room(last, need, value):
+                self._take(last, need, value)
+                self.stays_on.add((value, last))
+                self.still_there.add((value, need))
+            else:
+                first_needs.append((need, value))
+        return sorted(first_needs)
+
+    def _room(self, tick: int, need: int, value: int) -> bool:
+        """For a copy that is there from one tick on, and not only when it is needed: before that in its tick, too."""
+        taken = self.range_bytes[tick:need] + self.ahead_bytes[tick:need]
+        most_bytes = int(taken.max(initial=0))
+        if tick < need:
+            before_bytes = self.before_in[value, need] + self.early_bytes.get(need, 0) + int(self.ahead_bytes[need])
+            most_bytes = max(most_bytes, before_bytes)
+        return most_bytes + self.flight_bytes + self.trace_index.value_bytes[value] <= self.budget_bytes
+
+    def _take(self, tick: int, need: int, value: int) -> None:
+        num_bytes = self.trace_index.value_bytes[value]
+        self.ahead_bytes[tick:need] += num_bytes
+        if tick < need:
+            self.early_bytes[need] = self.early_bytes.get(need, 0) + num_bytes
+            level = self.before_in[value, need] + self.early_bytes[need]
+            slot = self.trace_index.tick_slots[need]
+            self.slot_bytes[slot] = max(int(self.slot_bytes[slot]), level)
+            self.range_bytes[need] = max(int(self.range_bytes[need]), level)
+
+    def _plan_swap_ins(self) -> deque[tuple[int, int, int]]:
+        """(tick to start at, tick of need, value) in order of need, as late as the lane allows."""
+        ends_s = self._tick_ends()
+        queue: deque[tuple[int, int, int]] = deque()
+        free_s = float("inf")
+        for need, value in reversed(self.stays):
+            copy_s = self.machine.in_s(self.trace_index.value_bytes[value], self.tiers[value])
+            need_s = ends_s[need - 1] if need else 0.0
+            free_s = min(free_s, need_s) - copy_s * (1 + SLACK_SHARE)
+            tick = bisect_right(ends_s, free_s - SLACK_S) - 1
+            queue.appendleft((max(tick, self._gone_at(value, need)), need, value))
+        return queue
+
+    def _gone_at(self, value: int, need: int) -> int:
+        """The tick from which on it is not on the device before this need: its pack, or the stay before."""
+        stays = self.unrolled.stays[value]
+        at = next(place for place, stay in enumerate(stays) if stay[0] == need)
+        return stays[at - 1][1] if at else self.trace_index.packs[value][0]
+
+    def _tick_ends(self) -> list[float]:
+        """The clock after each tick's reruns, without stalls."""
+        ops, speed, delay_s, ends_s = self.trace_index.trace.ops, self.machine.speed, 0.0, []
+        for tick, clock_s in enumerate(self.trace_index.clock_s):
+            for step in self.unrolled.steps.get(tick, ()):
+                if step[1] == "rerun":
+                    delay_s += ops[step[2]].rerun_s / speed
+            ends_s.append(clock_s / speed + delay_s)
+        return ends_s
+
+    def _begin_swap_ins(self, tick: int) -> None:
+        """Start what is due, first come first served; what finds no room waits for the next tick."""
+        while self.queue and self.queue[0][0] <= tick:
+            _, need, value = self.queue[0]
+            if (value, need) not in self.begun:
+                if not self._room(tick, need, value) or value in self.flying:
+                    return
+                self._take(tick, need, value)
+                self._swap_in(tick, need, value)
+            self.queue.popleft()
+
+    def _swap_in(self, tick: int, need: int, value: int) -> None:
+        self.begun.add((value, need))
+        self.steps.append((tick, "swap_in", value, self.tiers[value], (), False))
+        work_s = self.machine.in_s(self.trace_index.value_bytes[value], self.tiers[value])
+        self.lanes.issue(IN, value, self._now_s(tick), work_s)
+
+    def _perform(self, step: Step) -> None:
+        """One step of the lean program, with the clock running along."""
+        tick, kind, subject = step[:3]
+        if (subject, tick) in (self.still_there if kind == "wait_in" else self.stays_on if kind == "free" else ()):
+            return
+        if kind == "wait_in":
+            while subject in self.flying:
+                self._release(tick)
+            if (subject, tick) not in self.begun:
+                self._swap_in(tick, tick, subject)
+            self.delay_s += max(0.0, self.lanes.finish(IN, subject) - self._now_s(tick))
+        elif kind == "rerun":
+            self.delay_s += self.trace_index.trace.ops[subject].rerun_s / self.machine.speed
+        self.steps.append(step)

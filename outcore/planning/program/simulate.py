@@ -1,0 +1,337 @@
+"""Schedule + Machine -> Timeline (predicted).
+
+Two walks over the actions. *Memory* follows program order, because the device's allocator does: natural memory per
+slot, plus what our handles hold beyond it, plus the copies that swap-ins and reruns make, with the peak inside every
+tick. *Time* follows the device: compute in slot order, the two copy lanes, and the stalls where compute waits.
+
+PoocH (arXiv 1907.05013) scores a classification of layers by such a timeline; here the timeline interprets the very
+actions the runtime executes, per op and storage, so the two can differ in seconds only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+
+from outcore.planning.program.lanes import IN, OUT, Lanes
+from outcore.planning.trace_index import Int64s, TraceIndex, index_of
+from outcore.values import MADE_AGAIN, Machine, Schedule, Span, Timeline, Trace
+
+# tick, kind, value or op, tier, values held, in place: an Action as the planners' inner loops handle it
+Step = tuple[int, str, int, str, tuple[int, ...], bool]
+
+
+@dataclass
+class Clocked:
+    """What the time walk found."""
+
+    step_s: float = 0.0
+    stall_s: float = 0.0
+    recompute_s: float = 0.0
+    out_stall_s: dict[int, float] = field(default_factory=dict)  # value -> seconds compute waited for its copy
+    in_stall_s: dict[int, float] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+
+
+def simulate(trace: Trace, schedule: Schedule, machine: Machine, *, detail: bool = False) -> Timeline:
+    """What the schedule will do to time and memory; `detail` adds the spans and the memory curve."""
+    trace_index = index_of(trace)
+    steps = steps_of(schedule)
+    level_bytes = memory_of(trace_index, steps, schedule.decisions)
+    clocked = clock_of(trace_index, steps, machine, detail=detail)
+    peak_slot = int(np.argmax(level_bytes)) if len(level_bytes) else 0
+    bytes_by = _bytes_by_decision(trace_index, schedule.decisions)
+    return Timeline(
+        measured=False,
+        step_s=clocked.step_s,
+        peak_bytes=int(level_bytes.max(initial=trace.before_bytes)),
+        peak_at=trace_index.op_at(peak_slot),
+        stall_s=clocked.stall_s,
+        recompute_s=clocked.recompute_s,
+        swapped_bytes=bytes_by["swap"],
+        recomputed_bytes=sum(bytes_by[decision] for decision in MADE_AGAIN),
+        kept_bytes=bytes_by["keep"],
+        host_peak_bytes=_tier_bytes(trace_index, steps, "host"),
+        disk_peak_bytes=_tier_bytes(trace_index, steps, "disk"),
+        actions=tuple(f"{step[0]} {step[1]} {step[2]}" for step in steps),
+        spans=tuple(clocked.spans),
+        memory=_memory_curve(trace_index, level_bytes, machine) if detail else (),
+    )
+
+
+def steps_of(schedule: Schedule) -> list[Step]:
+    return [
+        (act.tick, act.kind, act.op if act.kind == "rerun" else act.value, act.tier, act.values, act.in_place)
+        for act in schedule.actions
+    ]
+
+
+def _bytes_by_decision(trace_index: TraceIndex, decisions: Mapping[int, str]) -> dict[str, int]:
+    found = {"keep": 0, "swap": 0, "recompute": 0, "remake": 0}
+    for value in trace_index.packs:
+        if not trace_index.trace.storages[trace_index.storage[value]].external:
+            found[decisions.get(value, "keep")] += trace_index.value_bytes[value]
+    return found
+
+
+def _tier_bytes(trace_index: TraceIndex, steps: Sequence[Step], tier: str) -> int:
+    values = {step[2] for step in steps if step[1] == "swap_out" and step[3] == tier}
+    return sum(trace_index.value_bytes[value] for value in values)
+
+
+def _memory_curve(trace_index: TraceIndex, level_bytes: Int64s, machine: Machine) -> tuple[tuple[float, int], ...]:
+    """Bytes over op seconds (reruns and stalls are not stretched in: a curve over the program, not over the clock)."""
+    curve, now_s = [], 0.0
+    for op in trace_index.trace.ops:
+        curve.append((now_s, int(level_bytes[op.slot])))
+        now_s += op.seconds / machine.speed
+    return tuple(curve)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def memory_of(trace_index: TraceIndex, steps: Sequence[Step], decisions: Mapping[int, str]) -> Int64s:
+    """Device bytes per slot; at a tick, the highest inside it."""
+    return _MemoryWalk(trace_index, decisions).run(steps)
+
+
+def memory_with_ins(
+    trace_index: TraceIndex, steps: Sequence[Step], decisions: Mapping[int, str]
+) -> tuple[Int64s, dict[tuple[int, int], int]]:
+    """The same, and per swap-in (value, tick) the highest inside its tick before it begins."""
+    walk = _MemoryWalk(trace_index, decisions)
+    level_bytes = walk.run(steps)
+    peaks = np.array(walk.tick_peak, dtype=np.int64)
+    slots = trace_index.tick_slots
+    return level_bytes, {
+        key: int(level_bytes[slots[key[1]]] - peaks[slots[key[1]]]) + peak for key, peak in walk.before_in.items()
+    }
+
+
+def held_until(trace_index: TraceIndex, decisions: Mapping[int, str]) -> dict[int, int]:
+    """Value -> the last slot in which a recipe reaches it: recomputed values hold what they will be made from, and so
+    do the tensors in between that nobody saved, as long as the program holds them."""
+    producer, ops, packs = trace_index.producer, trace_index.trace.ops, trace_index.packs
+    until: dict[int, int] = {}
+    pending: list[int] = []
+    seen: set[int] = set()
+
+    def reach(value: int, end: int) -> None:
+        passes = producer[value] >= 0 and (value not in packs or decisions.get(value) in MADE_AGAIN)
+        if passes:
+            end = max(end, trace_index.version_end[value])
+        if end > until.get(value, -1):
+            until[value] = end
+        if passes and producer[value] not in seen:
+            seen.add(producer[value])
+            heappush(pending, -producer[value])
+
+    heapify(pending)
+    for value, decision in decisions.items():
+        if decision in MADE_AGAIN:
+            reach(value, trace_index.handle_end[value])
+    while pending:  # newest op first: everything that reads its outputs was seen before
+        op = -heappop(pending)
+        end = max(
+            until[value]
+            for value in ops[op].writes
+            if value in until and (value not in packs or decisions.get(value) in MADE_AGAIN)
+        )
+        for read in trace_index.reads[op]:
+            reach(read, end)
+    return until
+
+
+def recipe_ops(trace_index: TraceIndex, decisions: Mapping[int, str]) -> set[int]:
+    """The ops that recipes are kept of: those that make what is made again, also where no tick of the step asks for
+    it. Somebody may, in a step that turns out otherwise, and then it must be possible."""
+    reached, packs, producer = held_until(trace_index, decisions), trace_index.packs, trace_index.producer
+    made = (value for value in reached if value not in packs or decisions.get(value) in MADE_AGAIN)
+    return {producer[value] for value in made if producer[value] >= 0}
+
+
+class _MemoryWalk:
+    """Bytes beyond natural memory: changes at the start of slots, and changes inside ticks in the order of actions."""
+
+    def __init__(self, trace_index: TraceIndex, decisions: Mapping[int, str]) -> None:
+        num_slots = trace_index.trace.num_slots
+        self.trace_index = trace_index
+        self.at_slot = [0] * (num_slots + 1)  # change when the slot begins
+        self.in_tick = [0] * (num_slots + 1)  # change by the tick's actions, felt from the next slot on
+        self.tick_peak = [0] * num_slots  # highest point inside the tick, above its beginning
+        self.copies: dict[int, int] = {}  # value -> tick at which the copy we hold was made
+        self.held_end = self._hold_kept(decisions)
+        self.originals: set[int] = set()  # swapped values whose device storage we still hold
+        self.before_in: dict[tuple[int, int], int] = {}  # (value, tick) of a swap-in -> highest point before it
+        self.level = 0  # inside the current tick, above its beginning
+        self.peak = 0
+
+    def _hold_kept(self, decisions: Mapping[int, str]) -> dict[int, int]:
+        """Kept values hold their storage beyond its natural life. Storage -> the last slot."""
+        trace_index, storages = self.trace_index, self.trace_index.trace.storages
+        reached = held_until(trace_index, decisions)
+        held_end: dict[int, int] = {}
+        for value, own_end in trace_index.handle_end.items():
+            storage = trace_index.storage[value]
+            if decisions.get(value, "keep") == "keep" and not storages[storage].external:
+                held_end[storage] = max(own_end, reached.get(value, -1), held_end.get(storage, -1))
+        for storage, end in held_end.items():
+            if end > trace_index.dies[storage]:
+                self.at_slot[trace_index.dies[storage] + 1] += storages[storage].bytes
+                self.at_slot[end + 1] -= storages[storage].bytes
+        return held_end
+
+    def run(self, steps: Sequence[Step]) -> Int64s:
+        slots, tick = self.trace_index.tick_slots, -1
+        actions = {
+            "swap_out": self._swap_out,
+            "free": self._free,
+            "swap_in": self._swap_in,
+            "rerun": self._rerun,
+        }
+        for step in steps:
+            if step[0] != tick:
+                self._close(slots[tick] if tick >= 0 else -1)
+                tick = step[0]
+            act = actions.get(step[1])
+            if act is not None:
+                act(step)
+        self._close(slots[tick] if tick >= 0 else -1)
+        return self._levels()
+
+    def _levels(self) -> Int64s:
+        starts = np.cumsum(np.array(self.at_slot[:-1], dtype=np.int64))
+        inside = np.cumsum(np.array(self.in_tick, dtype=np.int64))
+        starts[1:] += inside[: len(starts) - 1]
+        total: Int64s = self.trace_index.natural_bytes + starts + np.array(self.tick_peak, dtype=np.int64)
+        return total
+
+    def _close(self, slot: int) -> None:
+        if slot >= 0:
+            self.in_tick[slot] = self.level
+            self.tick_peak[slot] = self.peak
+        self.level = self.peak = 0
+
+    def _grow(self, num_bytes: int) -> None:
+        self.level += num_bytes
+        if self.level > self.peak:
+            self.peak = self.level
+
+    def _swap_out(self, step: Step) -> None:
+        value = step[2]
+        storage = self.trace_index.storage[value]
+        alive_until = max(self.trace_index.dies[storage], self.held_end.get(storage, -1))
+        self.at_slot[alive_until + 1] += self.trace_index.value_bytes[value]
+        self.originals.add(value)
+
+    def _free(self, step: Step) -> None:
+        tick, value = step[0], step[2]
+        if value in self.originals:
+            self._free_original(tick, value)
+        elif value in self.copies:
+            self._free_copy(tick, value)
+
+    def _free_original(self, tick: int, value: int) -> None:
+        self.originals.remove(value)
+        storage, slot = self.trace_index.storage[value], self.trace_index.tick_slots[tick]
+        alive_until = max(self.trace_index.dies[storage], self.held_end.get(storage, -1))
+        if alive_until >= slot:  # the program or a kept version holds it longer than we do
+            self.at_slot[alive_until + 1] -= self.trace_index.value_bytes[value]
+        else:
+            self.level -= self.trace_index.value_bytes[value]
+
+    def _free_copy(self, tick: int, value: int) -> None:
+        made, given_until = self.copies.pop(value), self.trace_index.given_until
+        given = [given_until[at] for at in self.trace_index.unpacks.get(value, ()) if made <= at <= tick]
+        autograd_end = max(given, default=-1)
+        if autograd_end >= self.trace_index.tick_slots[tick]:
+            self.at_slot[autograd_end + 1] -= self.trace_index.value_bytes[value]
+        else:
+            self.level -= self.trace_index.value_bytes[value]
+
+    def _swap_in(self, step: Step) -> None:
+        self.before_in[step[2], step[0]] = self.peak
+        self.copies[step[2]] = step[0]
+        self._grow(self.trace_index.value_bytes[step[2]])
+
+    def _rerun(self, step: Step) -> None:
+        tick, _, op_index, _, held, in_place = step
+        op, value_bytes, storage = (
+            self.trace_index.trace.ops[op_index],
+            self.trace_index.value_bytes,
+            self.trace_index.storage,
+        )
+        overwritten: dict[int, int] = {}
+        if in_place:
+            overwritten = {storage[read]: read for read in self.trace_index.overwrites[op_index] if read in self.copies}
+        fresh = [value for value in op.writes if storage[value] not in overwritten]
+        for value in op.writes:  # the block goes over from the old version to the new one
+            if storage[value] in overwritten:
+                del self.copies[overwritten[storage[value]]]
+        self._grow(sum(value_bytes[value] for value in fresh) + op.workspace_bytes)
+        self.level -= op.workspace_bytes
+        for value in op.writes:
+            if value in held:
+                self.copies[value] = tick
+            else:
+                self.level -= value_bytes[value]
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+def clock_of(trace_index: TraceIndex, steps: Sequence[Step], machine: Machine, *, detail: bool = False) -> Clocked:
+    """Compute in slot order, two copy lanes, stalls where compute waits for them."""
+    found, lanes = Clocked(), Lanes(machine.duplex_share)
+    ops, value_bytes, clock_s, speed = (
+        trace_index.trace.ops,
+        trace_index.value_bytes,
+        trace_index.clock_s,
+        machine.speed,
+    )
+    delay_s = 0.0
+    for tick, kind, subject, tier, _, _ in steps:
+        now_s = clock_s[tick] / speed + delay_s
+        if kind == "swap_out":
+            lanes.issue(OUT, subject, now_s, machine.out_s(value_bytes[subject], tier))
+        elif kind == "swap_in":
+            lanes.issue(IN, subject, now_s, machine.in_s(value_bytes[subject], tier))
+        elif kind in ("wait_out", "wait_in"):
+            lane, stalls = (OUT, found.out_stall_s) if kind == "wait_out" else (IN, found.in_stall_s)
+            stall_s = lanes.finish(lane, subject) - now_s
+            if stall_s > 0:
+                delay_s += stall_s
+                found.stall_s += stall_s
+                stalls[subject] = stalls.get(subject, 0.0) + stall_s
+                if detail:
+                    found.spans.append(Span("compute", now_s, now_s + stall_s, "stall"))
+            if detail:
+                start_s, end_s = lanes.start_s[lane][subject], lanes.end_s[lane][subject]
+                found.spans.append(Span(f"swap_{kind[5:]}", start_s, end_s, f"swap_{kind[5:]} {subject}"))
+        elif kind == "rerun":
+            seconds = ops[subject].rerun_s / speed
+            delay_s += seconds
+            found.recompute_s += seconds
+            if detail:
+                found.spans.append(Span("compute", now_s, now_s + seconds, f"rerun {ops[subject].name}"))
+    found.step_s = trace_index.total_s / speed + delay_s
+    if detail:
+        found.spans = sorted(found.spans + _op_spans(trace_index, found.spans, speed), key=lambda span: span.start_s)
+    return found
+
+
+def _op_spans(trace_index: TraceIndex, extra: Sequence[Span], speed: float) -> list[Span]:
+    """The recorded ops, each moved by the stalls and reruns before it."""
+    delays = sorted((span.start_s, span.end_s - span.start_s) for span in extra if span.stream == "compute")
+    spans, now_s, at = [], 0.0, 0
+    for op in trace_index.trace.ops:
+        while at < len(delays) and delays[at][0] <= now_s + 1e-12:
+            now_s += delays[at][1]
+            at += 1
+        spans.append(Span("compute", now_s, now_s + op.seconds / speed, op.name))
+        now_s += op.seconds / speed
+    return spans

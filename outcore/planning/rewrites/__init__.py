@@ -1,0 +1,1 @@
+"""A recorded step -> the step to plan for."""

@@ -1,1 +1,0 @@
-"""The user's step -> Trace; this machine -> Machine."""

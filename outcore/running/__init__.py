@@ -1,1 +1,0 @@
-"""Schedule + the user's step -> the same step in less memory."""

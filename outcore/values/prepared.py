@@ -1,0 +1,21 @@
+"""What is ready to run: PreparedStep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outcore.values.plan import Plan
+from outcore.values.schedule import Schedule
+from outcore.values.timeline import Timeline
+from outcore.values.trace import Trace
+
+
+@dataclass(frozen=True)
+class PreparedStep:
+    """A plan and everything that follows from it. `trace` is the step as it was planned: the recorded one, rewritten
+    (`outcore.planning.rewrites`). Whoever needs the trace of a plan or schedule takes it from here."""
+
+    trace: Trace
+    plan: Plan
+    schedule: Schedule
+    predicted: Timeline
