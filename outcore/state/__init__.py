@@ -1,0 +1,1 @@
+"""Weights, gradients and optimizer state with a home beside the device."""

@@ -1,0 +1,312 @@
+"""An optimizer -> how its step may be divided without changing a bit; and the step of some of its parameters.
+
+Stepping parameter by parameter gives the bits of one step over all of them if the optimizer treats each parameter by
+itself, and changes nothing that the next one sees: neither its groups nor a random generator. Whether it does is not
+read off its name but tried out: small parameters are stepped three times, together and one by one, and every bit of
+weights, state and groups is compared. Spans of one parameter are stepped by themselves only for torch's own elementwise
+optimizers, and only if that, too, gave the same bits.
+
+What runs is the user's own implementation: a `Substep` is an object of the user's class with the same settings and the
+groups as they were when `optimizer.step()` was called, holding the parameters of this part only.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import _default_to_fused_or_foreach  # which implementation an optimizer chooses by default
+
+Optimizer = torch.optim.Optimizer
+
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+)
+_SIDES = (6, 5, 4, 3, 2)  # of the small parameters that a step is tried with
+_NUM_TRIED_STEPS = 3
+_HOOKS = "_optimizer_"  # what the names of the dictionaries of hooks begin with
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """How the step of an optimizer may be divided."""
+
+    by_parameter: bool
+    by_element: bool = False
+    later: bool = False  # may run after `step()` has returned: it changes neither the groups nor the optimizer
+    state_dtypes: tuple[torch.dtype | None, ...] = ()  # of what it keeps per number; None: the parameter's own
+    because: str = ""  # why it may not be divided
+
+    def state_bytes(self, parameter: torch.Tensor) -> int:
+        """Bytes of what the optimizer will keep of a parameter, small tensors not counted."""
+        return sum(parameter.numel() * (dtype or parameter.dtype).itemsize for dtype in self.state_dtypes)
+
+
+def unwrapped(optimizer: Any) -> Optimizer:
+    """The optimizer inside a wrapper (Accelerate's)."""
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer
+    found: Optimizer = optimizer
+    return found
+
+
+class Substep:
+    """An optimizer's step, as it was asked for, run for some parameters at a time."""
+
+    def __init__(self, optimizer: Optimizer, *, deep: bool = False) -> None:
+        rest = _rest(optimizer)
+        self.twin: Any = object.__new__(type(optimizer))
+        self.twin.__dict__.update(copy.deepcopy(rest) if deep else {name: _as_now(v) for name, v in rest.items()})
+        self.twin.__dict__.update({name: OrderedDict() for name in optimizer.__dict__ if name.startswith(_HOOKS)})
+        self.groups = [_settings(group) for group in optimizer.param_groups]
+        self.left: dict[int, dict[str, Any]] = {}  # group -> its settings as the last part left them
+
+    def run(self, parts: Iterable[tuple[int, nn.Parameter, dict[str, Any]]]) -> list[dict[str, Any]]:
+        """Steps parameters with gradients, each with the number of its group and its state; their state afterwards."""
+        parts = list(parts)
+        groups: dict[int, list[nn.Parameter]] = {}
+        state: defaultdict[nn.Parameter, dict[str, Any]] = defaultdict(dict)
+        for group, parameter, known in parts:
+            groups.setdefault(group, []).append(parameter)
+            if known:
+                state[parameter] = known
+        self.twin.state = state
+        self.twin.param_groups = [
+            {"params": parameters, **{name: _as_now(setting) for name, setting in self.groups[group].items()}}
+            for group, parameters in sorted(groups.items())
+        ]
+        bare_step(type(self.twin))(self.twin)
+        for number, group in zip(sorted(groups), self.twin.param_groups):
+            self.left[number] = {name: setting for name, setting in group.items() if name != "params"}
+        self.twin.state, self.twin.param_groups = defaultdict(dict), []
+        return [state[parameter] for _, parameter, _ in parts]
+
+
+def bare_step(kind: type[Optimizer]) -> Callable[..., Any]:
+    """The class's own step, without the hooks that every call of `step()` runs."""
+    step: Any = kind.step
+    bare: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return bare
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """A group as it is now, without its parameters. The implementation that it chooses for all of its parameters is
+    fixed: it depends on their types, and a part might choose another one."""
+    settings = {name: _as_now(setting) for name, setting in group.items() if name != "params"}
+    unsaid = settings.get("foreach", False) is None and settings.get("fused") is None
+    if unsaid and not settings.get("differentiable", False):
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if not _default_to_fused_or_foreach(parameters, False, use_fused=False)[1]:
+            settings["foreach"] = False
+    return settings
+
+
+def _as_now(setting: Any) -> Any:
+    """A setting that later changes do not reach: schedulers and scalers write into tensors."""
+    if isinstance(setting, torch.Tensor) and not isinstance(setting, nn.Parameter) and setting.numel() <= 1:
+        return setting.detach().clone()
+    return copy.copy(setting) if isinstance(setting, list | dict) else setting
+
+
+# -- what may be divided -----------------------------------------------------------------------------------------------
+
+
+def splitting_of(optimizer: Optimizer) -> Splitting:
+    """How the step of this optimizer, with these groups, may be divided. Draws no random numbers."""
+    name = type(optimizer).__name__
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return Splitting(False, because=f"{name} is differentiable")
+    try:
+        whole, by_parameter = _tried(optimizer, _together), _tried(optimizer, _one_by_one)
+    except Exception as error:
+        return Splitting(False, because=f"{name}.step() cannot be tried on a few parameters ({error})")
+    if whole.drew_random:
+        return Splitting(False, because=f"{name}.step() draws random numbers")
+    if whole.changed_itself and not type(optimizer).__module__.startswith(
+        "torch.optim."
+    ):  # those note what they checked
+        return Splitting(False, because=f"{name}.step() changes more than weights, state and groups")
+    if not whole.is_same(by_parameter):
+        return Splitting(False, because=f"{name}.step() depends on which parameters are stepped together")
+    by_element = type(optimizer) in ELEMENTWISE and whole.is_same(_tried(optimizer, _in_spans))
+    return Splitting(True, by_element, not whole.changed_groups, whole.state_dtypes)
+
+
+@dataclass
+class _Trial:
+    """What a few steps of small parameters left behind."""
+
+    parameters: list[nn.Parameter]
+    states: list[dict[str, Any]]
+    settings: list[dict[str, Any]]
+    changed_groups: bool
+    changed_itself: bool  # the optimizer, beside its state and its groups
+    drew_random: bool
+
+    def is_same(self, other: _Trial) -> bool:
+        return _same([self.parameters, self.states, self.settings], [other.parameters, other.states, other.settings])
+
+    @property
+    def state_dtypes(self) -> tuple[torch.dtype | None, ...]:
+        """Of the parameter that most is kept of."""
+        found = [
+            tuple(
+                None if kept.dtype == parameter.dtype else kept.dtype
+                for kept in state.values()
+                if isinstance(kept, torch.Tensor) and kept.numel() == parameter.numel()
+            )
+            for parameter, state in zip(self.parameters, self.states)
+        ]
+        return max(found, key=len, default=())
+
+
+_Step = Callable[["_Rehearsal"], None]
+
+
+class _Rehearsal:
+    """Small parameters in groups like the optimizer's."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.substep = Substep(optimizer, deep=True)
+        self.parts: list[tuple[int, nn.Parameter]] = []
+        self.states: list[dict[str, Any]] = []
+        for number, group in enumerate(optimizer.param_groups):
+            examples = {(len(parameter.shape), parameter.dtype): parameter for parameter in group["params"]}
+            for example in list(examples.values())[:3]:
+                for scale in (0.5, -2.0):
+                    small = nn.Parameter(_numbers(_SIDES[: example.dim()], scale).to(example))
+                    self.parts.append((number, small))
+                    self.states.append(_like(optimizer.state.get(example) or {}, example, small))
+
+    def give_gradients(self, step: int) -> None:
+        for at, (_, parameter) in enumerate(self.parts):
+            parameter.grad = _numbers(parameter.shape, 0.1 * (at + 1) * (step - 1.5)).to(parameter)
+
+    def run(self, chosen: Sequence[int]) -> None:
+        done = self.substep.run([(*self.parts[at], self.states[at]) for at in chosen])
+        for at, state in zip(chosen, done):
+            self.states[at] = state
+
+
+def _like(state: dict[str, Any], example: torch.Tensor, small: torch.Tensor) -> dict[str, Any]:
+    """The state of a small parameter, as that of an example: some optimizers make it before their first step."""
+    found: dict[str, Any] = {}
+    for name, kept in state.items():
+        if not isinstance(kept, torch.Tensor) or kept.numel() == 1:
+            found[name] = copy.deepcopy(kept)
+        elif kept.shape == example.shape:
+            found[name] = kept.flatten()[:1].expand(small.numel()).reshape(small.shape).clone()
+        else:
+            return {}
+    return found
+
+
+def _tried(optimizer: Optimizer, step: _Step) -> _Trial:
+    generators = _generators()
+    with torch.no_grad():
+        rehearsal = _Rehearsal(optimizer)
+        substep = rehearsal.substep
+        rest, groups = copy.deepcopy(_rest(substep.twin)), copy.deepcopy(substep.groups)
+        try:
+            for number in range(_NUM_TRIED_STEPS):
+                rehearsal.give_gradients(number)
+                step(rehearsal)
+                for at, settings in substep.left.items():  # what the next step begins with
+                    substep.groups[at] = settings
+        finally:
+            drew_random = not _same(generators, _generators())
+            _set_generators(generators)
+    return _Trial(
+        [parameter for _, parameter in rehearsal.parts],
+        rehearsal.states,
+        substep.groups,
+        changed_groups=not _same(groups, substep.groups),
+        changed_itself=not _same(rest, _rest(substep.twin)),
+        drew_random=drew_random,
+    )
+
+
+def _together(rehearsal: _Rehearsal) -> None:
+    rehearsal.run(range(len(rehearsal.parts)))
+
+
+def _one_by_one(rehearsal: _Rehearsal) -> None:
+    for at in reversed(range(len(rehearsal.parts))):
+        rehearsal.run([at])
+
+
+def _in_spans(rehearsal: _Rehearsal) -> None:
+    """Each parameter in two spans of unequal length."""
+    for at, (group, parameter) in enumerate(rehearsal.parts):
+        cut = (2 * parameter.numel() + 2) // 3
+        states = []
+        for span in (slice(0, cut), slice(cut, None)):
+            part = nn.Parameter(parameter.data.view(-1)[span])
+            assert parameter.grad is not None
+            part.grad = parameter.grad.view(-1)[span]
+            if part.numel():
+                known = {name: _span_of(kept, parameter, span) for name, kept in rehearsal.states[at].items()}
+                states += rehearsal.substep.run([(group, part, known)])
+        rehearsal.states[at] = {name: _joined(parameter, [s[name] for s in states]) for name in states[0]}
+
+
+def _span_of(kept: Any, parameter: torch.Tensor, span: slice) -> Any:
+    if isinstance(kept, torch.Tensor):
+        return kept.view(-1)[span] if kept.shape == parameter.shape and kept.dim() else kept.clone()
+    return copy.copy(kept)
+
+
+def _joined(parameter: torch.Tensor, parts: list[Any]) -> Any:
+    if isinstance(parts[0], torch.Tensor) and sum(part.numel() for part in parts) == parameter.numel():
+        return torch.cat([part.reshape(-1) for part in parts]).view(parameter.shape)
+    return parts[-1]
+
+
+def _rest(optimizer: Any) -> dict[str, Any]:
+    """What an optimizer knows beside its state, its groups and its hooks."""
+    own = ("state", "param_groups", "step")
+    return {name: v for name, v in optimizer.__dict__.items() if name not in own and not name.startswith(_HOOKS)}
+
+
+def _numbers(shape: Sequence[int], scale: float) -> torch.Tensor:
+    count = 1
+    for side in shape:
+        count *= side
+    return (torch.arange(1, count + 1, dtype=torch.float64) * 0.7).sin().mul(scale).reshape(tuple(shape))
+
+
+def _generators() -> list[Any]:
+    states: list[Any] = [torch.get_rng_state(), random.getstate()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states += torch.cuda.get_rng_state_all()
+    return states
+
+
+def _set_generators(states: list[Any]) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    if len(states) > 2:
+        torch.cuda.set_rng_state_all(states[2:])
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal, tensors bit for bit."""
+    if isinstance(one, torch.Tensor):
+        return (
+            isinstance(other, torch.Tensor)
+            and one.dtype == other.dtype
+            and one.shape == other.shape
+            and torch.equal(one.detach().reshape(-1).view(torch.uint8), other.detach().reshape(-1).view(torch.uint8))
+        )
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one is other or one == other)

@@ -1,0 +1,112 @@
+"""A unit, or a span of its numbers, on the device for its update: Piece.
+
+The weight is there as a whole, since a module reads it as a whole; gradient and optimizer state come in spans where
+they are too large for the window. Counters and other small state advance once per parameter, with its last span.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.memory.home import flat
+from outcore.state.unit import Unit, can_move
+from outcore.state.window import Item
+
+
+class Piece:
+    """A unit, or a span of its numbers, on the device for its update. The weight is there as a whole."""
+
+    def __init__(
+        self, unit: Unit, span: slice | None, known: dict[str, Any], gradient: torch.Tensor | None, new_bytes: int
+    ) -> None:
+        self.unit, self.span = unit, span
+        self.new_bytes = new_bytes  # of state that the update will make
+        self.is_last = span is None or span.stop == unit.weight.home.numel()
+        self._known = dict(known)  # the optimizer's state of the unit before the step
+        self._given = gradient  # not at home: somebody's own
+        self._gradient: Item | None = None
+        if gradient is None:
+            assert unit.gradient is not None
+            self._gradient = self._part(unit.gradient)
+        self._kept = {name: self._part(item) for name, item in unit.kept.items()}
+
+    def _part(self, item: Item) -> Item:
+        return item if self.span is None else Item(item.window, flat(item.home)[self.span])
+
+    def _items(self) -> list[Item]:
+        found = [self.unit.weight, *self._kept.values()]
+        return found if self._gradient is None else [*found, self._gradient]
+
+    def missing_bytes(self) -> int:
+        return self.new_bytes + sum(item.num_bytes for item in self._items() if item.here is None)
+
+    def fetch(self) -> None:
+        self.unit.fetch_weight()
+        for item in self._items():
+            item.fetch()
+
+    def give_up(self) -> None:
+        self.unit.give_up()
+        for item in self._items()[1:]:
+            item.drop()
+
+    def parameter(self) -> nn.Parameter:
+        """The parameter itself, or one for this span of it, with its gradient, all on the device."""
+        unit, gradient = self.unit, self._given
+        if self._gradient is not None and unit.gradient is not None:
+            gradient = self._gradient.arrive()
+            unit.gradient.scale(gradient)
+        elif self.span is not None and gradient is not None:
+            gradient = flat(gradient)[self.span]
+        unit.expose()
+        if self.span is None:
+            unit.parameter.grad = gradient
+            return unit.parameter
+        part = nn.Parameter(flat(unit.weight.arrive())[self.span])
+        part.__dict__.update(unit.parameter.__dict__)
+        part.grad = gradient
+        return part
+
+    def state(self) -> dict[str, Any]:
+        """The optimizer's state of it, on the device."""
+        found = {name: self._kept[name].arrive() if name in self._kept else kept for name, kept in self._known.items()}
+        if not self.is_last:  # counters advance once per parameter, not once per span
+            for name in found.keys() - self._kept.keys():
+                found[name] = found[name].clone() if isinstance(found[name], torch.Tensor) else found[name]
+        return found
+
+    def take(self, made: dict[str, Any]) -> None:
+        """Sends home what the update changed."""
+        for name, kept in made.items():
+            item = self._kept.get(name)
+            if item is None or kept is not item.here:
+                if not self._is_large(kept):
+                    continue
+                if item is not None:
+                    item.drop()
+                item = self._new_item(name, kept)
+            self.unit.window.depart(item, item.drop)
+        if self._gradient is not None:
+            self._gradient.drop()
+
+    def _is_large(self, kept: Any) -> bool:
+        if self.span is None:
+            return can_move(kept, self.unit.weight.home.device)
+        return isinstance(kept, torch.Tensor) and kept.numel() == self.span.stop - self.span.start and kept.dim() > 0
+
+    def _new_item(self, name: str, kept: torch.Tensor) -> Item:
+        unit = self.unit
+        if name not in unit.kept or self.span is None:
+            like = kept if self.span is None else unit.weight.home
+            unit.kept[name] = Item(unit.window, unit.window.homes.empty_like(like, kept.dtype))
+        item = self._part(unit.kept[name])
+        item.hold(kept)
+        return item
+
+
+def share_of(unit: Unit, span: slice | None, num_bytes: int) -> int:
+    """Of `num_bytes` of a unit, what a span of it has."""
+    return num_bytes if span is None else num_bytes * (span.stop - span.start) // unit.weight.home.numel()

@@ -1,0 +1,257 @@
+"""Modules that read parameters -> weights on the device while they are read.
+
+Before a module runs, the weights it owns come to the device; after it, they go. What autograd saves of them is a
+handle, and asking for it in the backward brings the weight once more. The order in which weights were asked for in the
+last step says which ones come next: they are fetched ahead, as many as the window has room for.
+
+A weight that is read where no module announces it (a function that takes another module's weight) is read at home:
+slowly, and right. The module that was running then announces it from the next step on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from outcore.memory.tensors import below_everything, is_plain
+from outcore.state.unit import Unit, unit_of
+from outcore.state.watched import is_watched, unwatch
+from outcore.state.window import Window
+
+LOOK = 64  # units that are searched for the one that was asked for, from the one expected on (guessed)
+
+
+class Updates(Protocol):
+    """What reading asks of updates."""
+
+    def run_due(self, units: Sequence[Unit]) -> None:
+        """Runs the updates of these units, and leaves their weights on the device."""
+        ...
+
+    def flush(self) -> None:
+        """Runs all updates that are due."""
+        ...
+
+
+class Handle:
+    """What autograd holds in place of a weight or a view of it."""
+
+    __slots__ = ("dtype", "offset", "run", "size", "stride", "unit", "version")
+
+    def __init__(self, run: Reading, unit: Unit, tensor: torch.Tensor) -> None:
+        self.run = run
+        self.unit = unit
+        self.version = unit.parameter._version
+        self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
+        self.offset = tensor.storage_offset()
+
+    def of(self, data: torch.Tensor) -> torch.Tensor:
+        """The same view on the weight's copy."""
+        with below_everything():
+            if data.dtype is self.dtype:
+                return data.as_strided(self.size, self.stride, self.offset)
+            view = torch.empty(0, dtype=self.dtype, device=data.device)
+            return view.set_(data.untyped_storage(), self.offset, self.size, self.stride)
+
+
+class Order:
+    """In which order units were asked for, in the last step and so far in this one."""
+
+    def __init__(self) -> None:
+        self.known: list[Unit] = []
+        self._seen: list[Unit] = []
+        self._next = 0
+
+    def begin(self) -> None:
+        self.known = self._seen or self.known
+        self._seen, self._next = [], 0
+
+    def reached(self, unit: Unit) -> Sequence[Unit]:
+        """Those expected after `unit`, nearest first."""
+        self._seen.append(unit)
+        for at in range(self._next, min(self._next + LOOK, len(self.known))):
+            if self.known[at] is unit:
+                self._next = at + 1
+                return self.known[at + 1 : at + 1 + LOOK]
+        return ()
+
+
+class Reading:
+    """Brings weights when they are read, updated if an update is due."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], window: Window, updates: Updates) -> None:
+        self._window = window
+        self._updates = updates
+        self._readers: dict[int, list[Unit]] = {}  # module, by id -> the units it reads
+        self._running: list[int] = []
+        self._in_step = False
+        self._orders = {True: Order(), False: Order()}  # inside and outside of training steps
+        self._last: Unit | None = None  # brought by the backward; it stays until another one is asked for
+        self._hooks: list[Any] = [model.register_forward_pre_hook(_Hook(self._before_model), prepend=True)]
+        by_id = {id(unit.parameter): unit for unit in units}
+        for module in model.modules():
+            found = [by_id[id(p)] for p in module._parameters.values() if p is not None and id(p) in by_id]
+            for unit in found:
+                unit.owner = weakref.ref(module)
+            if found:
+                self._readers[id(module)] = found
+                before = module.register_forward_pre_hook(_Hook(self._enter), prepend=True)
+                after = module.register_forward_hook(_Hook(self._leave), always_call=True)
+                self._hooks += [before, after]
+
+    @property
+    def order(self) -> list[Unit]:
+        """In which order a step reads the units, each once."""
+        return list(dict.fromkeys(self._orders[True].known))
+
+    def begin(self) -> None:
+        """A training step begins."""
+        self._in_step = True
+        self._orders[True].begin()
+
+    def end(self) -> None:
+        """It is over, also where it failed: no copy of a weight is left on the device."""
+        self._in_step, self._last = False, None
+        self._orders[False].begin()
+        self._running.clear()
+        for units in self._readers.values():
+            for unit in units:
+                unit.depth = 0
+                self._conceal(unit)
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    # -- the forward --------------------------------------------------------------------------------------------------
+
+    def _before_model(self, model: nn.Module) -> None:
+        if not self._in_step:
+            self._updates.flush()  # evaluation takes shortcuts where all parameters are ordinary ones
+
+    def _enter(self, module: nn.Module) -> None:
+        units = self._readers.get(id(module), ())
+        self._running.append(id(module))
+        fresh = [unit for unit in units if unit.depth == 0 and unit.is_itself]
+        for unit in units:
+            unit.depth += 1
+        with torch.inference_mode(False):
+            due = [unit for unit in fresh if unit.due is not None]
+            if due:
+                self._updates.run_due(due)
+            for unit in fresh:
+                unit.expose()
+                unit.observe()
+            for unit in fresh:
+                self._fetch_ahead(unit)
+
+    def _leave(self, module: nn.Module) -> None:
+        if not self._running or self._running[-1] != id(module):
+            return  # the step that it ran in is over
+        self._running.pop()
+        for unit in self._readers.get(id(module), ()):
+            unit.depth -= 1
+            if unit.depth == 0:
+                self._conceal(unit)
+
+    def _conceal(self, unit: Unit) -> None:
+        """The weight's copy goes, and what the module changed of it goes home."""
+        if unit.due is not None or unit.weight.is_departing:
+            return  # a weight that departs is observed until it has arrived, and concealed then
+        if not is_watched(unit.parameter):
+            unwatch(unit.parameter)
+        if not unit.is_itself and not unit.adopt():
+            unit.weight.drop()
+        elif unit.is_changed:
+            depart(unit)
+        else:
+            unit.conceal()
+
+    def _fetch_ahead(self, unit: Unit) -> None:
+        following = self._orders[self._in_step].reached(unit)
+        self._window.settle_over()
+        for other in following:
+            if not self._window.has_room(other.missing_bytes()):
+                break
+            if other.weight.here is None and other.is_untouched:
+                other.fetch()
+
+    # -- what autograd saves ------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> Handle | None:
+        """A handle if `tensor` lies on a weight of ours."""
+        unit = unit_of(tensor) if is_plain(tensor) else None
+        if unit is None:
+            return None
+        if unit.depth == 0 and self._running:
+            self._readers.setdefault(self._running[-1], []).append(unit)  # read by it, announced by none
+            unit.depth += 1
+        return Handle(self, unit, tensor)
+
+    def unpack(self, handle: Handle) -> torch.Tensor:
+        unit = handle.unit
+        if unit.parameter._version != handle.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{unit.name} {tuple(unit.parameter.shape)} is at version {unit.parameter._version}; expected version "
+                f"{handle.version}"
+            )
+        if not unit.is_itself:  # it was given other data since: then autograd would hold the old data, which is gone
+            raise RuntimeError(f"{unit.name} was given other data between forward and backward")
+        data = unit.bring()
+        last, self._last = self._last, unit
+        if last is not None and last is not unit:
+            self._let_go(last)
+        self._fetch_ahead(unit)
+        return handle.of(data)
+
+    def _let_go(self, unit: Unit) -> None:
+        """Autograd holds what it was given for as long as it needs it."""
+        if unit.depth == 0 and not unit.weight.is_departing and unit.due is None and unit.is_itself:
+            unit.conceal()
+
+
+def depart(unit: Unit) -> None:
+    """Sends a weight that was changed on the device home. It is concealed when it has arrived and no module reads it;
+    one that was changed again meanwhile is sent again."""
+    unit.version, unit.written = unit.parameter._version, False
+
+    def arrived() -> None:
+        if unit.is_changed:
+            depart(unit)
+        elif unit.depth == 0:
+            unwatch(unit.parameter)
+            unit.conceal()
+
+    unit.window.depart(unit.weight, arrived)
+
+
+class _Hook:
+    """A hook of a module. Copies and pickles of the module do not have it."""
+
+    def __init__(self, method: Callable[[nn.Module], None]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        method = self._method()
+        if method is not None:
+            method(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _nothing
+
+    def __reduce__(self) -> Any:
+        return _get_nothing, ()
+
+
+def _nothing(*args: Any) -> None:
+    """The hook of a copy."""
+
+
+def _get_nothing() -> Any:
+    return _nothing

@@ -1,0 +1,113 @@
+"""An optimizer whose `step()`, state and `load_state_dict()` are ours for a while, and as they were afterwards.
+
+`step()` is replaced on the object, as learning-rate schedulers do; hooks on it run as before. `state` becomes a
+dictionary that runs due updates before it shows anything. A state dictionary that is loaded goes home tensor by tensor:
+the optimizer would put all of it on the device first.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from outcore.state.optimizers import Optimizer
+from outcore.state.unit import SMALL_BYTES, Unit, is_dense
+from outcore.state.watched import WatchedState
+from outcore.state.window import Item
+
+if TYPE_CHECKING:
+    from outcore.state.updates import Updates
+
+
+class Takeover:
+    """Holds on to an optimizer from its making to `close`."""
+
+    def __init__(self, optimizer: Any, updates: Updates) -> None:
+        self._optimizer = optimizer
+        self._updates: Updates | None = updates
+        self._before = optimizer.__dict__.get("step")  # a scheduler's, on this object
+        self._plainly: Callable[..., Any] = optimizer.step
+        self._step = types.MethodType(self._make_step(), optimizer)
+        optimizer.step = self._step
+        optimizer.state = WatchedState(optimizer.state, updates.flush)
+        self._loading: list[tuple[Unit, str, torch.Tensor]] = []
+        self._hooks = [
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
+            optimizer.register_load_state_dict_post_hook(self._after_load),
+        ]
+
+    def _make_step(self) -> Callable[..., Any]:
+        def step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
+            if self._updates is None:
+                return self._plainly() if closure is None else self._plainly(closure)
+            optimizer._opt_called = True  # schedulers ask for it
+            return self._updates.step(self._plainly, closure)
+
+        if hasattr(self._plainly, "_wrapped_by_lr_sched"):
+            step.__dict__["_wrapped_by_lr_sched"] = True
+        return step
+
+    def close(self) -> None:
+        optimizer, self._updates = self._optimizer, None
+        for hook in self._hooks:
+            hook.remove()
+        if optimizer.__dict__.get("step") is self._step:  # else a scheduler has wrapped it: it then only passes on
+            del optimizer.step
+            if self._before is not None:
+                optimizer.step = self._before
+        if isinstance(optimizer.state, WatchedState):
+            optimizer.state = optimizer.state.plain()
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A placeholder stands for each large tensor while the optimizer loads the rest."""
+        assert self._updates is not None
+        self._updates.flush()
+        self._loading = []
+        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        units = {number: self._updates.unit_of(parameter) for number, parameter in zip(numbers, parameters)}
+        state = dict(state_dict["state"])
+        for number, unit in units.items():
+            if unit is not None and isinstance(state.get(number), dict):
+                state[number] = dict(state[number])
+                for name, kept in state[number].items():
+                    if isinstance(kept, torch.Tensor) and kept.nbytes >= SMALL_BYTES and is_dense(kept):
+                        self._loading.append((unit, name, kept))
+                        state[number][name] = torch.empty(0)
+        return {**state_dict, "state": state}
+
+    def _after_load(self, optimizer: Optimizer) -> None:
+        assert self._updates is not None
+        loaded: Any = optimizer.state
+        for unit, name, kept in self._loading:
+            window, parameter = unit.window, unit.parameter
+            dtype = parameter.dtype if parameter.is_floating_point() else kept.dtype  # as the optimizer casts them
+            home = window.homes.empty_like(kept, dtype)
+            window.homes.fill(home, kept)
+            unit.kept[name] = Item(window, home)
+            loaded[parameter][name] = home
+        self._loading = []
+        optimizer.state = WatchedState(loaded, self._updates.flush)
+
+
+def call_pre_hooks(optimizer: Optimizer, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """As every call of `step()` does."""
+    before: Any = torch_optimizer._global_optimizer_pre_hooks
+    for hook in chain(before.values(), optimizer._optimizer_step_pre_hooks.values()):
+        result: Any = hook(optimizer, (optimizer, *args), {})
+        if result is not None:
+            args = tuple(result[0])[1:]
+    return args
+
+
+def call_post_hooks(optimizer: Optimizer, args: tuple[Any, ...]) -> None:
+    after: Any = torch_optimizer._global_optimizer_post_hooks
+    for hook in chain(optimizer._optimizer_step_post_hooks.values(), after.values()):
+        hook(optimizer, (optimizer, *args), {})

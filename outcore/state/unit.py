@@ -1,0 +1,269 @@
+"""A parameter that has a home -> its weight, its gradient and its optimizer state as items: Unit.
+
+Outside of its use, `parameter.data`, `parameter.grad` and the tensors in `optimizer.state` are the tensors at home.
+While a module reads the weight, `parameter.data` is the copy on the device. Either holds the true bytes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from outcore.memory.home import is_at_home
+from outcore.memory.tensors import is_plain
+from outcore.state.gradient import Gradient
+from outcore.state.watched import is_watched, num_users, observe, unwatch, watch
+from outcore.state.window import Item, Window
+
+if TYPE_CHECKING:
+    from outcore.state.optimizers import Substep
+
+_UNIT = "_outcore_unit"
+SMALL_BYTES = 64 * 1024  # smaller tensors stay on the device: a copy's fixed cost is worth more than they are
+
+
+class Due(NamedTuple):
+    """An update that was asked for and has not run yet."""
+
+    substep: Substep
+    group: int
+    as_a_whole: bool  # and not in spans of the parameter
+    more_bytes: int  # on the device while it runs, besides what is fetched ahead
+
+
+class Unit:
+    """One parameter, wherever its bytes are."""
+
+    __slots__ = (
+        "__weakref__",
+        "depth",
+        "due",
+        "gradient",
+        "kept",
+        "name",
+        "owner",
+        "parameter",
+        "version",
+        "weight",
+        "window",
+        "written",
+    )
+
+    def __init__(self, name: str, parameter: nn.Parameter, window: Window) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.window = window
+        self.weight = Item(window, parameter.data if is_at_home(parameter) else moved_home(window, parameter.data))
+        parameter.data = self.weight.home
+        self.mark(self.weight.home)
+        self.gradient: Gradient | None = None
+        self.kept: dict[str, Item] = {}  # of what the optimizer keeps, the large tensors
+        self.due: Due | None = None  # the update that has not run yet
+        self.owner: weakref.ref[nn.Module] | None = None  # the module that reads it
+        self.depth = 0  # modules that are reading it
+        self.version = 0  # of the parameter, when its copy was made
+        self.written = False  # since then, perhaps, past the version counter
+
+    def mark(self, data: torch.Tensor) -> None:
+        """A storage with this mark is the weight's: autograd's saved tensors are recognised by it."""
+        data.untyped_storage().__dict__[_UNIT] = weakref.ref(self)
+
+    # -- the weight ---------------------------------------------------------------------------------------------------
+
+    def bring(self) -> torch.Tensor:
+        """The weight's copy on the device."""
+        self.window.ahead.pop(self, None)
+        if self.weight.here is not None and not self.is_exposed and self.parameter._version != self.version:
+            self.give_up()  # it was written into at home after it was fetched
+        self.fetch_weight()
+        data = self.weight.arrive()
+        self.mark(data)
+        return data
+
+    def fetch_weight(self) -> None:
+        """Starts the copy to the device. While the parameter's data is at home, a touch makes the copy worthless."""
+        if self.weight.here is None:
+            if self.is_training and not is_watched(self.parameter):
+                watch(self.parameter, self._on_touch)
+            self.version = self.parameter._version
+            self.weight.fetch()
+
+    @property
+    def is_training(self) -> bool:
+        """Whether its parameter may wear another class: modules that evaluate take shortcuts for ordinary ones only."""
+        owner = self.owner() if self.owner is not None else None
+        return owner is None or owner.training
+
+    def _on_touch(self) -> None:
+        unwatch(self.parameter)
+        self.weight.drop()
+
+    def expose(self) -> None:
+        """The parameter's data is the copy on the device."""
+        data = self.bring()
+        unwatch(self.parameter)
+        self.version, self.written = self.parameter._version, False
+        self.parameter.data = data
+
+    def observe(self) -> None:
+        """While it is exposed: notes when it is written into past the version counter."""
+        if self.is_training:
+            observe(self.parameter, self._on_hidden)
+
+    def _on_hidden(self) -> None:
+        self.written = True
+
+    def conceal(self) -> None:
+        """The parameter's data is its home, and the copy goes."""
+        if self.is_exposed:
+            self.parameter.data = self.weight.home
+        elif self.due is None:
+            unwatch(self.parameter)
+        self.weight.drop()
+
+    def adopt(self) -> bool:
+        """Takes other data that the parameter was given as the copy on the device, if it lies as the weight does and
+        nobody else holds it."""
+        data, home = self.parameter.data, self.weight.home
+        alike = data.dtype == home.dtype and data.size() == home.size() and data.stride() == home.stride()
+        if not alike or not can_move(data, home.device) or num_users(data) > 2:  # the parameter's and this one
+            return False
+        self.weight.drop()
+        self.weight.hold(data)
+        self.version = -1
+        return True
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the copy may have other bytes than home has."""
+        return self.is_exposed and (self.written or self.parameter._version != self.version)
+
+    @property
+    def is_exposed(self) -> bool:
+        here = self.weight.here
+        return here is not None and not is_watched(self.parameter) and _is_on(self.parameter, here)
+
+    @property
+    def is_itself(self) -> bool:
+        """False: somebody gave the parameter other data (`p.data = ...`, `model.half()`)."""
+        return is_watched(self.parameter) or _is_on(self.parameter, self.weight.home) or self.is_exposed
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nobody can write into the weight at home without touching the parameter."""
+        return is_watched(self.parameter) or (
+            _is_on(self.parameter, self.weight.home) and num_users(self.weight.home) <= 2  # the parameter and the item
+        )
+
+    # -- the gradient -------------------------------------------------------------------------------------------------
+
+    @property
+    def has_gradient_at_home(self) -> bool:
+        """Whether the parameter's gradient is the one at home, and not one that somebody put there."""
+        return self.gradient is not None and self.parameter.grad is self.gradient.shown
+
+    def show_gradient(self) -> None:
+        """The parameter's gradient is the one at home."""
+        assert self.gradient is not None
+        self.parameter.grad = self.gradient.shown
+        self.gradient.watch()
+
+    # -- everything ---------------------------------------------------------------------------------------------------
+
+    def items(self) -> list[Item]:
+        """What is fetched ahead to read the weight: the weight, and what its update needs if one is due."""
+        if self.due is None or self.gradient is None or not self.due.as_a_whole:
+            return [self.weight]
+        return [self.weight, self.gradient, *self.kept.values()]
+
+    def missing_bytes(self) -> int:
+        """That it takes to fetch it ahead, and to run its update if one is due."""
+        more_bytes = self.due.more_bytes if self.due is not None else 0
+        return more_bytes + sum(item.num_bytes for item in self.items() if item.here is None)
+
+    def fetch(self) -> None:
+        """Starts the copies of all that, ahead of their use."""
+        self.fetch_weight()
+        for item in self.items():
+            item.fetch()
+        self.window.ahead[self] = None
+
+    def give_up(self) -> None:
+        if not self.is_exposed and not self.weight.is_departing:
+            for item in self.items():
+                item.drop()
+            if self.due is None:
+                unwatch(self.parameter)
+
+    def take_over(self, state: dict[str, Any]) -> None:
+        """What the optimizer keeps of the parameter gets a home where it is large and has none: somebody may have
+        loaded or replaced it. `state` then holds the tensors at home."""
+        for name in [name for name in self.kept if name not in state]:
+            del self.kept[name]
+        for name, kept in state.items():
+            item = self.kept.get(name)
+            if item is not None and kept is item.home:
+                continue
+            if can_move(kept, self.parameter.device):
+                self.kept[name] = Item(self.window, kept if is_at_home(kept) else moved_home(self.window, kept))
+                state[name] = self.kept[name].home
+            elif item is not None:
+                del self.kept[name]
+
+    def bring_back(self) -> None:
+        """Weight and gradient become ordinary tensors of the device again."""
+        if self.is_itself:
+            self.conceal()
+            self.parameter.data = self.weight.home.clone()
+        self.weight.drop()
+        if self.has_gradient_at_home and self.gradient is not None:
+            self.parameter.grad = self.gradient.shown.clone()
+
+
+def unit_of(tensor: torch.Tensor) -> Unit | None:
+    """Whose weight, if anybody's, a tensor lies on."""
+    if tensor.layout is not torch.strided:
+        return None
+    mark = tensor.untyped_storage().__dict__.get(_UNIT)
+    return mark() if mark is not None else None
+
+
+def can_move(tensor: Any, device: torch.device) -> bool:
+    """Whether this is a tensor of the device that is worth a home and lies in one piece on a storage of its own."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.device == device
+        and is_plain(tensor)
+        and tensor.numel() * tensor.dtype.itemsize >= SMALL_BYTES
+        and is_dense(tensor)
+        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.dtype.itemsize
+    )
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Without gaps and overlaps."""
+    expected = 1
+    for stride, side in sorted(zip(tensor.stride(), tensor.shape)):
+        if side != 1:
+            if stride != expected:
+                return False
+            expected *= side
+    return True
+
+
+def moved_home(window: Window, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor at home with the content of `tensor`."""
+    home = window.homes.empty_like(tensor)
+    done = window.homes.send(tensor.detach(), home)
+    window.homes.wait(done)
+    window.homes.forget(done)
+    return home
+
+
+def _is_on(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors lie on the same storage. Nobody is told that we look."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)

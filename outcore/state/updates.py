@@ -1,0 +1,295 @@
+"""optimizer.step() -> updates of some parameters at a time, with the bits of one update of all.
+
+`step()` is taken over on the optimizer object. Parameters that stayed on the device are updated at once. Those with a
+home are updated in parts: while one part is updated, the next one comes to the device and the one before goes home.
+
+An update may also wait until its weight is read next: the step is then only noted, with the settings it was called
+with, and runs when the forward reaches the weight, hidden behind the layers before it. Whoever looks at the parameter,
+its gradient or its state earlier runs it (`outcore.state.watched`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.memory.tensors import below_everything
+from outcore.state.optimizers import ELEMENTWISE, Optimizer, Splitting, Substep
+from outcore.state.pieces import Piece, share_of
+from outcore.state.reading import depart
+from outcore.state.takeover import Takeover, call_post_hooks, call_pre_hooks
+from outcore.state.unit import Due, Unit
+from outcore.state.watched import WatchedState, is_held, num_users, unwatch, watch
+from outcore.state.window import Window
+
+ALIGN_NUMBERS = 4096  # spans begin at multiples of this many numbers, so that kernels see them aligned
+AHEAD = 4  # pieces that are fetched ahead of the one being updated, where there is room (guessed)
+
+Work = tuple[Substep, int, "Piece"]  # a step as it was asked for, the group, and what to update
+
+
+class Updates:
+    """Takes over `optimizer.step()`."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        units: Iterable[Unit],
+        window: Window,
+        splitting: Splitting,
+        *,
+        later: bool,
+        order: Callable[[], list[Unit]] = list,
+    ) -> None:
+        self.optimizer = optimizer
+        self.splitting = splitting
+        self.later = later and splitting.later
+        self._units = {id(unit.parameter): unit for unit in units}
+        self._window = window
+        self._order = order
+        self._due: dict[Unit, None] = {}
+        self._begun: set[Unit] = set()  # of the due updates that are running
+        self._is_new: set[int] = set()  # parameters, by id, that this step has added to the optimizer's state
+        self._takeover = Takeover(optimizer, self)
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def step(self, plainly: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+        """What `optimizer.step(closure)` does. `plainly` is what it did before."""
+        self.flush()
+        self._window.settle_all()
+        by_element = type(self.optimizer) in ELEMENTWISE
+        if not self.splitting.by_parameter or (closure is not None and not by_element) or self._is_mixed():
+            return plainly() if closure is None else plainly(closure)
+        args = call_pre_hooks(self.optimizer, (closure,) if closure is not None else ())
+        loss = None
+        if args and args[0] is not None:
+            with torch.enable_grad():
+                loss = args[0]()
+            self._window.settle_all()
+        self._update_all()
+        call_post_hooks(self.optimizer, args)
+        return loss
+
+    def _is_mixed(self) -> bool:
+        """Whether a gradient lies otherwise than its parameter. On CUDA, torch's implementations for many tensors then
+        take another way for all of them, and parts would not."""
+        return self._window.homes.device.type == "cuda" and any(
+            parameter.grad is not None and parameter.grad.stride() != parameter.stride()
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+        )
+
+    def _update_all(self) -> None:
+        substep = Substep(self.optimizer)
+        resident: list[tuple[int, nn.Parameter]] = []
+        now: list[Work] = []
+        changed: list[nn.Parameter] = []
+        for group, settings in enumerate(self.optimizer.param_groups):
+            for parameter in settings["params"]:
+                if parameter.grad is None:
+                    continue
+                changed.append(parameter)
+                unit = self._units.get(id(parameter))
+                if unit is None or not unit.is_itself:
+                    resident.append((group, parameter))
+                    continue
+                unit.take_over(self._state_of(parameter))
+                own = unit.has_gradient_at_home
+                if own and self.later and not self._is_watched(unit):
+                    self._put_off(unit, substep, group)
+                else:
+                    odd = parameter.grad.stride() != unit.weight.home.stride()
+                    spans = [None] if odd else self._spans(unit)
+                    now += self._work(unit, substep, group, None if own else parameter.grad, spans)
+        self._update_resident(substep, resident)
+        self._run(now)
+        self._put_in_order()
+        self._window.settle_all()
+        torch.autograd.graph.increment_version(changed)
+        if not self.splitting.later:
+            for group, left in substep.left.items():
+                self.optimizer.param_groups[group].update(left)
+
+    def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        state: Any = self.optimizer.state
+        found = state.quiet(parameter) if isinstance(state, WatchedState) else state.get(parameter)
+        return found if isinstance(found, dict) else {}
+
+    def _keep(self, parameter: nn.Parameter, state: dict[str, Any], made: dict[str, Any]) -> None:
+        """Puts what an update has made into the optimizer's state."""
+        if made is not state:
+            state.clear()
+            state.update(made)
+        if state and parameter not in self.optimizer.state:
+            kept: Any = self.optimizer.state
+            kept[parameter] = state
+            self._is_new.add(id(parameter))
+
+    def _put_in_order(self) -> None:
+        """What a step has added to the optimizer's state stands there in the order of its groups."""
+        state: Any = self.optimizer.state
+        if self._is_new and not self._due:
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) in self._is_new]
+            self._is_new.clear()
+            for parameter in parameters:
+                state[parameter] = state.pop(parameter)
+
+    def _update_resident(self, substep: Substep, resident: Sequence[tuple[int, nn.Parameter]]) -> None:
+        if not resident:
+            return
+        with below_everything():
+            made = substep.run((group, parameter, self._state_of(parameter)) for group, parameter in resident)
+        for (_, parameter), state in zip(resident, made):
+            self._keep(parameter, self._state_of(parameter), state)
+
+    def _work(
+        self, unit: Unit, substep: Substep, group: int, gradient: torch.Tensor | None, spans: Sequence[slice | None]
+    ) -> list[Work]:
+        known = self._state_of(unit.parameter)
+        new_bytes = 0 if known else share_of(unit, spans[0], self._kept_bytes(unit))
+        return [(substep, group, Piece(unit, span, known, gradient, new_bytes)) for span in spans]
+
+    def _spans(self, unit: Unit) -> Sequence[slice | None]:
+        """Of a unit that is too large for a third of the window; else [None], all of it."""
+        numbers = unit.weight.home.numel()
+        per_number = (2 * unit.weight.num_bytes + self._kept_bytes(unit)) / numbers
+        most = max(1, int(self._window.limit_bytes / 3 / per_number) // ALIGN_NUMBERS) * ALIGN_NUMBERS
+        if not self.splitting.by_element or numbers <= most:
+            return [None]
+        return [slice(at, min(at + most, numbers)) for at in range(0, numbers, most)]
+
+    def _kept_bytes(self, unit: Unit) -> int:
+        """Of a unit's optimizer state, also where that is still to be made."""
+        return sum(item.num_bytes for item in unit.kept.values()) or self.splitting.state_bytes(unit.parameter)
+
+    def _run(self, work: Sequence[Work]) -> None:
+        """Updates pieces one after the other, the next ones on their way in and the last ones on their way out."""
+        for at, (substep, group, piece) in enumerate(work):
+            try:
+                self._fetch(piece)
+                self._window.make_room(piece.new_bytes)
+                self._fetch_ahead(piece.new_bytes, [following for _, _, following in work[at + 1 : at + 1 + AHEAD]])
+                self._update(substep, group, piece)
+            except BaseException:
+                piece.give_up()
+                raise
+
+    def _fetch(self, piece: Piece) -> None:
+        """Where memory has run out, what was fetched ahead is in the way: a unit must not stay updated in part."""
+        self._window.ahead.pop(piece, None)
+        try:
+            piece.fetch()
+        except torch.OutOfMemoryError:
+            self._window.clear()
+            piece.fetch()
+
+    def _fetch_ahead(self, new_bytes: int, pieces: Sequence[Piece]) -> None:
+        window = self._window
+        for piece in pieces:
+            window.settle_over()
+            if not window.has_room(new_bytes + piece.missing_bytes()):
+                return
+            if piece not in window.ahead:
+                try:
+                    piece.fetch()
+                except torch.OutOfMemoryError:
+                    piece.give_up()
+                    return
+                window.ahead[piece] = None
+
+    def _update(self, substep: Substep, group: int, piece: Piece) -> None:
+        unit, parameter = piece.unit, piece.unit.parameter
+        seen, state = parameter.grad, self._state_of(parameter)
+        try:
+            part, known = piece.parameter(), piece.state()
+            self._begun.add(unit)
+            with below_everything():
+                made = substep.run([(group, part, known)])[0]
+        finally:
+            parameter.grad = seen
+        piece.take(made)
+        if piece.is_last:
+            self._keep(
+                parameter, state, {name: unit.kept[name].home if name in unit.kept else made[name] for name in made}
+            )
+            depart(unit)
+
+    # -- updates that wait --------------------------------------------------------------------------------------------
+
+    def _put_off(self, unit: Unit, substep: Substep, group: int) -> None:
+        span, more_bytes = self._spans(unit)[0], 0
+        if span is not None:
+            more_bytes = share_of(unit, span, unit.weight.num_bytes + self._kept_bytes(unit))
+        elif not self._state_of(unit.parameter):
+            more_bytes = self._kept_bytes(unit)
+        self._wait(unit, Due(substep, group, span is None, more_bytes))
+
+    def _wait(self, unit: Unit, asked: Due) -> None:
+        assert unit.gradient is not None
+        unit.conceal()
+        unit.due = asked
+        unit.give_up()
+        self._due[unit] = None
+        watch(unit.parameter, self.flush)
+        watch(unit.gradient.shown, self.flush)
+
+    def _is_watched(self, unit: Unit) -> bool:
+        """Whether somebody holds a view of what the update changes, and might look without our knowing."""
+        assert unit.gradient is not None
+        state = self._state_of(unit.parameter)
+        return (
+            num_users(unit.weight.home) > 2  # the parameter, and the tensor at home
+            or unit.gradient.is_held(num_own=1)  # parameter.grad
+            or any(is_held(item.home, num_own=1) or num_users(item.home) > 1 for item in unit.kept.values())  # state
+            or sys.getrefcount(state) > 3  # the optimizer's, ours, and the one just given away
+        )
+
+    def run_due(self, units: Sequence[Unit]) -> None:
+        """Runs the updates of these units. Their weights are on the device afterwards. Where that fails, updates that
+        have not begun are due as before."""
+        work: list[Work] = []
+        waiting = {unit: unit.due for unit in units if unit.due is not None and unit.gradient is not None}
+        for unit, asked in waiting.items():
+            spans = [None] if asked.as_a_whole else self._spans(unit)
+            work += self._work(unit, asked.substep, asked.group, None, spans)
+            unit.due = None
+            del self._due[unit]
+            unwatch(unit.parameter)
+            if unit.gradient is not None:
+                unit.gradient.watch()
+        self._begun.clear()
+        try:
+            with torch.inference_mode(False):
+                self._run(work)
+        except BaseException:
+            for unit, asked in waiting.items():
+                if unit not in self._begun:
+                    self._wait(unit, asked)
+            raise
+        self._put_in_order()
+
+    def flush(self) -> None:
+        """Runs every update that is due, in the order in which the last step read the weights."""
+        if not self._due:
+            return
+        waiting = dict.fromkeys(unit for unit in self._order() if unit in self._due)
+        self.run_due(list(waiting | self._due))
+        self._window.settle_all()
+
+    def unit_of(self, parameter: torch.Tensor) -> Unit | None:
+        return self._units.get(id(parameter))
+
+    def close(self) -> None:
+        """The optimizer is as it was, its state on the device."""
+        self.flush()
+        self._takeover.close()
+        for unit in self._units.values():
+            state = self._state_of(unit.parameter)
+            for name, item in unit.kept.items():
+                if state.get(name) is item.home:
+                    state[name] = item.home.clone()

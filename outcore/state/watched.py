@@ -1,0 +1,206 @@
+"""Tensors that must not be touched unnoticed: the first touch calls us.
+
+A parameter whose update was asked for and has not run yet must run it before anybody looks. A parameter whose bytes are
+being copied to the device ahead of their use must not be written into meanwhile. While that lasts, such a tensor wears
+a subclass. Whatever torch function, method or property touches it comes to `__torch_function__` first: we are called,
+the ordinary class is put back, and the call goes on. Questions that have the same answer before and after (shape,
+dtype, `grad is None`, ...) are answered at once, so that `zero_grad()` and a walk over the parameters call nobody.
+
+A parameter that a module is reading wears another subclass, which only notes whether somebody asks for `data`: what is
+written through that, no version counter tells.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import _foreach_utils
+from torch.utils._pytree import tree_leaves
+
+_CALL, _ON_CALL = "_outcore_on_touch", "_outcore_on_call"
+OnCall = Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]
+_Base: Any = torch.Tensor
+_PROPERTIES = ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "_version", "grad", "ndim")
+_METHODS = ("size", "dim", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex", "__len__")
+_UNCHANGED = frozenset(
+    (
+        *(getattr(_Base, name).__get__ for name in (*_PROPERTIES, "is_cuda", "is_cpu", "is_sparse", "itemsize")),
+        *(getattr(_Base, name) for name in (*_METHODS, "element_size")),
+        _Base.grad.__set__,
+    )
+)
+
+
+_HIDDEN = frozenset(
+    (_Base.data.__get__, _Base.data.__set__, _Base.untyped_storage, _Base.storage, _Base.numpy, _Base.set_)
+)
+
+
+class _Watched:
+    """What the two subclasses share."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in _UNCHANGED:
+            watched = [found for found in tree_leaves((args, kwargs)) if isinstance(found, _Watched)]
+            for on_call in {found.__dict__.get(_ON_CALL) for found in watched}:
+                result = on_call(func, args, kwargs or {}) if on_call is not None else NotImplemented
+                if result is not NotImplemented:
+                    return result
+            for found in watched:
+                touch(found)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        touch(self)
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        touch(self)
+        return self.__reduce_ex__(protocol)
+
+
+class WatchedParameter(_Watched, torch.nn.Parameter):
+    """A parameter that must not be touched unnoticed."""
+
+
+class WatchedTensor(_Watched, torch.Tensor):
+    """A plain tensor that must not be touched unnoticed."""
+
+
+class ReadParameter(torch.nn.Parameter):
+    """A parameter that a module is reading."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _HIDDEN:
+            touch(args[0])
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        touch(self)
+        unwatch(self)
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        touch(self)
+        unwatch(self)
+        return self.__reduce_ex__(protocol)
+
+
+def observe(parameter: torch.nn.Parameter, on_hidden: Callable[[], None]) -> None:
+    """Calls `on_hidden` whenever somebody gets at the bytes of `parameter` past its version counter."""
+    parameter.__dict__[_CALL] = on_hidden
+    parameter.__class__ = ReadParameter
+
+
+def watch(tensor: torch.Tensor, on_touch: Callable[[], None], on_call: OnCall | None = None) -> None:
+    """The first touch of `tensor`, a plain parameter or a plain tensor, calls `on_touch`, which must `unwatch` it.
+    `on_call` is asked first: it gives a call's result, or NotImplemented."""
+    tensor.__dict__[_CALL] = on_touch
+    tensor.__dict__[_ON_CALL] = on_call
+    tensor.__class__ = WatchedParameter if isinstance(tensor, torch.nn.Parameter) else WatchedTensor
+
+
+def unwatch(tensor: torch.Tensor) -> None:
+    """The ordinary class is put back, whichever it was."""
+    tensor.__dict__.pop(_ON_CALL, None)
+    if tensor.__dict__.pop(_CALL, None) is not None:
+        tensor.__class__ = torch.nn.Parameter if isinstance(tensor, torch.nn.Parameter) else torch.Tensor
+
+
+def is_watched(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, _Watched)
+
+
+def touch(watched: Any) -> None:
+    """Calls whoever watches a tensor, if anybody does."""
+    on_touch = watched.__dict__.get(_CALL)
+    if on_touch is not None:
+        on_touch()
+
+
+# Functions for many tensors look at their types: they shall treat these as what they are.
+for _known, _kinds in (
+    (_foreach_utils._foreach_supported_types, (WatchedTensor,)),
+    (torch_optimizer._foreach_supported_types, (WatchedTensor, WatchedParameter, ReadParameter)),
+):
+    _types: Any = _known
+    _types.extend(_kinds)
+
+
+def num_users(tensor: torch.Tensor) -> int:
+    """Tensors on the storage of `tensor`. Nobody is told that we look."""
+    count: Any = torch._C._storage_Use_Count
+    with torch._C.DisableTorchFunctionSubclass():
+        return int(count(tensor.untyped_storage()._cdata)) - 1  # less the storage's Python object, just made
+
+
+def is_held(tensor: torch.Tensor, num_own: int) -> bool:
+    """Whether somebody refers to the Python object of a tensor, besides one owner and `num_own` others."""
+    return sys.getrefcount(tensor) > 3 + num_own  # the owner, our argument, and the one given on
+
+
+class WatchedState(defaultdict[torch.Tensor, Any]):
+    """An optimizer's `state` that runs the updates which are due before it shows anything."""
+
+    def __init__(self, state: dict[torch.Tensor, Any], before_look: Callable[[], None]) -> None:
+        super().__init__(dict)
+        super().update(state)
+        self.before_look = before_look
+
+    def __getitem__(self, key: torch.Tensor) -> Any:
+        self.before_look()
+        return super().__getitem__(key)
+
+    def get(self, key: torch.Tensor, default: Any = None) -> Any:
+        self.before_look()
+        return super().get(key, default)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.before_look()
+        return super().__iter__()
+
+    def values(self) -> Any:
+        self.before_look()
+        return super().values()
+
+    def items(self) -> Any:
+        self.before_look()
+        return super().items()
+
+    def pop(self, *args: Any) -> Any:
+        self.before_look()
+        return super().pop(*args)
+
+    def quiet(self, key: torch.Tensor) -> Any:
+        """What is there now, updates or not; None where there is nothing."""
+        return super().get(key)
+
+    def __copy__(self) -> Any:
+        return self.plain()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.plain(), memo)
+
+    def __reduce__(self) -> Any:
+        return self.plain().__reduce__()
+
+    def plain(self) -> defaultdict[torch.Tensor, Any]:
+        """An ordinary dictionary with the same content."""
+        self.before_look()
+        plain: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        plain.update(super().items())
+        return plain
