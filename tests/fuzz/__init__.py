@@ -1,0 +1,1 @@
+"""Random training programs against plain PyTorch: `python -m tests.fuzz --help`."""

@@ -1,0 +1,116 @@
+"""The command: `python -m tests.fuzz --programs 2000 --jobs 16 --out verdicts.json`.
+
+`--show SEED` prints a program, `--shrink SEED` makes the smallest one that fails alike, as a script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.fuzz.check import COMBINATIONS, check
+from tests.fuzz.explore import as_answer, explore
+from tests.fuzz.generate import SWITCHED_OFF, generate
+from tests.fuzz.program import Program, source
+from tests.fuzz.shrink import fails_like, script, shrink
+
+
+def run_seed(seed: int) -> dict[str, Any]:
+    return _answer(generate(seed))
+
+
+def run_seed_without(seed: int) -> dict[str, Any]:
+    return _answer(generate(seed, SWITCHED_OFF))
+
+
+def _answer(program: Program) -> dict[str, Any]:
+    return as_answer(check(program)) | {"features": sorted(program.features)}
+
+
+def summary_of(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """How many programs, runs and steps; what is wrong, by kind and by feature."""
+    programs, runs, wrong = collections.Counter[str](), collections.Counter[str](), collections.Counter[str]()
+    features = collections.Counter[str]()
+    steps = planned = 0
+    for answer in answers:
+        programs[answer["outcome"]] += 1
+        outcomes = {verdict["outcome"] for verdict in answer.get("verdicts", ())}
+        for verdict in answer.get("verdicts", ()):
+            runs[verdict["outcome"]] += 1
+            steps, planned = steps + verdict["num_steps"], planned + verdict["num_planned"]
+        for outcome in outcomes - {"same"}:
+            wrong[outcome] += 1
+        if outcomes - {"same", "refused"}:
+            features.update(answer.get("features", ()))
+    return {
+        "programs": dict(programs),
+        "runs": dict(runs),
+        "steps": steps,
+        "steps_planned": planned,
+        "programs_by_failure": dict(wrong),
+        "features_of_failing_programs": dict(features.most_common(30)),
+        "failing": [
+            [
+                answer["task"],
+                verdict["planner"],
+                verdict["share"],
+                verdict["outcome"],
+                verdict["step"],
+                verdict["detail"],
+            ]
+            for answer in answers
+            for verdict in answer.get("verdicts", ())
+            if verdict["outcome"] != "same"
+        ][:2000],
+    }
+
+
+def show(seed: int, *, smallest: bool, which: str | None) -> None:
+    program = generate(seed)
+    report = check(program)
+    failing = [v for v in report.verdicts if v.outcome != "same" and (which is None or v.outcome == which)]
+    print(f"# {report.outcome} {report.detail}")
+    for verdict in failing:
+        print(f"# {verdict.planner} {verdict.share} step {verdict.step}: {verdict.outcome}: {verdict.detail}")
+    if not (smallest and failing):
+        print(source(program))
+        return
+    verdict = failing[0]
+    program = shrink(program, fails_like(verdict))
+    title = f"seed {seed}, {verdict.planner} at {verdict.share}: {verdict.outcome}: {verdict.detail}"
+    combinations = [(verdict.planner, verdict.share)] if verdict.planner != "keep-all" else []
+    print(script(program, title.replace('"', "'"), combinations))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    jobs = int(os.environ.get("OUTCORE_EXPLORE_JOBS", os.cpu_count() or 1))
+    parser.add_argument("--programs", type=int, default=int(os.environ.get("OUTCORE_EXPLORE", "200")))
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--jobs", type=int, default=jobs)
+    parser.add_argument("--out", type=Path, default=Path("fuzz.json"))
+    parser.add_argument("--only-on", action="store_true", help="without the features that CI has switched off")
+    parser.add_argument("--show", type=int, metavar="SEED")
+    parser.add_argument("--shrink", type=int, metavar="SEED")
+    parser.add_argument("--which", help="the kind of failure to show or to shrink: numbers, over, prediction, crash")
+    arguments = parser.parse_args()
+    if arguments.show is not None or arguments.shrink is not None:
+        smallest = arguments.shrink is not None
+        show(arguments.shrink if smallest else arguments.show, smallest=smallest, which=arguments.which)
+        return
+    work = run_seed_without if arguments.only_on else run_seed
+    seeds = range(arguments.first, arguments.first + arguments.programs)
+    answers = explore(seeds, work, arguments.jobs, arguments.out, lambda found: summary_of(found))
+    for key, value in summary_of(answers).items():
+        print(key, value if key != "failing" else "", sep=": ")
+        for line in value if key == "failing" else ():
+            print("  ", *line)
+    print(f"{len(COMBINATIONS)} combinations of planner and budget each; everything in {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,338 @@
+"""Program -> verdicts: plain PyTorch twice, then outcore with a planner and a budget, step by step.
+
+Times of ops and rates of copies are drawn from the program's seed instead of being measured: plans are then the same on
+every machine, and as different from program to program as those of very different machines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import outcore
+from outcore.planning.planners import hybrid
+from tests.fuzz import pieces
+from tests.fuzz.program import Program, source
+
+PLANNERS = ("hybrid", "pooch", "swap-all", "recompute-all")
+SHARES = (1.0, 0.7, 0.45)  # of the in-core peak
+COMBINATIONS = tuple((planner, share) for share in SHARES for planner in PLANNERS)
+LEAST_PREDICTED_SHARE = 0.99  # of a predicted peak, that is measured
+MAX_RAISES = 4  # times a budget is raised: sizes that come later may each name their own
+IN_CORE_STEPS = 4  # of a program, that tell its in-core peak
+MAX_FLIPS = 30  # of the hybrid planner's search: any plan must give the same numbers, a good one takes longer to find
+
+Snapshot = dict[str, bytes | None]
+
+
+class Refused(Exception):
+    """outcore says that it cannot run this program."""
+
+
+@dataclass
+class Verdict:
+    """What came of a program under one planner and budget."""
+
+    planner: str
+    share: float
+    outcome: str  # same, or what is wrong: numbers, over, prediction, crash, refused, budget, left behind
+    detail: str = ""
+    step: int = -1
+    num_planned: int = 0  # steps that followed a plan
+    num_steps: int = 0
+    raised_bytes: int = 0  # the budget that was named and then used
+    seconds: float = 0.0
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.outcome not in ("same", "refused")
+
+
+@dataclass
+class Report:
+    """All verdicts of a program."""
+
+    seed: int
+    outcome: str  # ran, plain fails, plain differs
+    detail: str = ""
+    in_core_bytes: int = 0
+    seconds: float = 0.0
+    verdicts: list[Verdict] = field(default_factory=list)
+
+
+# -- running a program ------------------------------------------------------------------------------------------------
+
+
+def namespace(text: str) -> dict[str, Any]:
+    names: dict[str, Any] = {name: item for name, item in vars(pieces).items() if not name.startswith("_")}
+    names |= {"torch": torch, "nn": nn, "F": F, "np": np, "copy": copy, "checkpoint": checkpoint, "Tensor": Tensor}
+    exec(compile(text, "<program>", "exec"), names)
+    return names
+
+
+@lru_cache(maxsize=64)
+def _data(rows: int, step: int) -> Tensor:
+    return torch.randn(rows, 32, generator=torch.Generator().manual_seed(1000 * step + rows))
+
+
+def data(rows: int, step: int) -> Tensor:
+    return _data(rows, step).clone()
+
+
+def bits(tensor: Tensor) -> bytes:
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    return tensor.resolve_conj().resolve_neg().contiguous().numpy().tobytes()
+
+
+class Running:
+    """A program's model and optimizer, stepped one step at a time."""
+
+    def __init__(self, program: Program, names: dict[str, Any]) -> None:
+        torch.manual_seed(program.seed)
+        self.model: nn.Module = names["Net"]()
+        self._step: Callable[..., tuple[Tensor, Tensor | None]] = names["step"]
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=program.frame.momentum)
+        torch.manual_seed(program.seed + 1)
+
+    def step(self, t: int, limited: Callable[[], AbstractContextManager[Any]]) -> Snapshot:
+        loss, given = self._step(self.model, self.optimizer, t, limited, data)
+        return self.snapshot(loss, given)
+
+    def snapshot(self, loss: Tensor, given: Tensor | None) -> Snapshot:
+        """Everything that must not change."""
+        seen: Snapshot = {"loss": bits(loss), "rng": torch.get_rng_state().numpy().tobytes()}
+        seen["gradient of the input"] = bits(given) if given is not None else None
+        for name, parameter in self.model.named_parameters():
+            seen[f"gradient of {name}"] = bits(parameter.grad) if parameter.grad is not None else None
+            seen[f"parameter {name}"] = bits(parameter)
+        for name, buffer in self.model.named_buffers():
+            seen[f"buffer {name}"] = bits(buffer)
+        for name, item in vars(self.model).items():
+            if isinstance(item, Tensor):
+                seen[f"attribute {name}"] = bits(item)
+            elif isinstance(item, torch.Generator):
+                seen[f"generator {name}"] = item.get_state().numpy().tobytes()
+        log: list[Any] = self.model.log  # type: ignore[assignment]
+        seen["log"] = b"".join(bits(item) for item in log)
+        log.clear()
+        return seen
+
+
+def plain(program: Program, names: dict[str, Any]) -> list[Snapshot]:
+    running = Running(program, names)
+    return [running.step(t, nullcontext) for t in range(program.num_steps)]
+
+
+def difference(mine: Snapshot, theirs: Snapshot) -> str:
+    """Names of what differs; empty where nothing does."""
+    names = [name for name in {**mine, **theirs} if mine.get(name, b"absent") != theirs.get(name, b"absent")]
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+
+
+# -- as reproducible as can be ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def drawn_times(seed: int) -> Iterator[None]:
+    """Replaces every measurement by numbers drawn from the seed, and keeps the planner's search short."""
+    from outcore.memory import clock, machine
+
+    drawn = random.Random(f"times {seed}")
+    rate, low = 10 ** drawn.uniform(6, 10), drawn.choice((1e-6, 1e-5, 1e-4))
+
+    def seconds(self: Any) -> list[float]:
+        return [low * 10 ** (2 * random.Random(index + seed).random()) for index, _ in enumerate(self._pairs)]
+
+    def measure_machine(device: torch.device, folder: str | None) -> outcore.Machine:
+        return outcore.Machine(
+            device="cpu", device_bytes=2**33, host_bytes=0, disk_bytes=2**32, swap_out_bytes_per_s=rate,
+            swap_in_bytes_per_s=rate, disk_write_bytes_per_s=rate, disk_read_bytes_per_s=rate, duplex_share=0.7,
+            copy_latency_s=drawn.choice((1e-6, 1e-4)), measured_at="2000-01-01", given=(),
+        )  # fmt: skip
+
+    holders = [module for name, module in sys.modules.items() if name.startswith("outcore.")]
+    holders = [module for module in holders if hasattr(module, "measure_machine")]
+    before = clock.Clock.seconds, machine.measure_machine, hybrid.MAX_FLIPS
+    try:
+        setattr(clock.Clock, "seconds", seconds)  # noqa: B010
+        hybrid.MAX_FLIPS = MAX_FLIPS
+        for module in holders:
+            setattr(module, "measure_machine", measure_machine)  # noqa: B010
+        yield
+    finally:
+        setattr(clock.Clock, "seconds", before[0])  # noqa: B010
+        hybrid.MAX_FLIPS = before[2]
+        for module in holders:
+            setattr(module, "measure_machine", before[1])  # noqa: B010
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+# -- one program under outcore ----------------------------------------------------------------------------------------
+
+
+class Wrong(Exception):
+    """A check failed."""
+
+    def __init__(self, outcome: str, detail: str, step: int = -1) -> None:
+        super().__init__(detail)
+        self.outcome, self.detail, self.step = outcome, detail, step
+
+
+def limited_run(
+    program: Program, names: dict[str, Any], expected: list[Snapshot], planner: str, memory_bytes: int, verdict: Verdict
+) -> int:
+    """Runs under outcore and checks every step; the in-core peak that it planned with. Raises Wrong."""
+    running = Running(program, names)
+    t = -1
+    ooc = outcore.limit(running.model, memory_bytes, planner=planner, measure=True)
+    in_core_bytes = 0
+    try:
+        before = ooc.timeline
+        for t in range(program.num_steps):
+            seen = running.step(t, ooc.step)
+            different = difference(expected[t], seen)
+            if different:
+                raise Wrong("numbers", f"{different} {'differs' if ',' not in different else 'differ'}", t)
+            verdict.num_steps += 1
+            measured = ooc.timeline
+            if measured is not None and measured is not before:
+                verdict.num_planned += 1
+                _check_memory(ooc, memory_bytes, t)
+            before = measured
+            if ooc.plan is not None:
+                in_core_bytes = max(in_core_bytes, ooc.plan.in_core_peak_bytes)
+        verdict.step = -1
+    except (Wrong, outcore.BudgetTooSmall):
+        verdict.step = t
+        raise
+    except outcore.OutcoreError as error:
+        raise Refused(f"step {t}: {type(error).__name__}: {error}") from error
+    except Exception as error:
+        raise Wrong("crash", f"{type(error).__name__}: {error}", t) from error
+    finally:
+        _close(ooc, running)
+    _check_clean(ooc)
+    return in_core_bytes
+
+
+def _check_memory(ooc: outcore.Limited, memory_bytes: int, t: int) -> None:
+    measured, predicted = ooc.timeline, ooc.predicted
+    assert measured is not None
+    assert predicted is not None
+    figures = f"budget {memory_bytes}, predicted {predicted.peak_bytes}, measured {measured.peak_bytes}"
+    if measured.peak_bytes > memory_bytes:
+        raise Wrong("over", f"{measured.peak_bytes / memory_bytes:.3f} x the budget ({figures})", t)
+    if measured.peak_bytes > predicted.peak_bytes:
+        raise Wrong("prediction", f"measured {measured.peak_bytes / predicted.peak_bytes:.3f} x ({figures})", t)
+    if measured.peak_bytes < LEAST_PREDICTED_SHARE * predicted.peak_bytes:
+        raise Wrong("prediction", f"measured only {measured.peak_bytes / predicted.peak_bytes:.3f} x ({figures})", t)
+
+
+def _close(ooc: outcore.Limited, running: Running) -> None:
+    running.optimizer.zero_grad()
+    for name in ("kept",):
+        vars(running.model).pop(name, None)
+    with contextlib.suppress(Exception):
+        ooc.close()
+
+
+def _check_clean(ooc: outcore.Limited) -> None:
+    """Nothing is left: neither in the store nor in the process."""
+    left = [name for name, is_left in _left(ooc).items() if is_left]
+    if left:
+        raise Wrong("left behind", ", ".join(left))
+
+
+def _left(ooc: outcore.Limited) -> dict[str, bool]:
+    model = ooc.model
+    return {
+        "parcels in the store": ooc.store.num_parcels != 0,
+        "hooks on the model": bool(model._forward_pre_hooks or model._forward_hooks),
+        "the garbage collector is off": not gc.isenabled(),
+        "a dispatch mode": torch._C._len_torch_dispatch_stack() != 0,
+        "saved-tensor hooks": torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "gradients are off": not torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+    }
+
+
+def verdict_of(
+    program: Program, names: dict[str, Any], expected: list[Snapshot], planner: str, share: float, in_core_bytes: int
+) -> Verdict:
+    """Under one planner and budget. A budget that is too small is raised to what it says it needs, which must do."""
+    verdict = Verdict(planner, share, "same")
+    memory_bytes, failed_at = int(in_core_bytes * share), -2
+    started = time.process_time()
+    try:
+        for attempt in range(MAX_RAISES + 1):
+            try:
+                verdict.num_planned = verdict.num_steps = 0
+                limited_run(program, names, expected, planner, memory_bytes, verdict)
+                break
+            except outcore.BudgetTooSmall as error:
+                if verdict.step <= failed_at or attempt == MAX_RAISES or error.needed_bytes <= memory_bytes:
+                    raise Wrong("budget", f"{memory_bytes} bytes were named, then {error}", verdict.step) from None
+                memory_bytes, failed_at = error.needed_bytes, verdict.step
+                verdict.raised_bytes = memory_bytes
+    except Wrong as wrong:
+        verdict.outcome, verdict.detail, verdict.step = wrong.outcome, wrong.detail[:500], wrong.step
+    except Refused as refused:
+        verdict.outcome, verdict.detail = "refused", str(refused)[:500]
+    verdict.seconds = time.process_time() - started
+    return verdict
+
+
+def check(program: Program, combinations: tuple[tuple[str, float], ...] = COMBINATIONS) -> Report:
+    """Everything about one program. The in-core peak is what the planner that keeps everything needs."""
+    report, started = Report(program.seed, "ran"), time.process_time()
+    torch.set_num_threads(1)
+    names = namespace(source(program))
+    with quiet(), drawn_times(program.seed):
+        try:
+            expected, again = plain(program, names), plain(program, names)
+        except Exception as error:
+            report.outcome, report.detail = "plain fails", f"{type(error).__name__}: {error}"[:500]
+            return report
+        different = [difference(mine, theirs) for mine, theirs in zip(expected, again, strict=True)]
+        if any(different):
+            report.outcome, report.detail = "plain differs", next(filter(None, different))
+            return report
+        in_core = Verdict("keep-all", 0.0, "same")
+        try:
+            few = replace(program, num_steps=min(program.num_steps, IN_CORE_STEPS))
+            report.in_core_bytes = limited_run(few, names, expected, "keep-all", 2**32, in_core)
+        except Wrong as wrong:
+            in_core.outcome, in_core.detail, in_core.step = wrong.outcome, wrong.detail[:500], wrong.step
+        except Refused as refused:
+            in_core.outcome, in_core.detail = "refused", str(refused)[:500]
+        report.verdicts.append(in_core)
+        in_core_bytes = report.in_core_bytes or 300_000
+        for planner, share in combinations:
+            report.verdicts.append(verdict_of(program, names, expected, planner, share, in_core_bytes))
+    report.seconds = time.process_time() - started
+    return report
