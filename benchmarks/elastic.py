@@ -272,8 +272,8 @@ def device(bench: Bench) -> Any:
 def try_nccl() -> str:
     """One GPU allows a group of one member: it shows that the calls are right, not that they are fast."""
     import torch
-    from torch._C._distributed_c10d import TCPStore
 
+    from outcore.elastic.transport import TCPStore
     from outcore.elastic.wire import NcclGroup
 
     try:

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import ProcessGroupGloo
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from outcore.elastic import wire
+from outcore.elastic.muster import Fingerprint, Muster
 from outcore.elastic.place import Place, find_place
 from outcore.elastic.roster import Roster
 from outcore.elastic.wire import Group, add_into
@@ -57,8 +58,10 @@ def messages_worker(out: str, num_repeats: int) -> None:
     began_s = time.monotonic()
     torch.set_num_threads(1)
     place = find_place(60)
-    group = Roster(place, 30, 60).regroup()
-    own: Any = ProcessGroupGloo(place.sub_store("torch"), group.index, group.size, timedelta(seconds=30))
+    muster = Muster(place, Fingerprint([], {}), min_members=None, join_limit_s=60)
+    group = Roster(muster, 30).regroup()
+    gloo: Any = dist.ProcessGroupGloo
+    own = gloo(place.sub_store("torch"), group.index, group.size, timedelta(seconds=30))
     found: dict[str, Any] = {"num_workers": group.size, "num_own_cores": len(os.sched_getaffinity(0))}
     for name, sizes, repeats in (
         ("lenet", lenet_sizes(), num_repeats),
@@ -79,7 +82,7 @@ def messages_worker(out: str, num_repeats: int) -> None:
 def sums_of(sizes: list[int], place: Place, group: Group, gloo: Any, num_repeats: int) -> dict[str, Any]:
     """A vector of these parts summed in the four ways in turn, round by round: what else the machine does, it does to
     all of them."""
-    here = wire.Group(place.sub_store(f"own/{sum(sizes)}"), group.index, group.ranks, 30, host=place.address[0])
+    here = wire.Group(place.sub_store(f"own/{sum(sizes)}"), group.index, group.ranks, 30, address=place.local)
     message, vector = here.make_message(sum(sizes), torch.float32), torch.zeros(sum(sizes))
     parts, layers = list(message.split(sizes)), list(vector.split(sizes))
     sockets = wire.Group(
@@ -88,7 +91,7 @@ def sums_of(sizes: list[int], place: Place, group: Group, gloo: Any, num_repeats
         group.ranks,
         30,
         num_lanes=wire.NUM_LANES,
-        host=place.address[0],
+        address=place.local,
     )
     ways: dict[str, Callable[[], Any]] = {
         "packed_s": lambda: here.tree_sum(message),

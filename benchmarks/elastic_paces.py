@@ -36,7 +36,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import PrefixStore, Store
+
+from outcore.elastic.transport import PrefixStore, Store
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

@@ -29,13 +29,15 @@ def main() -> None:
     net = lenet(digits.side)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     images, labels = digits.train_images[rank::num_workers], digits.train_labels[rank::num_workers]
-    shuffle = torch.Generator().manual_seed(rank)
+    steps_per_epoch = len(digits.train_labels) // num_workers // 32
 
     with outcore.elastic.join(net, optimizer, method=args.method, period=4, limit_s=10) as worker:
-        for _ in range(args.epochs):
-            for batch in torch.randperm(len(labels), generator=shuffle).split(32):
-                nn.functional.cross_entropy(net(images[batch]), labels[batch]).backward()
-                worker.step()
+        for step in range(worker.global_step, args.epochs * steps_per_epoch):  # a restarted worker goes on from here
+            epoch, number = divmod(step, steps_per_epoch)
+            shuffle = torch.Generator().manual_seed(1000 * rank + epoch)
+            batch = torch.randperm(len(labels), generator=shuffle).split(32)[number]
+            nn.functional.cross_entropy(net(images[batch]), labels[batch]).backward()
+            worker.step()
         center, stats = worker.center_state_dict(), worker.stats()
 
     if rank == 0:

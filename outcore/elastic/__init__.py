@@ -12,17 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outcore.elastic.methods import METHODS, Method
-    from outcore.elastic.worker import Settings, Stats, Worker, join
+    from outcore.elastic.muster import TrainingOver
+    from outcore.elastic.settings import Settings
+    from outcore.elastic.worker import Stats, Worker, join
 
 _HOMES = {
     "METHODS": "methods",
     "Method": "methods",
-    "Settings": "worker",
+    "Settings": "settings",
     "Stats": "worker",
+    "TrainingOver": "muster",
     "Worker": "worker",
     "join": "worker",
 }
-__all__ = ["METHODS", "Method", "Settings", "Stats", "Worker", "join"]
+__all__ = ["METHODS", "Method", "Settings", "Stats", "TrainingOver", "Worker", "join"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,13 +7,16 @@ the strict round robin of Algorithm 1 in 1708.02983. `staleness` bounds how many
 slowest one that is alive.
 
 The process is expendable: it saves C now and then, ends by itself when its workers are gone or a successor took over,
-and any worker may start it anew (link.py).
+and any worker may start it anew (link.py). A file it was not told to keep lies in a private folder, carries the run's
+nonce, and is loaded by a successor in the same run only. Who is attached and alive stands in the store beside the
+centre's heartbeat: workers decide by that whether they are enough (muster.py).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import threading
 import time
@@ -26,18 +29,19 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
 
 from outcore.elastic import rules
 from outcore.elastic.checkpoint import CenterState, load_center, save_center
 from outcore.elastic.cores import spare_cores
 from outcore.elastic.methods import Method, find_method
 from outcore.elastic.place import connect_store, raise_count, read_count, read_json, write_json
+from outcore.elastic.transport import PrefixStore, listening_address, local_address
 from outcore.elastic.turns import Turns
 from outcore.elastic.wire import CENTER_RANK, Group, PeerLost, cut
 from outcore.errors import OutcoreError
 
 HELLO, EXCHANGE, TURN, READ, BYE = range(5)
+REFUSED, TAKES = -1.0, 1.0  # answers to a greeting
 BEAT_S = 0.2
 _DAY_S = 86400.0
 
@@ -55,12 +59,17 @@ class CenterConfig:
     num_ranks: int
     num_elements: int
     num_params: int
+    dtype: str
+    frozen_bytes: list[int]
     limit_s: float
     staleness: int | None
-    checkpoint: str
+    checkpoint: str  # a file in a folder of its own where it is not to be kept
     keep_checkpoint: bool
     checkpoint_every_s: float
     part_sizes: list[int] | None
+    nonce: str
+    model_digest: str
+    digest: float  # what a worker of this training says at its greeting
 
 
 def send_parts(group: Group, vector: Tensor, to: int, part_sizes: list[int] | None) -> None:
@@ -83,25 +92,39 @@ class Center:
         self._store, self._meeting_store = (
             PrefixStore(config.prefix, connect_store((config.host, config.port), config.limit_s)) for _ in range(2)
         )
-        self._path = Path(config.checkpoint)
-        saved = load_center(self._path, config.num_elements)
-        self.center = torch.zeros(config.num_elements) if saved is None else saved.center
-        self.velocity = torch.zeros(config.num_elements) if saved is None else saved.velocity
-        self.num_exchanges = -1 if saved is None else saved.num_exchanges  # -1: no worker brought weights yet
-        self._lock = threading.Lock()
+        self._path, self._address = Path(config.checkpoint), local_address(config.host)
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        has_momentum = self.method.momentum == "center"
+        self.center = torch.zeros(config.num_elements, dtype=self.dtype)
+        self.velocity = torch.zeros(config.num_params if has_momentum else 0, dtype=self.dtype)
+        self.num_exchanges, self.global_step = -1, 0  # -1: no worker brought weights yet
+        self._load()
+        self._frozen: list[Tensor] | None = None if config.frozen_bytes else []
+        self._lock, self._frozen_lock = threading.Lock(), threading.Lock()
         self._turns = Turns(config.num_ranks, config.limit_s, config.staleness)
         self._num_attached = 0
+        self._beats: dict[str, tuple[int, float]] = {}  # by uid: a worker's last heartbeat, and when it was heard
         self._parted = False  # whether the last worker to go said goodbye
         self._last_word_s = time.monotonic()
         self._saved_exchanges = self.num_exchanges
 
+    def _load(self) -> None:
+        config = self.config
+        nonce = None if config.keep_checkpoint else config.nonce
+        saved = load_center(self._path, config.num_elements, self.dtype, nonce=nonce, model=config.model_digest)
+        if saved is not None:
+            self.center, self.num_exchanges, self.global_step = saved.center, saved.num_exchanges, saved.global_step
+            if saved.velocity.numel() >= self.velocity.numel():
+                self.velocity.copy_(saved.velocity[: self.velocity.numel()])
+
     def run(self) -> None:
         """Accepts workers until they are gone, a successor took over, or the store (the launcher) ended."""
         config, num_tickets, beat, saved_s = self.config, 0, 0, time.monotonic()
+        self._store.set(f"center/{config.epoch}/address", self._address)
         raise_count(self._store, "center/epoch", config.epoch)
         try:
             while not self._is_over() and read_count(self._store, "center/epoch") == config.epoch:
-                self._store.set(f"center/{config.epoch}/beat", str(beat := beat + 1))
+                write_json(self._store, f"center/{config.epoch}/beat", [beat := beat + 1, self._living()])
                 arrived = read_count(self._store, f"center/{config.epoch}/tickets")
                 for ticket in range(num_tickets + 1, arrived + 1):
                     self._num_attached += 1
@@ -121,7 +144,17 @@ class Center:
         if self.config.keep_checkpoint:
             self._save()
         elif self._parted:
-            self._path.unlink(missing_ok=True)
+            shutil.rmtree(self._path.parent, ignore_errors=True)
+
+    def _living(self) -> list[int]:
+        """Ranks of attached workers whose heart beats: one that was stopped or cut off keeps its connection open."""
+        now_s = time.monotonic()
+        for uid, (count, _) in list(self._beats.items()):
+            latest = read_count(self._store, f"beat/{uid}")
+            if latest != count and uid in self._beats:
+                self._beats[uid] = latest, now_s
+        heard = [uid for uid, (_, heard_s) in list(self._beats.items()) if now_s - heard_s <= self.config.limit_s]
+        return sorted({int(uid.partition(".")[0]) for uid in heard})
 
     def _is_over(self) -> bool:
         silent_s = time.monotonic() - self._last_word_s
@@ -138,8 +171,8 @@ class Center:
         if self.num_exchanges <= self._saved_exchanges:
             return
         with self._lock:
-            state = CenterState(self.center.clone(), self.velocity.clone(), self.num_exchanges)
-        save_center(self._path, state)
+            state = CenterState(self.center.clone(), self.velocity.clone(), self.num_exchanges, self.global_step)
+        save_center(self._path, state, nonce=self.config.nonce, model=self.config.model_digest)
         self._saved_exchanges = state.num_exchanges
 
     def _serve(self, ticket: int) -> None:
@@ -147,6 +180,7 @@ class Center:
         try:
             rank, uid, group = self._meet(ticket)
             self._turns.attach(rank, uid)
+            self._beats[uid] = -1, time.monotonic()
             self._parted = False
             self._answer(group, rank, uid)
             self._parted = True
@@ -154,52 +188,80 @@ class Center:
             pass  # this worker is gone; its elastic term goes with it
         finally:
             self._turns.detach(rank, uid)
+            self._beats.pop(uid, None)
             self._num_attached -= 1
             self._last_word_s = time.monotonic()
 
     def _meet(self, ticket: int) -> tuple[int, str, Group]:
         config = self.config
         store = self._meeting_store
-        who = cast("list[int | str]", read_json(store, f"center/{config.epoch}/ticket/{ticket}", config.limit_s))
+        who = cast("tuple[int, str, str]", read_json(store, f"center/{config.epoch}/ticket/{ticket}", config.limit_s))
         if who is None:
             raise PeerLost(None, "took a ticket and vanished")
         wire = PrefixStore(f"center/{config.epoch}/wire/{ticket}", store)
         wire.set_timeout(timedelta(seconds=config.limit_s))
-        group = Group(wire, 0, [CENTER_RANK, int(who[0])], config.limit_s, host=config.host)
-        return int(who[0]), str(who[1]), group
+        rank, uid, their_address = who
+        address = listening_address(self._address, [their_address])
+        return rank, uid, Group(wire, 0, [CENTER_RANK, rank], config.limit_s, address=address)
 
     def _answer(self, group: Group, rank: int, uid: str) -> None:
         header = torch.zeros(4, dtype=torch.float64)
-        theirs, reply = torch.zeros_like(self.center), torch.zeros_like(self.center)
+        theirs, reply = torch.zeros_like(self.center), torch.zeros(self.center.numel() + 1, dtype=self.dtype)
         while True:
             group.receive(header, 1, limit_s=_DAY_S)  # a long step is no fault; a death closes the connection
             self._last_word_s = time.monotonic()
             kind, clock, alpha = int(header[0]), int(header[1]), float(header[2])
             if kind == EXCHANGE:
+                self.global_step = max(self.global_step, int(header[3]))
                 self._exchange(group, rank, uid, clock, alpha, theirs, reply)
             elif kind == HELLO:
-                self._welcome(group, clock, theirs, reply)
+                self._welcome(group, header, theirs, reply)
             elif kind == READ:
                 with self._lock:
-                    reply.copy_(self.center)
+                    self._write_center(reply)
                 group.send(reply, 1)
             elif kind == TURN:
                 self._hold(group, partial(self._turns.take, rank))
             else:
                 return
 
-    def _welcome(self, group: Group, their_count: int, theirs: Tensor, reply: Tensor) -> None:
-        """Tells a worker how far the centre is; takes over the worker's copy of C where that is newer."""
+    def _write_center(self, reply: Tensor) -> None:
+        """C, and behind it how many exchanges it has seen: a worker's copy may become the next centre."""
+        reply[:-1].copy_(self.center)
+        reply[-1] = self.num_exchanges
+
+    def _welcome(self, group: Group, header: Tensor, theirs: Tensor, reply: Tensor) -> None:
+        """Tells a worker how far the centre is; takes over the worker's copy of C where that is newer.
+
+        A worker of another training is refused before anything of a size that depends on the model travels.
+        """
+        their_count, digest, their_step = int(header[1]), float(header[2]), int(header[3])
+        if digest != self.config.digest:
+            group.send(torch.tensor([REFUSED, 0.0, 0.0, 0.0], dtype=torch.float64), 1)
+            return
         ours = self.num_exchanges
         takes = their_count > ours or ours < 0
-        group.send(torch.tensor([float(takes), float(ours)], dtype=torch.float64), 1)
-        if takes:
-            group.receive(theirs, 1)
+        with self._frozen_lock:  # held until the first worker's bytes are here: the others must get those
+            asks = self._frozen is None
+            verdict = TAKES if takes else 0.0
+            answer = [verdict, float(asks), float(max(self.global_step, their_step)), 0.0]
+            group.send(torch.tensor(answer, dtype=torch.float64), 1)
+            if takes:
+                group.receive(theirs, 1)
+            if asks:
+                received = [torch.zeros(size, dtype=torch.uint8) for size in self.config.frozen_bytes]
+                for part in received:
+                    group.receive(part, 1)
+                self._frozen = received
+        if not asks and their_count < 0 and self._frozen is not None:
+            for part in self._frozen:
+                group.send(part, 1)
         with self._lock:
             if takes and (their_count > self.num_exchanges or self.num_exchanges < 0):
                 self.center.copy_(theirs)
                 self.num_exchanges = max(their_count, 0)
-            reply.copy_(self.center)
+            self.global_step = max(self.global_step, their_step)
+            self._write_center(reply)
         group.send(reply, 1)
 
     def _exchange(
@@ -216,7 +278,8 @@ class Center:
                     self._update(theirs, reply, alpha)
             if self.config.staleness is not None:
                 self._hold(group, partial(self._turns.keep_pace, uid, clock))
-            send_parts(group, reply, 1, self.config.part_sizes)
+            sizes = self.config.part_sizes
+            send_parts(group, reply, 1, None if sizes is None else [*sizes, 1])
         finally:
             if self.method.order == "turns":
                 self._turns.pass_on(rank)
@@ -232,10 +295,10 @@ class Center:
     def _update(self, theirs: Tensor, reply: Tensor, alpha: float) -> None:
         """Applies one worker's message; `reply` is the old centre for elastic methods, the new one for the others."""
         num_params, mean_rate = self.config.num_params, 1.0 / self.config.num_ranks
-        center, velocity = self.center[:num_params], self.velocity[:num_params]
+        center, velocity = self.center[:num_params], self.velocity
         if self.method.sends == "weights":
-            reply.copy_(self.center)
-            theirs.sub_(reply)
+            self._write_center(reply)
+            theirs.sub_(reply[:-1])
             rules.center_elastic(center, theirs[:num_params], alpha, out=center)
         elif self.method.momentum == "center":
             rules.momentum(velocity, theirs[:num_params], self.config.mu, out=velocity)
@@ -245,7 +308,7 @@ class Center:
         self.center[num_params:].add_(theirs[num_params:], alpha=mean_rate)  # buffers: averaged, whatever the method
         self.num_exchanges += 1
         if self.method.sends != "weights":
-            reply.copy_(self.center)
+            self._write_center(reply)
 
 
 def main() -> None:

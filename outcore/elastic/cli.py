@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 @click.option("--spare-cores", default=0, show_default=True, help="Cores no replica computes on: for messages.")
 @click.option("--pin/--no-pin", default=True, show_default=True, help="Whether each replica gets its own cores.")
 @click.option("--straggler-limit", default=120.0, show_default=True, help="Seconds the last may take after the others.")
+@click.option("--nnodes", "num_nodes", type=click.IntRange(1), default=1, show_default=True, help="How many hosts.")
+@click.option("--rdzv", "rendezvous", metavar="HOST:PORT", help="Where launchers of several hosts meet: one of them.")
+@click.option("--node-rank", type=click.IntRange(0), help="Number of this host [default: as they arrive].")
+@click.option("--join-limit", default=300.0, show_default=True, help="Seconds to wait for the other hosts.")
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def launch_command(
@@ -33,16 +37,24 @@ def launch_command(
     spare_cores: int,
     pin: bool,
     straggler_limit: float,
+    num_nodes: int,
+    rendezvous: str | None,
+    node_rank: int | None,
+    join_limit: float,
     script: str,
     arguments: tuple[str, ...],
 ) -> None:
-    """Starts pinned replicas of SCRIPT on this host, with ranks, rendezvous and restart.
+    """Starts pinned replicas of SCRIPT, with ranks, rendezvous and restart.
 
     The cores are split into equal groups inside NUMA nodes; each replica is pinned before Python starts, with as many
     threads as cores. Threads that communicate (gloo's, the overlapped exchange, the centre of asynchronous methods) run
     on cores that belong to no group where some are left over or spared, else wherever one idles. Ranks come as with
     torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). A replica that dies is started again alone, while its elastic
     partners train on.
+
+    Over several hosts, run the same command on each: `outcore launch --nnodes 2 --rdzv host-a:29400 --groups 4
+    train.py`. A launcher that died may be started again; the one whose host has the rendezvous address holds the store
+    and must live. The store listens on loopback only, unless --rdzv names another address.
     """
     plan = LaunchPlan(
         command=[sys.executable, "-u", script, *arguments],
@@ -51,6 +63,10 @@ def launch_command(
         num_spare_cores=spare_cores,
         pin=pin,
         straggler_limit_s=straggler_limit,
+        num_nodes=num_nodes,
+        rendezvous=None if rendezvous is None else _read_address(rendezvous),
+        node_rank=node_rank,
+        join_limit_s=join_limit,
     )
     try:
         outcome = launch(plan, lambda line: click.echo(f"outcore launch: {line}", err=True))
@@ -58,6 +74,15 @@ def launch_command(
         raise click.ClickException(str(error)) from None
     if outcome.lost:
         raise click.ClickException(f"rank(s) {outcome.lost} did not end well; see their output above")
+    if outcome.lost_nodes:
+        raise click.ClickException(f"{', '.join(outcome.lost_nodes)} did not finish; see what was said there")
+
+
+def _read_address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit():
+        raise click.BadParameter(f"{text!r} is not HOST:PORT, such as 10.0.0.1:29400", param_hint="--rdzv")
+    return host.strip("[]"), int(port)
 
 
 @click.group("elastic")

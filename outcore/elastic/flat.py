@@ -4,15 +4,18 @@ One exchange is then one message without a packing copy (section 5.2 of 1708.029
 [parameters | float buffers such as BatchNorm's running statistics]. The tail is in no published equation; here it is
 averaged over the workers, and the centre holds the average. A float buffer of another dtype than the weights is copied
 in, rounded, and only what differs from that copy is ever copied back: a float32 table in a bfloat16 model stays exact.
+Parameters that FSDP2 has sharded are copied in and back, too: their memory is FSDP2's (sharded.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
+from outcore.elastic.sharded import is_sharded, local, with_local
 from outcore.errors import ElasticError
 
 
@@ -23,19 +26,20 @@ class FlatModel:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.buffers = [b for b in model.buffers() if b.is_floating_point()]
         dtype, device = self._one_dtype_and_device()
-        self.num_params = sum(p.numel() for p in self.parameters)
+        self.is_sharded = any(is_sharded(p) for p in self.parameters)
+        self.num_params = sum(local(p).numel() for p in self.parameters)
         self.num_elements = self.num_params + sum(b.numel() for b in self.buffers)
         self.vector = torch.empty(self.num_elements, dtype=dtype, device=device)
-        self.gradient = torch.zeros(self.num_params, dtype=dtype, device=device)
+        self.gradient = torch.zeros(0 if self.is_sharded else self.num_params, dtype=dtype, device=device)
         with torch.no_grad():
             self._adopt()
-        self._gradient_views = list(self._views(self.gradient, self.parameters))
+        self._gradient_views = [] if self.is_sharded else list(self._views(self.gradient, self.parameters))
         self.bind_gradients()
 
     def _one_dtype_and_device(self) -> tuple[torch.dtype, torch.device]:
         if not self.parameters:
             raise ElasticError("the model has no parameter that requires a gradient; nothing can be averaged")
-        kinds = {(p.dtype, p.device) for p in self.parameters}
+        kinds = {(p.dtype, local(p).device) for p in self.parameters}
         if len(kinds) > 1:
             listed = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
             raise ElasticError(
@@ -45,12 +49,18 @@ class FlatModel:
 
     def _adopt(self) -> None:
         for tensor, view in zip([*self.parameters, *self.buffers], self.tensor_views(self.vector)):
-            view.copy_(tensor)
-            tensor.data = view if tensor.dtype == view.dtype else tensor.data
+            view.copy_(local(tensor))
+            if not self._is_foreign(tensor):
+                tensor.data = view
+
+    def _is_foreign(self, tensor: Tensor) -> bool:
+        """Whether a tensor keeps its own memory beside the vector."""
+        return tensor.dtype != self.vector.dtype or is_sharded(tensor)
 
     def _views(self, vector: Tensor, tensors: list[Tensor] | list[nn.Parameter]) -> Iterator[Tensor]:
         offset = 0
-        for tensor in tensors:
+        for whole in tensors:
+            tensor = local(whole)
             part = vector[offset : offset + tensor.numel()]
             # A channels_last weight keeps its strides: kernels chosen for it must not change with the packing.
             yield part.as_strided(tensor.size(), _dense_strides(tensor), part.storage_offset())
@@ -62,11 +72,20 @@ class FlatModel:
 
     def parts(self, vector: Tensor) -> list[Tensor]:
         """`vector` cut like the model, each part flat: what a per-layer exchange sends."""
-        sizes = [tensor.numel() for tensor in (*self.parameters, *self.buffers)]
+        sizes = [local(tensor).numel() for tensor in (*self.parameters, *self.buffers)]
         return list(torch.split(vector[: self.num_elements], sizes))
+
+    def fragments(self, num: int) -> list[slice]:
+        """`num` parts of the vector with equally many parameters, wherever tensors end; buffers belong to the last."""
+        if num > self.num_params:
+            raise ElasticError(f"{num} fragments are more than the model's {self.num_params} parameters; choose fewer")
+        edges = [self.num_params * number // num for number in range(num)] + [self.num_elements]
+        return [slice(first, last) for first, last in pairwise(edges)]
 
     def bind_gradients(self) -> None:
         """Makes every `.grad` a view again (an optimizer's `zero_grad` sets them to None) and keeps what they hold."""
+        if self.is_sharded:  # gradients are FSDP2's
+            return
         for parameter, view in zip(self.parameters, self._gradient_views):
             if parameter.grad is None:
                 view.zero_()
@@ -76,15 +95,22 @@ class FlatModel:
                 continue
             parameter.grad = view
 
-    def refresh_buffers(self) -> None:
-        """Copies float buffers of another dtype in; the others are views already."""
-        for buffer, view in self._foreign_buffers():
-            view.copy_(buffer)
+    def zero_gradients(self) -> None:
+        if self.is_sharded:
+            for parameter in self.parameters:
+                parameter.grad = None
+        else:
+            self.gradient.zero_()
 
-    def restore_buffers(self) -> None:
-        """Copies back what an exchange changed of float buffers of another dtype."""
-        for buffer, view in self._foreign_buffers():
-            buffer.copy_(self._unrounded(buffer, view))
+    def refresh(self, *, only_parameters: bool = False) -> None:
+        """Copies in what keeps its own memory: buffers of another dtype, sharded parameters."""
+        for tensor, view in self._foreign(only_parameters=only_parameters):
+            view.copy_(tensor)
+
+    def restore(self) -> None:
+        """Copies back what an exchange changed of them."""
+        for tensor, view in self._foreign():
+            tensor.copy_(self._unrounded(tensor, view))
 
     def _unrounded(self, tensor: Tensor, view: Tensor) -> Tensor:
         """`view` in the tensor's dtype; an element that is the tensor's own, rounded on its way, is the tensor's."""
@@ -93,21 +119,27 @@ class FlatModel:
         rounded = tensor.to(self.vector.dtype).to(view.dtype)
         return torch.where(view == rounded, tensor, view.to(tensor.dtype))
 
-    def _foreign_buffers(self) -> Iterator[tuple[Tensor, Tensor]]:
-        if all(buffer.dtype == self.vector.dtype for buffer in self.buffers):
+    def _foreign(self, *, only_parameters: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+        """The elements of such tensors that this rank holds, each with its place in the vector."""
+        if not self.is_sharded and all(buffer.dtype == self.vector.dtype for buffer in self.buffers):
             return
-        for buffer, view in zip(self.buffers, list(self.tensor_views(self.vector))[len(self.parameters) :]):
-            if buffer.dtype != self.vector.dtype:
-                yield buffer, view
+        tensors = self.parameters if only_parameters else [*self.parameters, *self.buffers]
+        for tensor, view in zip(tensors, self.tensor_views(self.vector)):
+            if self._is_foreign(tensor):
+                yield local(tensor), view
 
     def state_dict(self, model: nn.Module, vector: Tensor) -> dict[str, Tensor]:
         """`model.state_dict()` with the values of `vector`: copies, on the model's device."""
         by_address = {
-            tensor.data_ptr(): self._unrounded(tensor, view)
+            local(tensor).data_ptr(): self._unrounded(local(tensor), view)
             for tensor, view in zip([*self.parameters, *self.buffers], self.tensor_views(vector))
         }
-        state = model.state_dict()
-        return {name: by_address.get(value.data_ptr(), value).clone() for name, value in state.items()}
+        found = {}
+        for name, value in model.state_dict().items():
+            part = local(value)
+            mine = by_address.get(part.data_ptr(), part).clone() if part.numel() else part
+            found[name] = with_local(value, mine) if is_sharded(value) else mine
+        return found
 
 
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:

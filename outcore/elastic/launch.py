@@ -1,9 +1,10 @@
-"""Script -> N pinned replicas on this host, with ranks, rendezvous and restart.
+"""Script -> N pinned replicas on each host, with ranks, rendezvous and restart.
 
 torchrun pins nothing on a CPU and answers one death by restarting everybody; xeon.run_cpu pins but gives no ranks.
 Here every replica gets its group of cores before Python starts in it, as many threads as cores, and the environment of
 torchrun (so that `init_process_group` works too). The store lives in the launcher and outlives every replica. One that
-dies is started again alone: its elastic partners train on, and it comes back at the centre.
+dies is started again alone: its elastic partners train on, and it comes back at the centre. Over several hosts a
+launcher runs on each (nodes.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from outcore.elastic.cores import read_cores, split_cores
@@ -25,6 +25,8 @@ from outcore.errors import ElasticError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from outcore.elastic.nodes import Seat
 
 POLL_S = 0.05
 # Asks the kernel to end the replica with its launcher, even one that was killed, then becomes the replica.
@@ -48,6 +50,10 @@ class LaunchPlan:
     straggler_limit_s: float = 120.0
     limit_s: float | None = None
     env: dict[str, str] = field(default_factory=dict)
+    num_nodes: int = 1
+    rendezvous: tuple[str, int] | None = None  # where launchers of several hosts meet; one of them has this address
+    node_rank: int | None = None
+    join_limit_s: float = 300.0
 
 
 @dataclass
@@ -63,6 +69,7 @@ class Replica:
 class Outcome:
     statuses: dict[int, int]
     num_restarts: int
+    lost_nodes: list[str] = field(default_factory=list)
 
     @property
     def lost(self) -> list[int]:
@@ -70,8 +77,8 @@ class Outcome:
 
 
 def launch(plan: LaunchPlan, say: Callable[[str], None] = lambda line: None) -> Outcome:
-    """Runs the replicas to their end; always leaves no process behind."""
-    from torch._C._distributed_c10d import TCPStore
+    """Runs this host's replicas to their end; always leaves no process behind."""
+    from outcore.elastic.nodes import Nodes
 
     by_node = read_cores()
     groups = split_cores(by_node, plan.num_groups, plan.num_spare_cores)
@@ -79,34 +86,52 @@ def launch(plan: LaunchPlan, say: Callable[[str], None] = lambda line: None) -> 
     if plan.num_groups > len(all_cores):
         say(f"{plan.num_groups} groups share {len(all_cores)} core(s): expect no speed-up from this partition")
     say(f"{len(groups)} groups of {len(groups[0])} core(s): " + " | ".join(_short(group) for group in groups))
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-    used = {core for group in groups for core in group}
-    spare = [core for core in all_cores if core not in used]
-    env = _environment(plan, store.port, all_cores, spare)
-    replicas = [Replica(rank, cores) for rank, cores in enumerate(groups)]
+    if plan.num_nodes > 1 and plan.rendezvous is None:
+        raise ElasticError(f"{plan.num_nodes} nodes need an address to meet at: give --rdzv HOST:PORT on every host")
+    nodes = Nodes(plan.rendezvous or ("127.0.0.1", 0), plan.num_nodes, plan.num_groups, plan.join_limit_s)
+    replicas: list[Replica] = []
+    lost_nodes: list[str] = []
     try:
         with _terminated_by_signal():
-            _watch(replicas, plan, env, say)
+            seat = nodes.take_seat(plan.node_rank)
+            if plan.num_nodes > 1:
+                last = seat.first_rank + plan.num_groups - 1
+                say(f"node {seat.node} of {plan.num_nodes}: ranks {seat.first_rank} to {last} of {seat.num_ranks}")
+            used = {core for group in groups for core in group}
+            spare = [core for core in all_cores if core not in used]
+            env = _environment(plan, seat, nodes.address, all_cores, spare)
+            replicas += [Replica(seat.first_rank + number, cores) for number, cores in enumerate(groups)]
+            _watch(replicas, plan, env, say, nodes.lost_store)
+            well = all(replica.status == 0 for replica in replicas)
+            lost_nodes = [nodes.name(node) for node in nodes.finish(well=well, limit_s=plan.straggler_limit_s)]
     finally:
         _end(replicas)
-    del store
-    return Outcome({r.rank: r.status if r.status is not None else -1 for r in replicas}, _restarts(replicas))
+        nodes.close()
+    return Outcome(
+        {r.rank: r.status if r.status is not None else -1 for r in replicas}, _restarts(replicas), lost_nodes
+    )
 
 
 def _restarts(replicas: list[Replica]) -> int:
     return sum(replica.num_restarts for replica in replicas)
 
 
-def _environment(plan: LaunchPlan, port: int, all_cores: list[int], spare: list[int]) -> dict[str, str]:
+def _environment(
+    plan: LaunchPlan, seat: Seat, address: tuple[str, int], all_cores: list[int], spare: list[int]
+) -> dict[str, str]:
     return {
         **os.environ,
         **plan.env,
-        "WORLD_SIZE": str(plan.num_groups),
+        "WORLD_SIZE": str(seat.num_ranks),
         "LOCAL_WORLD_SIZE": str(plan.num_groups),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "GROUP_RANK": str(seat.node),
+        "GROUP_WORLD_SIZE": str(plan.num_nodes),
+        "MASTER_ADDR": address[0],
+        "MASTER_PORT": str(address[1]),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # says to torch, too, that the launcher hosts the store
-        "TORCHELASTIC_RUN_ID": f"outcore-{os.getpid()}",
+        "TORCHELASTIC_RUN_ID": f"outcore-{seat.run}",
+        "OUTCORE_FIRST_RANK": str(seat.first_rank),
+        "OUTCORE_NUM_LAUNCHERS_BEFORE": str(seat.num_before),
         "TORCHELASTIC_RESTART_COUNT": "0",  # a lone restart joins the running store keys; uids tell it apart
         "OUTCORE_ALL_CORES": ",".join(str(core) for core in all_cores),
         "OUTCORE_SPARE_CORES": ",".join(str(core) for core in spare),
@@ -118,10 +143,10 @@ def _start(replica: Replica, plan: LaunchPlan, env: dict[str, str]) -> None:
     mine = {
         **env,
         "RANK": str(replica.rank),
-        "LOCAL_RANK": str(replica.rank),
+        "LOCAL_RANK": str(replica.rank - int(env["OUTCORE_FIRST_RANK"])),
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
-        "OUTCORE_RESTART_COUNT": str(replica.num_restarts),
+        "OUTCORE_RESTART_COUNT": str(replica.num_restarts + int(env["OUTCORE_NUM_LAUNCHERS_BEFORE"])),
     }
     # Affinity belongs to a thread and is inherited: pin this one, start the child, unpin. So the child is pinned
     # before its first instruction, and every page it touches is near its cores.
@@ -137,7 +162,13 @@ def _start(replica: Replica, plan: LaunchPlan, env: dict[str, str]) -> None:
         os.sched_setaffinity(0, before)
 
 
-def _watch(replicas: list[Replica], plan: LaunchPlan, env: dict[str, str], say: Callable[[str], None]) -> None:
+def _watch(
+    replicas: list[Replica],
+    plan: LaunchPlan,
+    env: dict[str, str],
+    say: Callable[[str], None],
+    lost_store: threading.Event,
+) -> None:
     for replica in replicas:
         _start(replica, plan, env)
     last_end_s, ends_s = None, None if plan.limit_s is None else time.monotonic() + plan.limit_s
@@ -148,6 +179,9 @@ def _watch(replicas: list[Replica], plan: LaunchPlan, env: dict[str, str], say: 
                 last_end_s = time.monotonic()
         if ends_s is not None and time.monotonic() > ends_s:
             say(f"the limit of {plan.limit_s:g} s passed; everything is ended")
+            return
+        if lost_store.is_set():
+            say(f"the store at {env['MASTER_ADDR']}:{env['MASTER_PORT']} is out of reach: all replicas here are ended")
             return
         some_done = any(replica.status == 0 for replica in replicas)
         if some_done and last_end_s is not None and time.monotonic() - last_end_s > plan.straggler_limit_s:

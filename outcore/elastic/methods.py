@@ -1,7 +1,7 @@
 """Name -> Method: what each published method sends, who averages, in which order, with which momentum.
 
 The methods differ in four choices only, so they are a table and not a family of classes. Rows follow 1708.02983
-(section 5 and 6), 1412.6651 (`eamsgd`) and 2311.08105 (`diloco`).
+(section 5 and 6), 1412.6651 (`eamsgd`), 2311.08105 (`diloco`) and 2501.18512 (`streaming-diloco`).
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ _ROWS = (
     Method("eamsgd", "weights", "locked", "look_ahead", 0.9),
     Method("sync-easgd", "weights", "sync"),
     Method("diloco", "weights", "sync", "outer", 0.9),
+    Method("streaming-diloco", "weights", "sync", "outer", 0.9),
     Method("sync-sgd", "gradients", "sync"),
 )
 METHODS: dict[str, Method] = {row.name: row for row in _ROWS}

@@ -2,8 +2,9 @@
 
 A generation is a list of workers that exchange together. It ends when a member is lost (an exchange fails), leaves, or
 when someone waits to be let in; everybody present then meets under the next number. The first to arrive leads: it waits
-for those expected, at most `settle_s` after the old members began to arrive, closes the list and publishes it. Who
-comes too late, or whose leader died, tries the number after. No wait is without a limit.
+for those expected, closes the list and publishes it. It closes the list early, `settle_s` after the old members began
+to arrive, if those who are here are enough (muster.py says how many are). Who comes too late, or whose leader died,
+tries the number after. No wait is without a limit: one that passes is an error which names the missing.
 
 All-reduce systems restart everybody instead (torchrun, DDP): elastic averaging need not, for the state is the centre.
 """
@@ -11,21 +12,23 @@ All-reduce systems restart everybody instead (torchrun, DDP): elastic averaging 
 from __future__ import annotations
 
 import time
-import warnings
-from contextlib import suppress
 from datetime import timedelta
 from typing import cast
 
-from outcore.elastic.place import POLL_S, Place, poll, raise_count, read_count, read_json, write_json
+from outcore.elastic.muster import Muster, TooFew
+from outcore.elastic.place import POLL_S, raise_count, read_count, read_json, write_json
+from outcore.elastic.transport import interfaces, listening_address
 from outcore.elastic.wire import NUM_LANES, Group, NcclGroup, PeerLost
 from outcore.errors import ElasticError
+
+BEAT_S = 0.2  # guessed: how often a leader that waits says that it lives
 
 
 class Roster:
     """This worker's view of the generations."""
 
-    def __init__(self, place: Place, limit_s: float, join_limit_s: float, *, nccl: bool = False) -> None:
-        self.place, self.limit_s, self.join_limit_s = place, limit_s, join_limit_s
+    def __init__(self, muster: Muster, limit_s: float, *, nccl: bool = False) -> None:
+        self.muster, self.place, self.limit_s = muster, muster.place, limit_s
         self.settle_s = min(limit_s / 3, 5.0)
         self.generation = 0
         self.members: list[str] = []
@@ -41,57 +44,78 @@ class Roster:
 
     def leave(self) -> None:
         """Says goodbye, so that the others need not find out."""
-        with suppress(RuntimeError):  # the store may have ended first; then nobody is left to tell
-            self.place.store.set(f"left/{self.place.uid}", "1")
+        self.muster.leave()
 
     def regroup(self) -> Group:
-        """The next generation's group; raises ElasticError naming the missing ranks when there is none in time."""
-        end_s = time.monotonic() + self.join_limit_s
-        target = self._current() + 1
+        """The next generation's group; ElasticError where too few members come, or they cannot reach each other."""
+        end_s = time.monotonic() + self.muster.join_limit_s
+        target, unreached = self._current() + 1, ""
         while True:
-            members = self._meet(target, end_s)
+            try:
+                members = self._meet(target, end_s)
+            except TooFew as error:
+                raise ElasticError(f"{error}{unreached}") from None
             if members is not None and self.place.uid in members:
                 group = self._connect(target, members)
                 if group is not None:
                     return group
+                unreached = self._unreached(members)
             if time.monotonic() > end_s:
-                missing = sorted(set(range(self.place.num_ranks)) - {rank_of(uid) for uid in members or []})
-                raise ElasticError(
-                    f"rank {self.place.rank} found no group within {self.join_limit_s:g} s; missing rank(s) {missing}: "
-                    "see whether they run, or raise join_limit_s"
-                )
+                present = sorted({rank_of(uid) for uid in self._registered(target)})
+                raise ElasticError(f"{self.muster.too_few(present)}{unreached}")
             target += 1
 
     def _current(self) -> int:
         return max(self.generation, read_count(self.place.store, "generation"))
 
     def _meet(self, target: int, end_s: float) -> list[str] | None:
-        """Registers for generation `target`; returns its members once the list is closed."""
+        """Registers for generation `target`; its members once the list is closed, None where its leader died."""
         store, key = self.place.store, f"gen/{target}"
         seat = store.add(f"{key}/count", 1)
         store.set(f"{key}/seat/{seat}", self.place.uid)
         if seat == 1:
             return self._lead(target, end_s)
-        # Once an old member is here the leader closes within settle_s; a leader that died costs this much and no more.
-        in_a_hurry = self.generation > 0
-        patience_s = 2 * self.settle_s + 1 if in_a_hurry else max(self.settle_s, end_s - time.monotonic())
-        poll(lambda: store.check([f"{key}/members"]) or read_count(store, "generation") > target, patience_s)
+        self._follow(target, end_s)
         if not store.check([f"{key}/members"]):
             return None
         return cast("list[str]", read_json(store, f"{key}/members", 1.0))
 
+    def _follow(self, target: int, end_s: float) -> None:
+        """Waits until the list is closed, the generation was skipped, or its leader is silent for too long."""
+        store, key = self.place.store, f"gen/{target}"
+        beat, heard_s = -1, time.monotonic()
+        while not store.check([f"{key}/members"]) and read_count(store, "generation") <= target:
+            now_s, latest = time.monotonic(), read_count(store, f"{key}/beat")
+            if latest != beat:
+                beat, heard_s = latest, now_s
+            if now_s - heard_s > 2 * self.settle_s + 1 or now_s > end_s + self.settle_s:
+                return
+            time.sleep(POLL_S)
+
     def _lead(self, target: int, end_s: float) -> list[str]:
-        settling_since_s: float | None = None
+        settling_since_s, beat_s, has_warned = None, 0.0, False
         while True:
             old = self._old_members(target - 1)  # read again: members may say goodbye while this one waits
             here = self._registered(target)
             now_s = time.monotonic()
+            if now_s - beat_s > BEAT_S:
+                self.place.store.add(f"gen/{target}/beat", 1)
+                beat_s = now_s
             if settling_since_s is None and set(here) & set(old):
                 settling_since_s = now_s
-            if self._complete(here, old) or now_s > end_s:
+            if self._complete(here, old):
                 break
-            if settling_since_s is not None and now_s - settling_since_s > self.settle_s:
-                break
+            settled = settling_since_s is not None and now_s - settling_since_s > self.settle_s
+            if (settled and old) or now_s > end_s:
+                present, not_finished = sorted({rank_of(uid) for uid in here}), self.muster.not_finished()
+                num_required = self.muster.num_required(not_finished) if old else self.muster.num_to_begin
+                if len(present) >= num_required:
+                    break
+                if now_s > end_s:
+                    raise self.muster.too_few(present)
+                if not has_warned:
+                    self.muster.warn_of_too_few(present, not_finished)
+                    has_warned = True
             time.sleep(POLL_S)
         members = sorted(here, key=rank_of)
         write_json(self.place.store, f"gen/{target}/members", members)
@@ -103,15 +127,18 @@ class Roster:
         while generation > 0:  # a number may have been skipped because its leader died
             if self.place.store.check([f"gen/{generation}/members"]):
                 members = cast("list[str]", read_json(self.place.store, f"gen/{generation}/members", 1.0) or [])
-                return [uid for uid in members if not self.place.store.check([f"left/{uid}"])]
+                old = [uid for uid in members if not self.place.store.check([f"left/{uid}"])]
+                if not old and self.place.uid not in members:
+                    raise self.muster.over()
+                return old
             generation -= 1
         return []
 
     def _complete(self, here: list[str], old: list[str]) -> bool:
-        if not old:  # the first meeting of all, or everyone else has finished
-            first = read_count(self.place.store, "generation") == 0
-            return len(here) >= (self.place.num_ranks if first else 1)
-        return set(old) <= set(here)
+        """Whether nobody is missing: of the old members, or at the first meeting of all workers."""
+        if old:
+            return set(old) <= set(here) and len(here) >= self.muster.num_required(self.muster.not_finished())
+        return {rank_of(uid) for uid in here} >= set(self.muster.not_finished())
 
     def _registered(self, target: int) -> list[str]:
         store, key = self.place.store, f"gen/{target}"
@@ -123,18 +150,29 @@ class Roster:
         connect_s = max(self.limit_s, 2.0)
         store = self.place.sub_store(f"wire/{target}")
         store.set_timeout(timedelta(seconds=connect_s))
+        index = members.index(self.place.uid)
         try:
-            index, host = members.index(self.place.uid), self.place.address[0]
-            group = self._group_class(store, index, ranks, self.limit_s, num_lanes=NUM_LANES, host=host)
+            address = self._listening_address(members)
+            group = self._group_class(store, index, ranks, self.limit_s, num_lanes=NUM_LANES, address=address)
         except PeerLost:
             return None
-        if self.generation == 0 and target == 1 and len(members) < self.place.num_ranks:
-            missing = sorted(set(range(self.place.num_ranks)) - set(ranks))
-            warnings.warn(
-                f"rank(s) {missing} did not come within {self.join_limit_s:g} s; begun without them", stacklevel=2
-            )
         self.generation, self.members = target, members
         return group
+
+    def _listening_address(self, members: list[str]) -> str:
+        cards = [self.muster.read_card(uid) for uid in members]
+        return listening_address(self.place.local, [card.address for card in cards if card is not None])
+
+    def _unreached(self, members: list[str]) -> str:
+        """Said behind an error: members met in the store, but their connections did not come about."""
+        cards = [card for uid in members if (card := self.muster.read_card(uid)) is not None]
+        others = ", ".join(card.name for card in cards if card.uid != self.place.uid) or "anybody"
+        where = ", ".join(interfaces()) or self._listening_address(members)
+        return (
+            f"; before that, rank {self.place.rank} did not connect with {others} although all of them reached the "
+            f"store: gloo uses {where} here; where that is the reason, set GLOO_SOCKET_IFNAME on every host to an "
+            "interface that the others reach"
+        )
 
 
 def rank_of(uid: str) -> int:

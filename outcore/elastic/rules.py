@@ -6,7 +6,8 @@ Every rule takes the step instead of the gradient, so that any local optimizer f
 pair (W_i, C), so that the exchange may run while the gradient is computed.
 
 Follows You, Buluc, Demmel (SC17, arXiv 1708.02983), equations 1, 2, 5 and 6; Zhang, Choromanska, LeCun (NIPS 2015,
-arXiv 1412.6651), equations 3 to 6 and EAMSGD; Douillard et al. (DiLoCo, arXiv 2311.08105) for the outer step.
+arXiv 1412.6651), equations 3 to 6 and EAMSGD; Douillard et al. (DiLoCo, arXiv 2311.08105) for the outer step, and
+(Streaming DiLoCo, arXiv 2501.18512) for mixing a late one.
 Differs in taking differences (W_i - C) where the papers write sums of weights: the same numbers with less cancellation,
 and safe to round to bfloat16 on the way. `out` makes a rule write in place; without it a rule is a pure function.
 """
@@ -63,3 +64,9 @@ def outer_nesterov(
     outer_gradient = -mean_difference
     velocity = mu * velocity + outer_gradient
     return center - rate * (outer_gradient + mu * velocity), velocity
+
+
+def mixed(weights: Tensor, center: Tensor, mix: float, *, out: Tensor | None = None) -> Tensor:
+    """Streaming DiLoCo (2501.18512): W_i <- mix W_i + (1 - mix) C, where C has just taken its outer step and W_i has
+    gone on while the differences travelled."""
+    return torch.lerp(center, weights, mix, out=out)

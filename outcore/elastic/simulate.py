@@ -87,6 +87,8 @@ def simulate(
 ) -> Scaling:
     """Time per local step of `method`, with every worker at its own pace."""
     kind = find_method(method)
+    if kind.name == "streaming-diloco":
+        raise ElasticError("fragments that travel beside several steps are not modelled; ask about diloco, their bound")
     if kind.is_sync:
         if kind.sends == "gradients" or kind.momentum == "outer":
             level = 2

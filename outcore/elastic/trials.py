@@ -24,12 +24,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import PrefixStore, Store
 
 from outcore.elastic.compare import PEERS
 from outcore.elastic.cores import all_cores
-from outcore.elastic.digits import Digits, accuracy, lenet, load_digits
+from outcore.elastic.digits import Digits, accuracy, load_digits, network_for
 from outcore.elastic.place import Place, connect_store, read_count, take_seat, write_json
+from outcore.elastic.transport import PrefixStore, Store
 from outcore.elastic.wire import giving_way
 from outcore.elastic.worker import join
 
@@ -83,6 +83,10 @@ class Result:
     waits_s: list[float] = field(default_factory=list)  # by rank: how long its loop stood still to communicate
     paces_s: list[float] = field(default_factory=list)  # by rank: the mean step, the first ones left out
     steps_taken: list[int] = field(default_factory=list)  # by rank
+    first_waits_s: list[float] = field(default_factory=list)  # by rank: waiting in the first tenth of its steps
+    last_waits_s: list[float] = field(default_factory=list)  # and in the last
+    first_s: float = 0.0  # how long the first tenth of rank 0's steps took
+    last_s: float = 0.0
     sent_bytes: int = 0
     num_messages: int = 0
     final_accuracy: float = 0.0
@@ -93,10 +97,22 @@ class Result:
     def communication_share(self) -> float:
         """Of the clock. Workers side by side: their mean, waiting for a slower one included. Where only one works at a
         time (turns that cover the gradient), the exchanges of all lie one after the other on the clock: their sum."""
-        if not self.waits_s or not self.train_s:
+        return self._share(self.waits_s, self.train_s)
+
+    @property
+    def first_share(self) -> float:
+        """The same of the first tenth of the steps, when nothing is warm."""
+        return self._share(self.first_waits_s, self.first_s)
+
+    @property
+    def last_share(self) -> float:
+        return self._share(self.last_waits_s, self.last_s)
+
+    def _share(self, waits_s: list[float], took_s: float) -> float:
+        if not waits_s or not took_s:
             return 0.0
-        at_once = 1 if self.trial.get("join", {}).get("turn") == "iteration" else len(self.waits_s)
-        return sum(self.waits_s) / at_once / self.train_s
+        at_once = 1 if self.trial.get("join", {}).get("turn") == "iteration" else len(waits_s)
+        return sum(waits_s) / at_once / took_s
 
     @property
     def least_share(self) -> float:
@@ -126,7 +142,7 @@ class Trainer:
 def run_trial(trial: Trial, digits: Digits, place: Place) -> Result:
     """This rank's part of one trial; the result is complete on rank 0."""
     torch.manual_seed(trial.seed)
-    net = lenet(digits.side).to(trial.device)
+    net = network_for(digits).to(trial.device)
     digits = digits.to(trial.device)
     optimizer = torch.optim.SGD(net.parameters(), lr=trial.rate, momentum=trial.momentum)
     per_worker = int(trial.epochs * (len(digits.train_labels) // trial.num_workers))
@@ -136,9 +152,11 @@ def run_trial(trial: Trial, digits: Digits, place: Place) -> Result:
     batches = batches_of(trial, len(digits.train_labels), place.rank)
     try:
         meet(place.store, "ready", trial.num_workers, trial.limit_s)
-        snapshots, steps_s, train_s = _train(trainer, trial, digits, batches, num_steps, place)
+        snapshots, steps_s, waits_s, train_s = _train(trainer, trial, digits, batches, num_steps, place)
         costs = trainer.costs()
-        write_json(place.store, f"told/{place.rank}", [costs[0], _pace_s(steps_s), len(steps_s)])
+        tenth = max(1, len(steps_s) // 10)
+        ends = [[sum(times[:tenth]), sum(times[-tenth:])] for times in (waits_s, steps_s)]
+        write_json(place.store, f"told/{place.rank}", [costs[0], _pace_s(steps_s), len(steps_s), ends[0]])
         if not trial.shares_steps:
             meet(place.store, "trained", trial.num_workers, trial.limit_s)
         snapshots.append((num_steps, train_s, costs[1], trainer.center()))
@@ -156,9 +174,13 @@ def run_trial(trial: Trial, digits: Digits, place: Place) -> Result:
         num_steps=num_steps,
         train_s=train_s,
         step_s=steps_s,
-        waits_s=[wait_s for wait_s, _, _ in told],
-        paces_s=[pace_s for _, pace_s, _ in told],
-        steps_taken=[num for _, _, num in told],
+        waits_s=[one[0] for one in told],
+        paces_s=[one[1] for one in told],
+        steps_taken=[one[2] for one in told],
+        first_waits_s=[one[3][0] for one in told],
+        last_waits_s=[one[3][1] for one in told],
+        first_s=ends[1][0],
+        last_s=ends[1][1],
         sent_bytes=costs[1],
         num_messages=costs[2],
         final_accuracy=final_accuracy,
@@ -168,14 +190,15 @@ def run_trial(trial: Trial, digits: Digits, place: Place) -> Result:
 
 def _train(
     trainer: Trainer, trial: Trial, digits: Digits, batches: Iterator[Tensor], num_steps: int, place: Place
-) -> tuple[list[Snapshot], list[float], float]:
+) -> tuple[list[Snapshot], list[float], list[float], float]:
+    """Snapshots of the centre, seconds of each step and of waiting in it, and seconds of all without the snapshots."""
     first = int(trial.snapshots_from * num_steps)
     every = max(1, (num_steps - first) // max(1, trial.num_snapshots))
     watch = place.rank == 0 and trial.num_snapshots > 0
     slowed = trial.slowed if place.rank == trial.num_workers - 1 else 1.0
     snapshots: list[Snapshot] = []
     marks_s, paused_s = [time.perf_counter()], 0.0
-    began_s = marks_s[0]
+    began_s, waits_s = marks_s[0], [trainer.costs()[0]]
     for step, share_done in _turns(trial, num_steps, place.store):
         chosen = next(batches)
         loss = nn.functional.cross_entropy(trainer.forward(digits.train_images[chosen]), digits.train_labels[chosen])
@@ -187,14 +210,15 @@ def _train(
             time.sleep((slowed - 1) * (time.perf_counter() - marks_s[-1]))
         trainer.step()
         marks_s.append(time.perf_counter())
+        waits_s.append(trainer.costs()[0])
         if marks_s[-1] - began_s > trial.limit_s:
             told = f"{num_steps * trial.num_workers} shared" if trial.shares_steps else f"{num_steps}"
             raise TimeoutError(f"stopped after {step} of {told} steps: the limit of {trial.limit_s:g} s passed")
         if watch and first < step < num_steps and (step - first) % every == 0:
             snapshots.append((step, marks_s[-1] - began_s - paused_s, trainer.costs()[1], trainer.center()))
             paused_s += time.perf_counter() - marks_s[-1]
-    steps_s = [late - early for early, late in pairwise(marks_s)]
-    return snapshots, steps_s, marks_s[-1] - began_s - paused_s
+    steps_s, waited_s = ([late - early for early, late in pairwise(times)] for times in (marks_s, waits_s))
+    return snapshots, steps_s, waited_s, marks_s[-1] - began_s - paused_s
 
 
 def _turns(trial: Trial, num_steps: int, store: Store) -> Iterator[tuple[int, float]]:
@@ -348,7 +372,7 @@ def _copied(net: nn.Module) -> dict[str, Tensor]:
 
 def warm_up(digits: Digits) -> None:
     """What torch does once (its first optimizer imports for two seconds, first kernels are built) is not a trial's."""
-    net, chosen = lenet(digits.side), slice(0, 64)
+    net, chosen = network_for(digits), slice(0, 64)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     nn.functional.cross_entropy(net(digits.train_images[chosen]), digits.train_labels[chosen]).backward()
     optimizer.step()

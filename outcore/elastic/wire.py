@@ -1,8 +1,7 @@
-"""Tensors <-> peers: the one module that knows torch's process-group classes.
+"""Tensors <-> peers: sums, broadcasts and messages among the members of a group.
 
-A `Group` is built on the semi-private ProcessGroupGloo (or NCCL) class with a prefixed store, because only that allows
-a group per generation of members, or one per worker, next to whatever group the user has. What gloo does was tried
-first: a directed receive notices a dead peer at once; a wait that runs out of time closes the pair for good, so a
+A `Group` is one generation of members, or a worker and the centre (transport.py connects them). What gloo does was
+tried first: a directed receive notices a dead peer at once; a wait that runs out of time closes the pair for good, so a
 timeout always means "this peer is gone"; dropping a group closes its sockets and thereby wakes the other members.
 
 Sums follow the tree of 1708.02983 (section 5.1): neighbours first, then pairs of neighbours. The order of the additions
@@ -28,13 +27,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from outcore.elastic import window
+from outcore.elastic import transport, window
 from outcore.elastic.cores import cores_for_messages
 from outcore.elastic.simulate import WHOLE_BYTES
+from outcore.elastic.transport import PrefixStore, Store
 from outcore.errors import ElasticError
 
 CENTER_RANK = -1
@@ -71,9 +69,16 @@ class Group:
     """Members of one generation (or a worker and the centre) joined by gloo; `ranks[i]` names member i in errors."""
 
     def __init__(
-        self, store: Store, index: int, ranks: list[int], limit_s: float, *, num_lanes: int = 1, host: str = ""
+        self,
+        store: Store,
+        index: int,
+        ranks: list[int],
+        limit_s: float,
+        *,
+        num_lanes: int = 1,
+        address: str = transport.LOOPBACK,
     ) -> None:
-        """`host` is the store's address: where that is this machine's loopback, so are the lanes."""
+        """`address` is where this member listens for the others."""
         self.index, self.ranks, self.limit_s = index, ranks, limit_s
         self.traffic = Traffic()
         self._staging: dict[tuple[str, torch.dtype], Tensor] = {}
@@ -81,7 +86,9 @@ class Group:
         self._message: Tensor | None = None  # this member's, in the window
         try:
             with giving_way():
-                self._gloo: Any = ProcessGroupGloo(store, index, len(ranks), _gloo_options(limit_s, num_lanes, host))
+                self._gloo: Any = transport.open_gloo(
+                    store, index, len(ranks), limit_s, num_lanes=num_lanes, address=address
+                )
         except Exception as error:
             raise PeerLost(None, f"among {ranks} did not connect within {limit_s:g} s ({error})") from None
 
@@ -148,7 +155,7 @@ class Group:
         for work in self.post_receive(tensor, source):
             self.wait(work, source, limit_s)
 
-    def _spare(self, num_elements: int, dtype: torch.dtype, name: str) -> Tensor:
+    def spare(self, num_elements: int, dtype: torch.dtype, name: str) -> Tensor:
         """A resident buffer: fresh pages for every message would cost more than the message."""
         kept = self._staging.get((name, dtype))
         if kept is None or kept.numel() < num_elements:
@@ -178,8 +185,8 @@ class Group:
 
     def _butterfly(self, tensor: Tensor, peers: list[int], dtype: torch.dtype | None) -> None:
         """log2 P swaps of the whole vector with ever farther partners."""
-        theirs = self._spare(tensor.numel(), dtype or tensor.dtype, "theirs")
-        sent = tensor if dtype is None else self._spare(tensor.numel(), dtype, "sent")
+        theirs = self.spare(tensor.numel(), dtype or tensor.dtype, "theirs")
+        sent = tensor if dtype is None else self.spare(tensor.numel(), dtype, "sent")
         for peer in peers:
             if dtype is not None:
                 sent.copy_(tensor)
@@ -258,8 +265,8 @@ class Group:
     def _pass_block(self, mine: Tensor, peers: list[int], dtype: torch.dtype | None, tag: int) -> Iterator[None]:
         """One block, halved with each peer and doubled on the way back; yields while its swaps travel."""
         slot = tag % NUM_UNDER_WAY
-        theirs = self._spare(mine.numel(), dtype or mine.dtype, f"theirs {slot}")
-        sent = mine if dtype is None else self._spare(mine.numel(), dtype, f"sent {slot}")
+        theirs = self.spare(mine.numel(), dtype or mine.dtype, f"theirs {slot}")
+        sent = mine if dtype is None else self.spare(mine.numel(), dtype, f"sent {slot}")
         kept, halvings = slice(0, mine.numel()), []
         for peer in peers:
             if dtype is not None:
@@ -290,7 +297,7 @@ class Group:
             self.wait(work, peer)
 
     def _receive_and_add(self, tensor: Tensor, peer: int, dtype: torch.dtype | None) -> None:
-        theirs = self._spare(tensor.numel(), dtype or tensor.dtype, "theirs")
+        theirs = self.spare(tensor.numel(), dtype or tensor.dtype, "theirs")
         posted = self.post_receive(theirs, peer)
         segments = _segments(theirs)
         for work, mine, part in zip(posted, torch.split(tensor, segments[0].numel()), segments):
@@ -298,13 +305,13 @@ class Group:
             add_into(mine, part)
 
     def _send_rounded(self, tensor: Tensor, peer: int, dtype: torch.dtype | None) -> None:
-        self.send(tensor if dtype is None else self._spare(tensor.numel(), dtype, "sent").copy_(tensor), peer)
+        self.send(tensor if dtype is None else self.spare(tensor.numel(), dtype, "sent").copy_(tensor), peer)
 
     def _receive_rounded(self, tensor: Tensor, peer: int, dtype: torch.dtype | None) -> None:
         if dtype is None:
             self.receive(tensor, peer)
         else:
-            rounded = self._spare(tensor.numel(), dtype, "theirs")
+            rounded = self.spare(tensor.numel(), dtype, "theirs")
             self.receive(rounded, peer)
             tensor.copy_(rounded)
 
@@ -353,14 +360,18 @@ class NcclGroup(Group):
     """The same members over NCCL: sums stay on the device. A lost member is noticed by the limit."""
 
     def __init__(
-        self, store: Store, index: int, ranks: list[int], limit_s: float, *, num_lanes: int = 1, host: str = ""
+        self,
+        store: Store,
+        index: int,
+        ranks: list[int],
+        limit_s: float,
+        *,
+        num_lanes: int = 1,
+        address: str = transport.LOOPBACK,
     ) -> None:
-        super().__init__(PrefixStore("gloo", store), index, ranks, limit_s, num_lanes=num_lanes, host=host)
-        nccl: Any = dist  # a CPU build of torch has no such class
+        super().__init__(PrefixStore("gloo", store), index, ranks, limit_s, num_lanes=num_lanes, address=address)
         # NCCL's own watchdog ends the process; ten limits leave the verdict to the wait in tree_sum.
-        self._nccl = nccl.ProcessGroupNCCL(
-            PrefixStore("nccl", store), index, len(ranks), timedelta(seconds=10 * limit_s)
-        )
+        self._nccl = transport.open_nccl(PrefixStore("nccl", store), index, len(ranks), 10 * limit_s)
 
     def tree_sum(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> None:
         if not tensor.is_cuda:
@@ -476,22 +487,6 @@ def giving_way() -> Iterator[None]:
     finally:
         os.sched_setaffinity(0, mine)
         os.sched_setscheduler(0, policy, priority)
-
-
-def _gloo_options(limit_s: float, num_lanes: int, host: str) -> Any:
-    """gloo gives tag t to device t modulo their number, and every device has a thread of its own."""
-    gloo: Any = ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = timedelta(seconds=limit_s)
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    if names:
-        devices = [gloo.create_device(interface=names[lane % len(names)]) for lane in range(max(num_lanes, len(names)))]
-    elif host in ("127.0.0.1", "localhost"):  # everyone is here; looking the host's name up may take seconds
-        devices = [gloo.create_device(hostname="127.0.0.1") for _ in range(num_lanes)]
-    else:
-        devices = [gloo.create_default_device() for _ in range(num_lanes)]
-    options._devices, options._threads = devices, 2 * len(devices)
-    return options
 
 
 def _name(rank: int | None) -> str:

@@ -6,94 +6,38 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 import warnings
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from outcore.elastic import rules
-from outcore.elastic.averagers import (
-    Averager,
-    DiLoCo,
-    ElasticCenter,
-    ElasticSync,
-    Local,
-    StepCenter,
-    SyncSgd,
-    exchange_dtype,
-)
+from outcore.elastic.averagers import Averager, Local, exchange_dtype
 from outcore.elastic.center import CenterConfig
+from outcore.elastic.center_averagers import ElasticCenter, StepCenter
 from outcore.elastic.flat import FlatModel
+from outcore.elastic.frozen import Frozen, describe
 from outcore.elastic.link import CenterLink, StartCenter
-from outcore.elastic.methods import OUTER_RATE, Method, alpha_bound, default_alpha, find_method
+from outcore.elastic.methods import Method, alpha_bound, default_alpha
+from outcore.elastic.muster import Fingerprint, Muster
 from outcore.elastic.place import Place, find_place
 from outcore.elastic.roster import Roster
-from outcore.elastic.sync import Reduction, SyncExchange
+from outcore.elastic.settings import Settings
+from outcore.elastic.sharded import find_shard
+from outcore.elastic.sync import SyncExchange
+from outcore.elastic.sync_averagers import DiLoCo, ElasticSync, SyncSgd
 from outcore.errors import ElasticError
 
-
-@dataclass(frozen=True)
-class Settings:
-    """Everything `join` can be told; the defaults are safe for any number of workers.
-
-    `ahead` is how many more local steps in a row a worker of `sync-easgd` may take while the exchange it has begun is
-    not over, be it that a slower one has not begun it or that it lasts longer than a step; then it stands still, too.
-    0 (the default) keeps everybody in step, and runs repeatable: with more, how many steps lie between two exchanges
-    depends on the clock. The difference is taken after the last pull, and what is sent is what is pulled, however much
-    later. Steps in between may have undone it by then, so alpha must be smaller: below 2 / (P + 2) instead of
-    2 / (P + 1). The default 0.9 / P is, for 2 workers or more.
-    """
-
-    method: str = "sync-easgd"
-    period: int = 4
-    level: Literal[1, 2, 3] = 3
-    ahead: int = 0
-    alpha: float | None = None
-    mu: float | None = None
-    outer_rate: float = OUTER_RATE
-    staleness: int | None = None
-    packed: bool = True
-    wire_dtype: torch.dtype | None = None
-    reduction: Reduction = "tree"
-    turn: Literal["exchange", "iteration"] = "exchange"
-    backend: Literal["gloo", "nccl"] = "gloo"
-    checkpoint: str | Path | None = None
-    checkpoint_every_s: float = 5.0
-    limit_s: float = 30.0
-    join_limit_s: float = 300.0
-
-    def check(self) -> Method:
-        """The method, once every setting makes sense together; ElasticError otherwise."""
-        method = find_method(self.method)
-        if self.period < 1 or self.level not in (1, 2, 3):
-            raise ElasticError(f"period {self.period} and level {self.level} must be at least 1 and one of 1, 2, 3")
-        if method.sends == "gradients" and self.period != 1:
-            raise ElasticError(f"sync-sgd exchanges every step: period {self.period} must be 1")
-        if self.ahead < 0 or (self.ahead > 0 and not (method.is_sync and method.is_elastic and self.level == 3)):
-            raise ElasticError(
-                f"ahead {self.ahead} must be 0 or more steps, and 0 for {method.name} at level {self.level}: "
-                "only workers of sync-easgd at level 3 can go on while an exchange waits"
-            )
-        if self.staleness is not None and (method.is_sync or method.order == "turns" or self.staleness < 0):
-            raise ElasticError(f"staleness {self.staleness} bounds asynchronous methods (0 or more), not {method.name}")
-        if self.wire_dtype is not None and (not method.is_sync or self.reduction == "ring" or self.level == 1):
-            raise ElasticError("wire_dtype rounds tree sums of synchronous methods at level 2 or 3 only")
-        if self.turn == "iteration" and method.order != "turns":
-            raise ElasticError(f"turn='iteration' belongs to original-easgd, not {method.name}")
-        if self.backend == "nccl" and not method.is_sync:
-            raise ElasticError(f"{method.name} keeps its centre in host memory; use backend='gloo'")
-        if self.backend == "nccl" and (self.level == 1 or self.reduction == "ring"):
-            raise ElasticError("level 1 and reduction='ring' run over gloo; with backend='nccl' leave both out")
-        if min(self.limit_s, self.join_limit_s) <= 0:
-            raise ElasticError("limit_s and join_limit_s must be above zero: every wait needs a limit")
-        return method
+_open_names: set[str] = set()  # trainings that this process has joined and not left
 
 
 @dataclass(frozen=True)
@@ -129,7 +73,9 @@ class Worker:
         self.settings, self.place = settings, place
         self.method = settings.check()
         self._model, self._optimizer = model, optimizer
-        self._flat = FlatModel(model)
+        self._name: str | None = None  # of the training, where `join` has found the place
+        fingerprint = Fingerprint(describe(model), {**settings.in_common(), "num_ranks": place.num_ranks})
+        self._flat, self._frozen = FlatModel(model), Frozen(model)
         self._mu = self.method.mu if settings.mu is None else settings.mu
         has_momentum = self.method.momentum in ("worker", "look_ahead")
         self._velocity = torch.zeros_like(self._flat.gradient) if has_momentum else None
@@ -137,57 +83,65 @@ class Worker:
         weights = self._flat.vector.clone() if self._apart else self._flat.vector
         self._local = self._make_local(weights)
         _warn_of_instability(self.method, settings, place.num_ranks)
+        _warn_of_two_momenta(self.method, self._mu, optimizer)
+        self._muster = Muster(place, fingerprint, min_members=settings.min_members, join_limit_s=settings.join_limit_s)
         self.num_steps = self._num_ahead = 0
-        self._due_step = settings.period  # the step with which the next exchange ends, unless this worker goes ahead
+        self._due_step = (
+            settings.steps_between
+        )  # the step with which the next exchange ends, unless this worker goes ahead
         self._wait_s = 0.0
         self._hook: Any = None
         self._began_s = time.perf_counter()
-        with torch.no_grad():
+        with torch.no_grad(), _named_loss(place):
+            self._muster.enter()
             self._averager = self._make_averager(start_center)
             self._stand()
-            self._flat.restore_buffers()
-            if self._due_step == 1:
+            self._flat.restore()
+            if self._due_step == settings.steps_under_way:
                 self._averager.prepare()
+
+    @property
+    def global_step(self) -> int:
+        """How many steps this training has had: this worker's own, and before them those of the worker whose state it
+        took over when it came late. A loop over `range(worker.global_step, num_steps)` goes on where the others are."""
+        return self._local.global_step
 
     def step(self, scaler: Any = None) -> None:
         """The local step, every `period` steps (and up to `ahead` more) the exchange, and zeroed gradients.
 
         With mixed precision pass the GradScaler: `worker.step(scaler)`, then `scaler.update()` as usual.
         """
-        try:
+        with _named_loss(self.place):
             self._step(scaler)
-        except dist.DistError as error:
-            host, port = self.place.address
-            raise ElasticError(
-                f"rank {self.place.rank} lost the store at {host}:{port} ({error}); its launcher ended: start again"
-            ) from None
 
     @torch.no_grad()
     def _step(self, scaler: Any) -> None:
         step = self.num_steps + 1
         due = self._is_due(step)
+        self._local.global_step += 1  # at once: who joins in this step's exchange goes on with the step after it
         self._flat.bind_gradients()
         if due:
             self._enter_buffers()
             self._timed(self._averager.before_step)
         self._local_step(scaler)
         if due:
+            self._flat.refresh(only_parameters=True)  # the optimizer has moved them
             self._timed(self._averager.after_step)
-            self._flat.restore_buffers()
+            self._flat.restore()
         self._stand()
-        self._flat.gradient.zero_()
+        self._flat.zero_gradients()
         self.num_steps = step
         if due:
-            self._due_step = step + self.settings.period
+            self._due_step = step + self.settings.steps_between
         elif step >= self._due_step:
             self._num_ahead += 1
-        if step + 1 == self._due_step:
+        if step + self.settings.steps_under_way == self._due_step:
             self._enter_buffers()
             self._timed(self._averager.prepare)
 
     def center_state_dict(self) -> dict[str, Tensor]:
         """The averaged model, in the form of `model.state_dict()`; float buffers are averages over the workers."""
-        with torch.no_grad():
+        with torch.no_grad(), _named_loss(self.place):
             return self._flat.state_dict(self._model, self._averager.read_center())
 
     def stats(self) -> Stats:
@@ -204,15 +158,20 @@ class Worker:
         )
 
     def members(self) -> list[int]:
-        """Ranks of the present generation (synchronous methods; empty for the others)."""
+        """Ranks that take part at the moment: the present generation, or those that the centre serves."""
         return self._averager.members()
 
-    def close(self) -> None:
-        """Finishes an exchange under way and says goodbye. Leaving the `with` block does it."""
+    def close(self, *, finished: bool = True) -> None:
+        """Finishes an exchange under way and says goodbye. Leaving the `with` block does it.
+
+        With `finished=False`, which an exception that leaves the block stands for, the others count this worker among
+        the missing (see `Settings.min_members`) until it comes back.
+        """
         if self._hook is not None:
             self._hook.remove()
+        _open_names.discard(self._name or "")
         with torch.no_grad():
-            self._averager.close()
+            self._averager.close(finished=finished)
 
     def __enter__(self) -> Self:
         return self
@@ -220,7 +179,7 @@ class Worker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(finished=error is None)
 
     def _is_due(self, step: int) -> bool:
         """Whether the exchange ends with this step: it is time, and it is over or no more steps may be taken before."""
@@ -253,7 +212,7 @@ class Worker:
             rules.look_ahead(self._local.weights[:cut], self._velocity, self._mu, out=vector[:cut])
 
     def _enter_buffers(self) -> None:
-        self._flat.refresh_buffers()
+        self._flat.refresh()
         if self._apart:
             cut = self._flat.num_params
             self._local.weights[cut:].copy_(self._flat.vector[cut:])
@@ -262,6 +221,7 @@ class Worker:
         settings = self.settings
         return Local(
             flat=self._flat,
+            frozen=self._frozen,
             weights=weights,
             velocity=self._velocity,
             method=self.method,
@@ -272,42 +232,48 @@ class Worker:
             optimizer=self._optimizer,
             checkpoint=None if settings.checkpoint is None else Path(settings.checkpoint),
             checkpoint_every_s=settings.checkpoint_every_s,
+            keeps_center_on_host=settings.outer_state == "host",
         )
 
     def _make_averager(self, start_center: StartCenter | None) -> Averager:
         settings, local = self.settings, self._local
         if not self.method.is_sync:
-            link = CenterLink(self.place, self._center_config(), start_center)
+            link = CenterLink(self._muster, self._center_config(), self._frozen, start_center)
             if self.method.sends == "steps":
-                return StepCenter(local, link, settings.join_limit_s)
+                return StepCenter(local, link)
             whole_turn = settings.turn == "iteration"
-            elastic = ElasticCenter(local, link, settings.join_limit_s, whole_turn=whole_turn)
+            elastic = ElasticCenter(local, link, whole_turn=whole_turn)
             if whole_turn:
                 self._hook = self._model.register_forward_pre_hook(lambda *_: elastic.begin_iteration())
             return elastic
         nccl = settings.backend == "nccl"
+        streams = self.method.name == "streaming-diloco"
+        fragments = self._flat.fragments(settings.fragments if streams else 1)
+        level = settings.level if self.method.is_elastic else 3 if streams and settings.delay else 2
         exchange = SyncExchange(
-            Roster(self.place, settings.limit_s, settings.join_limit_s, nccl=nccl),
+            Roster(self._muster, settings.limit_s, nccl=nccl),
             self._flat.num_elements,
             exchange_dtype(local.weights),
-            level=settings.level if self.method.is_elastic else 2,
+            level=level,
             reduction=settings.reduction,
             wire_dtype=settings.wire_dtype,
             part_sizes=self._part_sizes(),
             device=local.weights.device,
             nccl=nccl,
+            largest_part=max(part.stop - part.start for part in fragments),
         )
         if self.method.sends == "gradients":
             return SyncSgd(local, exchange)
-        return DiLoCo(local, exchange) if self.method.momentum == "outer" else ElasticSync(local, exchange)
+        if self.method.momentum == "outer":
+            delay, mix = (settings.delay, settings.mix) if streams else (0, 0.0)
+            return DiLoCo(local, exchange, fragments, delay=delay, mix=mix)
+        return ElasticSync(local, exchange)
 
     def _part_sizes(self) -> list[int] | None:
         return None if self.settings.packed else [part.numel() for part in self._flat.parts(self._flat.vector)]
 
     def _center_config(self) -> CenterConfig:
         settings, (host, port) = self.settings, self.place.address
-        name = f"outcore-center-{port}-{self.place.prefix.replace('/', '-')}.npz"
-        path = Path(tempfile.gettempdir()) / name if settings.checkpoint is None else Path(settings.checkpoint)
         return CenterConfig(
             epoch=0,
             host=host,
@@ -318,12 +284,17 @@ class Worker:
             num_ranks=self.place.num_ranks,
             num_elements=self._flat.num_elements,
             num_params=self._flat.num_params,
+            dtype=str(exchange_dtype(self._flat.vector)).removeprefix("torch."),
+            frozen_bytes=self._frozen.sizes_bytes,
             limit_s=settings.limit_s,
             staleness=settings.staleness,
-            checkpoint=str(path),
+            checkpoint="" if settings.checkpoint is None else str(settings.checkpoint),
             keep_checkpoint=settings.checkpoint is not None,
             checkpoint_every_s=settings.checkpoint_every_s,
             part_sizes=self._part_sizes(),
+            nonce=self._muster.nonce,
+            model_digest=self._muster.card.model_digest,
+            digest=self._muster.digest,
         )
 
 
@@ -332,12 +303,17 @@ def join(
     optimizer: torch.optim.Optimizer,
     method: str = "sync-easgd",
     *,
+    name: str = "default",
     place: Place | None = None,
     **settings: Any,
 ) -> Worker:
     """Makes this process one of the elastic workers its launcher started; see `Settings` for what else can be set.
 
     All workers start from the centre: rank 0's weights, or the checkpoint's, or the running centre's for a late comer.
+    Frozen parameters and integer buffers are taken over once, with the weights. A process may take part in several
+    trainings at once, each with a `name` of its own: the two networks of a GAN are two trainings.
+
+    A model that FSDP2 has sharded over the ranks of a replica is averaged over the replicas (sharded.py).
     """
     try:
         chosen = Settings(method=method, **settings)
@@ -347,7 +323,48 @@ def join(
     chosen.check()
     if chosen.backend == "nccl" and not next(model.parameters()).is_cuda:
         raise ElasticError("backend='nccl' needs the model on a CUDA device; move it there first, or use 'gloo'")
-    return Worker(model, optimizer, chosen, place or find_place(chosen.limit_s))
+    if place is not None:
+        return Worker(model, optimizer, chosen, place)
+    if name in _open_names or not name or "/" in name:
+        raise ElasticError(
+            f"this process takes part in the training {name!r} already, or that is no name; close the first worker, or "
+            "give the second model a name of its own: join(..., name='discriminator')"
+        )
+    place = find_place(chosen.limit_s, name, partial(find_shard, model, chosen.check()))
+    if place.shard is not None and chosen.checkpoint is not None:
+        chosen = replace(chosen, checkpoint=f"{chosen.checkpoint}.{place.shard.index}-of-{place.shard.count}")
+    worker = Worker(model, optimizer, chosen, place)
+    worker._name = name
+    _open_names.add(name)
+    return worker
+
+
+@contextmanager
+def _named_loss(place: Place) -> Iterator[None]:
+    """Says in one sentence that the store is gone."""
+    try:
+        yield
+    except dist.DistError as error:
+        host, port = place.address
+        what = str(error).strip().splitlines()[0]
+        raise ElasticError(
+            f"rank {place.rank} lost the store at {host}:{port} ({what}); its launcher ended or is out of reach: start "
+            "again"
+        ) from None
+
+
+def _warn_of_two_momenta(method: Method, mu: float, optimizer: torch.optim.Optimizer) -> None:
+    if method.momentum not in ("worker", "look_ahead", "center") or mu == 0:
+        return
+    for group in optimizer.param_groups:
+        own = group.get("momentum") or (group["betas"][0] if "betas" in group else 0.0)
+        if own:
+            warnings.warn(
+                f"{method.name} has a momentum of {mu:g} and so has {type(optimizer).__name__} ({own:g}): "
+                "steps grow by both; set mu=0 or take plain SGD",
+                stacklevel=4,
+            )
+            return
 
 
 def _warn_of_instability(method: Method, settings: Settings, num_workers: int) -> None:

@@ -6,7 +6,6 @@ Used by test_faults.py (a handful of fixed cases) and by `benchmarks/elastic.py 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -21,11 +20,14 @@ from typing import Any
 import psutil
 import torch
 from torch import nn
-from torch._C._distributed_c10d import TCPStore
 
 from outcore.elastic import wire
 from outcore.elastic.place import open_place
-from outcore.elastic.worker import Settings, join
+from outcore.elastic.settings import Settings
+from outcore.elastic.transport import TCPStore
+from outcore.elastic.worker import join
+
+from . import forked
 
 LIMIT_S = 2.0
 STEP_S = 0.01  # a step takes this long, so that a run lasts long enough to be hurt in the middle
@@ -55,7 +57,7 @@ def teach(folder: Path, rank: int, num_ranks: int, port: int, method: str, run_s
     generator = torch.Generator().manual_seed(100 + rank)
     with (folder / f"log-{place.uid}").open("a") as log, join(net, optimizer, method, place=place, **chosen) as worker:
         ends_s = time.monotonic() + run_s
-        while time.monotonic() < ends_s:
+        while time.monotonic() < ends_s or (folder / "somebody is expected").exists():
             x = torch.randn(32, 8, generator=generator)
             loss = nn.functional.mse_loss(net(x), teacher(x).detach())
             loss.backward()
@@ -90,9 +92,7 @@ class Village:
     def __init__(self, folder: Path, method: str, num_ranks: int = 3, run_s: float = 6.0, ahead: int = 0) -> None:
         self.folder, self.method, self.num_ranks, self.run_s, self.ahead = folder, method, num_ranks, run_s, ahead
         self.server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        # A fork server that has imported torch already: processes as real as any, started in milliseconds.
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.cpu.elastic.faults"])
+        self._context = forked.context()
         self.processes: dict[int, BaseProcess] = {}
 
     def start(self, rank: int) -> None:
@@ -151,6 +151,11 @@ def heal(village: Village, fault: str, victim: int) -> None:
     if fault == "rejoin":
         village.processes[victim].join(5)
         village.start(victim)
+        end_s = time.monotonic() + 40
+        while not any(path.read_text() for path in village.folder.glob(f"log-{victim}.2")):
+            assert time.monotonic() < end_s, "the victim did not come back"
+            time.sleep(0.05)
+        (village.folder / "somebody is expected").unlink()
     elif fault == "stop_and_wake":
         os.kill(village.pid(victim), signal.SIGCONT)
 
@@ -167,6 +172,8 @@ def run_hurt(
         village.wait_for_exchanges()
         time.sleep(chance.uniform(0, 0.5))
         at_s = time.monotonic()
+        if fault == "rejoin":  # on a busy machine the others would be done before the victim is back
+            (folder / "somebody is expected").touch()
         hurt(village, fault, victim)
         time.sleep(1.5 * LIMIT_S if fault == "stop_and_wake" else 1.0)
         heal(village, fault, victim)

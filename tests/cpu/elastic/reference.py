@@ -95,6 +95,29 @@ def diloco(num: int, steps: int, period: int, rate: float, mu: float) -> tuple[l
     return [r.w for r in replicas], center
 
 
+def streaming_diloco(
+    num: int, steps: int, period: int, num_fragments: int, delay: int, mix: float, rate: float, mu: float
+) -> tuple[list[Array], Array]:
+    """2501.18512, algorithm 2: every `period / num_fragments` steps one fragment's outer step is applied; its outer
+    gradient was taken `delay` steps before."""
+    replicas, center, velocity = [Replica() for _ in range(num)], first_weights(), np.zeros_like(first_weights())
+    edges = [len(center) * number // num_fragments for number in range(num_fragments + 1)]
+    between, number, outer = period // num_fragments, 0, np.zeros(0)
+    for t in range(1, steps + 1):
+        for rank, r in enumerate(replicas):
+            r.w = r.w - ETA * gradient(r.w, rank, t - 1)
+        part = slice(edges[number % num_fragments], edges[number % num_fragments + 1])
+        if (t + delay) % between == 0:
+            outer = np.mean([center[part] - r.w[part] for r in replicas], axis=0)
+        if t % between == 0:
+            velocity[part] = mu * velocity[part] + outer
+            center[part] = center[part] - rate * (outer + mu * velocity[part])
+            for r in replicas:
+                r.w[part] = mix * r.w[part] + (1 - mix) * center[part]
+            number += 1
+    return [r.w for r in replicas], center
+
+
 def sync_sgd(num: int, steps: int) -> tuple[list[Array], Array]:
     w = first_weights()
     for t in range(steps):

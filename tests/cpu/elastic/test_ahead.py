@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import threading
 import time
 from itertools import islice
@@ -14,16 +13,18 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch._C._distributed_c10d import HashStore, TCPStore
+from torch._C._distributed_c10d import HashStore
 
-from outcore.elastic.averagers import ElasticSync
 from outcore.elastic.digits import load_digits
 from outcore.elastic.place import open_place, poll
+from outcore.elastic.settings import Settings
 from outcore.elastic.sync import SyncExchange
+from outcore.elastic.sync_averagers import ElasticSync
+from outcore.elastic.transport import TCPStore
 from outcore.elastic.trials import Trial, _turns, run_trial
-from outcore.elastic.worker import Settings, Worker
+from outcore.elastic.worker import Worker
 
-from . import reference
+from . import forked, reference
 from .faults import run_hurt
 from .town import Array, Net, Town, center_of, first_weights, train, weights_of
 
@@ -294,9 +295,7 @@ def keep_pace(folder: Path, rank: int, port: int) -> None:
 
 def test_a_slow_worker_takes_nothing_from_a_fast_one(tmp_path: Path) -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.cpu.elastic.faults"])
-    processes = [context.Process(target=keep_pace, args=(tmp_path, rank, server.port)) for rank in (0, 1)]
+    processes = [forked.context().Process(target=keep_pace, args=(tmp_path, rank, server.port)) for rank in (0, 1)]
     for process in processes:
         process.start()
     for process in processes:

@@ -8,11 +8,12 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import nn
-from torch._C._distributed_c10d import TCPStore
 from torch.multiprocessing.spawn import start_processes
 
 from outcore.elastic.place import open_place
-from outcore.elastic.worker import Settings, Worker
+from outcore.elastic.settings import Settings
+from outcore.elastic.transport import TCPStore
+from outcore.elastic.worker import Worker
 from outcore.limit import limit
 
 pytestmark = pytest.mark.timeout(120)

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from outcore.elastic.averagers import ElasticSync
 from outcore.elastic.place import poll
+from outcore.elastic.settings import Settings
+from outcore.elastic.sync_averagers import ElasticSync
 from outcore.elastic.wire import PeerLost
-from outcore.elastic.worker import Settings, Worker
+from outcore.elastic.worker import Worker
 from outcore.errors import ElasticError
 
 from . import reference
@@ -37,7 +38,7 @@ def run_in_order(order: list[int], num: int, **chosen: Any) -> tuple[list[Array]
     """Workers of the asynchronous methods, stepped one after the other so that arrivals have a known order."""
     town, settings = Town(num), Settings(limit_s=10, join_limit_s=20, **chosen)
     nets = [Net() for _ in range(num)]
-    workers = [town.worker(rank, nets[rank], settings) for rank in range(num)]
+    workers: list[Worker] = town.together(lambda rank: town.worker(rank, nets[rank], settings))
     for rank in order:
         train(workers[rank], nets[rank], rank, range(workers[rank].num_steps, workers[rank].num_steps + 1))
         assert poll(lambda: town.centers[0].num_exchanges >= num_posted(workers), 5)

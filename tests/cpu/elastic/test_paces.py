@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
-from torch._C._distributed_c10d import PrefixStore
 
 from benchmarks import elastic_paces
 from benchmarks.elastic_paces import (
@@ -20,9 +19,11 @@ from benchmarks.elastic_paces import (
     phases_of,
     scaling_bars,
 )
-from outcore.elastic.averagers import ElasticSync
 from outcore.elastic.place import poll
-from outcore.elastic.worker import Settings, Worker
+from outcore.elastic.settings import Settings
+from outcore.elastic.sync_averagers import ElasticSync
+from outcore.elastic.transport import PrefixStore
+from outcore.elastic.worker import Worker
 
 from .town import Net, Town, train
 

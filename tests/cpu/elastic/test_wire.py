@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from outcore.elastic import window, wire
+from outcore.elastic.muster import Fingerprint, Muster
 from outcore.elastic.roster import Roster
 from outcore.elastic.wire import SEGMENT_BYTES, Group, PeerLost, Traffic
 
@@ -23,8 +24,12 @@ pytestmark = pytest.mark.timeout(60)
 NUM_ELEMENTS = 3 * SEGMENT_BYTES // 4 + 17
 
 
+def make_roster(town: Town, rank: int, limit_s: float) -> Roster:
+    return Roster(Muster(town.place(rank), Fingerprint([], {}), min_members=None, join_limit_s=20), limit_s)
+
+
 def make_group(town: Town, rank: int, limit_s: float = 10) -> Group:
-    return Roster(town.place(rank), limit_s, 20).regroup()
+    return make_roster(town, rank, limit_s).regroup()
 
 
 def vector_of(rank: int) -> torch.Tensor:
@@ -171,7 +176,7 @@ def test_who_was_dropped_and_wakes_up_late_writes_where_nobody_reads(monkeypatch
     def act(rank: int) -> list[torch.Tensor]:
         if rank == 2:
             threading.current_thread().name = "sleeper"
-        roster = Roster(town.place(rank), 0.5, 20)
+        roster = make_roster(town, rank, 0.5)
         group = roster.regroup()
         first = group.make_message(NUM_ELEMENTS, torch.float32).copy_(vector_of(rank))
         if rank == 2:

@@ -16,9 +16,10 @@ from torch import nn
 from outcore.elastic.checkpoint import CenterState, load_center, save_center
 from outcore.elastic.flat import FlatModel
 from outcore.elastic.place import poll
+from outcore.elastic.settings import Settings
 from outcore.elastic.sync import SyncExchange
 from outcore.elastic.wire import NUM_LANES
-from outcore.elastic.worker import Settings, Worker, join
+from outcore.elastic.worker import Worker, join
 from outcore.errors import BadFile, ElasticError
 
 from .town import Net, Town, center_of, train

@@ -13,11 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch._C._distributed_c10d import TCPStore
 
 from outcore.elastic.center import Center, CenterConfig
 from outcore.elastic.place import Place, open_place
-from outcore.elastic.worker import Settings, Worker
+from outcore.elastic.settings import Settings
+from outcore.elastic.transport import TCPStore
+from outcore.elastic.worker import Worker
 
 Array = npt.NDArray[np.float64]
 ETA = 0.05

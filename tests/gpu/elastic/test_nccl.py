@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import TCPStore
 
 from outcore.elastic.place import open_place, poll
+from outcore.elastic.settings import Settings
 from outcore.elastic.sync import SyncExchange
+from outcore.elastic.transport import TCPStore
 from outcore.elastic.wire import NcclGroup
-from outcore.elastic.worker import Settings, Worker
+from outcore.elastic.worker import Worker
 from outcore.errors import ElasticError
 
 pytestmark = [

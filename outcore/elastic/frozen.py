@@ -1,0 +1,64 @@
+"""What no step moves <-> bytes: frozen parameters and integer buffers, which every worker begins with alike.
+
+They are in no exchange. They are sent once, when a training begins and to every late comer, from the worker or centre
+whose weights the others take over; afterwards a worker's integer buffers (BatchNorm's batch counter, say) are its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from outcore.elastic.sharded import is_sharded, local
+from outcore.elastic.wire import Group
+
+
+class Frozen:
+    """The tensors of a model that FlatModel leaves out, as bytes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.tensors: list[Tensor] = [local(p) for p in model.parameters() if not p.requires_grad]
+        self.tensors += [b for b in model.buffers() if not b.is_floating_point()]
+        self.sizes_bytes = [tensor.nbytes for tensor in self.tensors]
+
+    def read(self) -> list[Tensor]:
+        """The bytes of every tensor, in host memory."""
+        return [as_bytes(tensor.detach().cpu().contiguous()) for tensor in self.tensors]
+
+    def write(self, number: int, source: Tensor) -> None:
+        """Tensor `number` takes over the bytes in `source`."""
+        tensor = self.tensors[number]
+        host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        as_bytes(host).copy_(source)
+        tensor.copy_(host)
+
+    def share(self, group: Group, root: int, *, is_newcomer: bool) -> None:
+        """Newcomers take the bytes over from member `root`; the others pass them on. One tensor at a time: a frozen
+        network may be far larger than what is trained of it."""
+        for number, tensor in enumerate(self.tensors):
+            if group.index == root:
+                travelling = as_bytes(tensor.detach().cpu().contiguous())
+            else:
+                travelling = torch.empty(self.sizes_bytes[number], dtype=torch.uint8)
+            group.tree_broadcast(travelling, root=root)
+            if is_newcomer and group.index != root:
+                self.write(number, travelling)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A view of a contiguous tensor's memory."""
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+    return flat.view(torch.uint8)
+
+
+def describe(model: nn.Module) -> list[str]:
+    """One line per tensor of the model: what all workers must have in common."""
+    lines = []
+    for name, parameter in model.named_parameters():
+        lines.append(_line("parameter" if parameter.requires_grad else "frozen parameter", name, parameter))
+    return lines + [_line("buffer", name, buffer) for name, buffer in model.named_buffers()]
+
+
+def _line(kind: str, name: str, tensor: Tensor) -> str:
+    part = f" of which {list(local(tensor).shape)}" if is_sharded(tensor) else ""
+    return f"{kind} {name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{part}"
