@@ -36,9 +36,10 @@ def on_host(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def weight_gradient(gradient: torch.Tensor, read: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     ones = [1, 1]
-    return torch.ops.aten.convolution_backward(
+    made: torch.Tensor = torch.ops.aten.convolution_backward(
         gradient, read, weight, None, ones, ones, ones, False, [0, 0], 1, [False, True, False]
     )[1]
+    return made
 
 
 def timed(gradient: torch.Tensor, read: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, float, float]:
@@ -61,7 +62,9 @@ def rows_of(layout: torch.memory_format) -> list[dict[str, Any]]:
     )
     weight = torch.randn(WEIGHT, device="cuda", generator=generator).contiguous(memory_format=layout)
     expected, kept_s, kept_gib = timed(gradient, read, weight)
-    rows = [{"operand_on_host": None, "seconds": kept_s, "device_gib": kept_gib, "same_bits": True}]
+    rows: list[dict[str, Any]] = [
+        {"operand_on_host": None, "seconds": kept_s, "device_gib": kept_gib, "same_bits": True}
+    ]
     for name in ("input", "gradient"):
         seen, owner = on_host(read if name == "input" else gradient)
         made, seconds, _ = timed(*((gradient, seen) if name == "input" else (seen, read)), weight)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from typing import Any
 
 import click
@@ -74,7 +75,7 @@ def _run(rates: Rates | None, options: dict[str, Any]) -> None:
     import torch
 
     from outcore.tiling.operands import FileMatrix
-    from outcore.tiling.product import Job
+    from outcore.tiling.product import Job, TilingWarning
 
     dtype = getattr(torch, options["dtype"])
     m, n, k = options["m"], options["n"], options["k"]
@@ -88,9 +89,13 @@ def _run(rates: Rates | None, options: dict[str, Any]) -> None:
     if options["plan_only"]:
         _print_plan(job.tiles, options["as_json"])
         return
+    if (message := job.long_message) is not None:
+        click.echo(f"Warning: {message}", err=True)
     if options["explain"] and not options["as_json"]:
         click.echo("\n".join(describe(job.tiles, job.prediction)))
-    report = job.run(progress=False if options["as_json"] else None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TilingWarning)  # it was said
+        report = job.run(progress=False if options["as_json"] else None)
     if options["as_json"]:
         click.echo(json.dumps({"plan": job.tiles.to_json(), "measured": report.to_json()}))
         return

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from outcore.errors import TilingError
-from outcore.pinning import pin, unpin
+from outcore.memory.pinning import pin, unpin
 from outcore.tiling.operands import Span, Store, TensorStore, is_file_mapping
 from outcore.tiling.streams import CudaStream, Stream, ThreadStream
 from outcore.tiling.tiles import SHORTEST_ROW_BYTES

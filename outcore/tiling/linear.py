@@ -9,36 +9,35 @@ that activations may stay on the device: then only W comes in (twice) and only d
 products of the backward run side by side. dx needs columns of W, which lie apart in host memory and come slowly (on an
 H200 alone it took half as long again as its products); dW loads nothing and multiplies meanwhile.
 
-The weight is page-locked once, when it is first used with a CUDA device; gradients are written to page-locked memory
-that is used again in the next step.
+Where an optimizer updates the weight during the backward (`adamw.py`), dW is not stored at all: its tiles are used on
+the device, after dx has read the weight.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from outcore.errors import BudgetTooSmall, TilingError
-from outcore.tiling.lanes import Pins
+from outcore.tiling.host_weight import HostWeight, autocast_dtype
 from outcore.tiling.product import Job, Report, matmul, run_side_by_side
-
-_UNSTREAMED = (
-    "TiledLinear's weight stays on the host: move the rest of the network with .to(), this layer keeps its own"
-)
+from outcore.tiling.update import Update
 
 
-class TiledLinear(nn.Module):
+class TiledLinear(HostWeight):
     """`nn.Linear` whose weight and weight gradient stay in host memory. Inputs may be on the host or on one device.
 
     Host inputs are multiplied on `devices` (default: every CUDA device, else the CPU) and the result returns to the
     host; device inputs are multiplied where they are. `memory` bounds the device bytes used for tiles, activations not
-    counted.
+    counted. Moving the model (`.to()`, `.cuda()`) moves the bias and leaves the weight on the host; a change of type
+    (`.half()`) changes both. Under autocast products take autocast's type, with a copy of the weight in it on the host.
     """
+
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -54,21 +53,28 @@ class TiledLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.memory, self.devices = memory, devices
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
+        self.register_parameter("bias", nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None)
         self.reports: list[tuple[str, Report]] = []  # of the last step: product, report
-        self._pins: Pins | None = None
+        self.make_update: MakeUpdate = _no_update  # of an optimizer that updates during the backward
         self.reset_parameters()
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options: Any) -> TiledLinear:
-        """The same layer, its parameters shared, not copied (they must be on the host)."""
-        if linear.weight.device.type != "cpu":
-            raise TilingError(f"the layer's weight is on {linear.weight.device}; move it to the host first")
+        """The same layer, its parameters shared, not copied; a weight on a device comes home to the host."""
         layer = cls(1, 1, linear.bias is not None, **options)
         layer.in_features, layer.out_features = linear.in_features, linear.out_features
         layer.register_parameter("weight", cast(nn.Parameter, linear.weight))
         layer.register_parameter("bias", linear.bias)
+        layer.bring_home()
         return layer
+
+    def to_linear(self) -> nn.Linear:
+        """The same layer as torch has it, its parameters shared; its weight is still on the host."""
+        with torch.device("meta"):
+            linear = nn.Linear(self.in_features, self.out_features, self.bias is not None)
+        linear.register_parameter("weight", self.weight)
+        linear.register_parameter("bias", self.bias)
+        return linear
 
     def reset_parameters(self) -> None:
         """As `nn.Linear`: the same seed gives the same numbers."""
@@ -78,18 +84,19 @@ class TiledLinear(nn.Module):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.weight.device.type != "cpu":
-            raise TilingError(_UNSTREAMED)
+        self.check_on_host()
         if x.shape[-1] != self.in_features:
             raise TilingError(f"the input has {x.shape[-1]} features, the layer takes {self.in_features}")
-        if x.dtype != self.weight.dtype:
+        dtype = autocast_dtype(x.device) or self.weight.dtype
+        if x.dtype != dtype and dtype == self.weight.dtype:
             raise TilingError(f"the input is {x.dtype} and the weight {self.weight.dtype}; convert one of them")
         self.reports = []
-        self._lock_weight(x)
-        rows = x.reshape(-1, self.in_features)
+        if x.is_cuda or self.devices != ["cpu"]:
+            self.lock_weight()
+        rows = x.to(dtype).reshape(-1, self.in_features)
         y: torch.Tensor = _StreamedProduct.apply(rows, self.weight, self)  # type: ignore[no-untyped-call]
         y = y.reshape(*x.shape[:-1], self.out_features)
-        return y if self.bias is None else y + self.bias.to(y.device)
+        return y if self.bias is None else y + self.bias.to(y.device, y.dtype)
 
     def multiply(self, name: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         on_device = a.is_cuda or b.is_cuda
@@ -107,13 +114,20 @@ class TiledLinear(nn.Module):
         self, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """dx and dW, side by side where the activations lie on one device and the memory does for both."""
-        gradient = self.gradient_memory()
+        gradient = self.empty_like_weight(x.dtype)
         jobs = self._pair(dy, x, weight, gradient) if _on_one_device(dy, x) and dy.numel() * x.numel() else None
         if jobs is None:
             dx = self.multiply("backward input", dy, weight)
             return dx, self.multiply("backward weight", dy.t(), x, out=gradient)
         self.reports += zip(("backward input", "backward weight"), run_side_by_side(jobs))
         return cast(torch.Tensor, jobs[0].out), gradient
+
+    def update(self, dy: torch.Tensor, x: torch.Tensor, update: Update) -> None:
+        """dW, whose tiles update the weight instead of being stored."""
+        devices = None if dy.is_cuda else self.devices
+        job = Job(dy.t(), x, memory=self.memory, devices=devices, update=update)
+        self.reports.append(("update", job.run()))
+        self.weight_was_written(copies_too=True)
 
     def _pair(
         self, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor
@@ -126,25 +140,8 @@ class TiledLinear(nn.Module):
         except BudgetTooSmall:
             return None
 
-    def gradient_memory(self) -> torch.Tensor:
-        """New memory for dW, page-locked beside a device: torch keeps freed locked blocks, only the first step pays."""
-        if self._pins is not None:
-            with suppress(RuntimeError):
-                return torch.empty(self.weight.shape, dtype=self.weight.dtype, pin_memory=True)
-        return torch.empty(self.weight.shape, dtype=self.weight.dtype)
-
-    def _lock_weight(self, x: torch.Tensor) -> None:
-        if self._pins is None and torch.cuda.is_available() and (x.is_cuda or self.devices != ["cpu"]):
-            self._pins = Pins()
-            self._pins.lock(self.weight.detach())
-
-    def __del__(self) -> None:
-        pins: Pins | None = self.__dict__.get("_pins")
-        if pins is not None:
-            pins.close()
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pins": None, "reports": []}
+        return {**super().__getstate__(), "reports": [], "make_update": _no_update}
 
     def extra_repr(self) -> str:
         bias = self.bias is not None
@@ -152,24 +149,38 @@ class TiledLinear(nn.Module):
 
 
 class _StreamedProduct(torch.autograd.Function):
-    """x W' with both of its derivatives by streamed products."""
+    """x W' with both of its derivatives by streamed products, in the type of x."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: TiledLinear) -> torch.Tensor:
+        streamed = layer.weight_as(x.dtype)
         ctx.save_for_backward(x, weight)
-        ctx.layer = layer
-        return layer.multiply("forward", x, weight.detach().t())
+        ctx.layer, ctx.version = layer, weight._version
+        return layer.multiply("forward", x, streamed.t())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x, weight = ctx.saved_tensors
         layer: TiledLinear = ctx.layer
-        dy = grads[0]
+        dy, streamed = grads[0], layer.weight_as(x.dtype)
+        if ctx.needs_input_grad[1] and x.numel() and (update := layer.make_update(layer)) is not None:
+            dx = layer.multiply("backward input", dy, streamed) if ctx.needs_input_grad[0] else None
+            layer.update(dy, x, update)  # after dx, which reads the weight
+            return dx, None, None
         if all(ctx.needs_input_grad[:2]):
-            return *layer.differentiate(dy, x, weight.detach()), None
+            dx, gradient = layer.differentiate(dy, x, streamed)
+            return dx, gradient.to(weight.dtype), None
         if ctx.needs_input_grad[0]:
-            return layer.multiply("backward input", dy, weight.detach()), None, None
-        return None, layer.multiply("backward weight", dy.t(), x, out=layer.gradient_memory()), None
+            return layer.multiply("backward input", dy, streamed), None, None
+        gradient = layer.multiply("backward weight", dy.t(), x, out=layer.empty_like_weight(x.dtype))
+        return None, gradient.to(weight.dtype), None
+
+
+def _no_update(layer: TiledLinear) -> Update | None:
+    return None
+
+
+MakeUpdate = Callable[[TiledLinear], Update | None]
 
 
 def _on_one_device(dy: torch.Tensor, x: torch.Tensor) -> bool:

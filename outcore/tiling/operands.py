@@ -8,7 +8,9 @@ once; a mapping would fault one page at a time.
 
 from __future__ import annotations
 
+import mmap
 import os
+import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ NUM_FILE_THREADS = 8
 FILE_CHUNK_BYTES = 8 * 1024**2
 
 Span = tuple[int, int, int, int]  # row, stop row, column, stop column, as stored
+_TORCH_DTYPES = {"float32": torch.float32, "float64": torch.float64, "float16": torch.float16}
 
 
 class Store(Protocol):
@@ -124,9 +127,41 @@ class FileMatrix:
         return self.shape[0] * self.shape[1] * self.dtype.itemsize
 
     @property
+    def stop_bytes(self) -> int:
+        """Where it ends in the file."""
+        return self.offset_bytes + self.num_bytes
+
+    @property
     def unfinished_path(self) -> Path:
         """Lies beside a file while a product is written into it, and stays there if that product did not end."""
         return self.path.with_name(self.path.name + ".unfinished")
+
+    @classmethod
+    def of_memmap(cls, array: np.memmap[Any, Any]) -> FileMatrix | None:
+        """The file behind a mapped array, which is then read and written by many threads instead of page by page; None
+        where the array is not rows after rows of it (or, transposed, columns after columns)."""
+        if array.ndim != 2 or array.filename is None or array.dtype.byteorder == ">":
+            return None
+        dtype = _TORCH_DTYPES.get(array.dtype.name)
+        by_columns = array.flags.f_contiguous and not array.flags.c_contiguous
+        stored = array.T if by_columns else array
+        if dtype is None or not stored.flags.c_contiguous:
+            return None
+        mapped: Any = array._mmap  # type: ignore[attr-defined]
+        start = np.frombuffer(mapped, np.uint8).ctypes.data
+        first_bytes = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY  # where the mapping begins in the file
+        offset_bytes = first_bytes + stored.ctypes.data - start
+        matrix = cls(array.filename, (stored.shape[0], stored.shape[1]), dtype, offset_bytes=offset_bytes)
+        matrix.flipped = by_columns
+        return matrix
+
+    def check_finished(self, name: str) -> None:
+        """Refuses to read what a product that did not end has left behind."""
+        if self.unfinished_path.exists():
+            raise TilingError(
+                f"{name} is {self.path}, into which a product was written that did not end; run that product again "
+                f"(or, if the file was written anew since, remove {self.unfinished_path.name} beside it)"
+            )
 
     def t(self) -> FileMatrix:
         other = FileMatrix(self.path, self.shape, self.dtype, offset_bytes=self.offset_bytes)
@@ -216,6 +251,28 @@ def _write_fully(file: int, memory: memoryview, offset: int) -> None:
         memory, offset = memory[num_bytes:], offset + num_bytes
 
 
+def as_matrix(given: Any, name: str, *, is_written: bool = False) -> torch.Tensor | FileMatrix:
+    """What a caller may give: a tensor, a `FileMatrix`, a mapped array (its file is used), any other array (its memory
+    is)."""
+    if isinstance(given, torch.Tensor | FileMatrix):
+        return given
+    if isinstance(given, np.memmap):
+        if is_written and given.mode not in ("r+", "w+"):
+            raise TilingError(f"{name} is mapped with mode {given.mode!r}; map it with 'r+' to write into it")
+        matrix = FileMatrix.of_memmap(given)
+        if matrix is not None:
+            if is_written:
+                given.flush()
+            return matrix
+    if isinstance(given, np.ndarray):
+        if is_written and not given.flags.writeable:
+            raise TilingError(f"{name} is an array that cannot be written; give one that can")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that a read-only array must not be written: it is not
+            return torch.from_numpy(given)
+    raise TilingError(f"{name} is a {type(given).__name__}; give a tensor, a FileMatrix or a NumPy array")
+
+
 def as_operand(matrix: torch.Tensor | FileMatrix, name: str) -> Operand:
     """A 2-D tensor or file matrix as stored; a tensor that is stored by columns becomes its transpose's rows."""
     if isinstance(matrix, FileMatrix):
@@ -234,7 +291,8 @@ def as_operand(matrix: torch.Tensor | FileMatrix, name: str) -> Operand:
 
 def overlaps(one: torch.Tensor | FileMatrix | None, other: torch.Tensor | FileMatrix | None) -> bool:
     if isinstance(one, FileMatrix) and isinstance(other, FileMatrix):
-        return one.path.samefile(other.path)
+        apart = one.stop_bytes <= other.offset_bytes or other.stop_bytes <= one.offset_bytes
+        return one.path.samefile(other.path) and not apart
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
     if one.device != other.device or not one.numel() or not other.numel():

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from outcore.tiling.slots import Entry, SlotCache
 from outcore.tiling.streams import Event, ThreadStream
 from outcore.tiling.tasks import Answer, Piece, TaskQueue
 from outcore.tiling.tiles import Tiles
+from outcore.tiling.update import Update
 
 SLAB_BYTES = 64 * 1024**2
 NUM_SLABS = 3
@@ -43,6 +45,7 @@ class Work:
     add: Operand | None
     alpha: float
     beta: float
+    update: Update | None = None
 
 
 @dataclass
@@ -54,26 +57,25 @@ class Slab:
 class SlabRing:
     """A few equal pieces of host memory, taken in turn; taking one waits until its last user is done."""
 
-    def __init__(self, allocate: Callable[[int, torch.dtype], torch.Tensor], element_bytes: int) -> None:
+    def __init__(self, allocate: Callable[[int, torch.dtype], torch.Tensor]) -> None:
         self._allocate = allocate
-        self._num_elements = SLAB_BYTES // element_bytes
         self._slabs: deque[Slab] = deque()
 
-    def rows_per_slab(self, num_cols: int) -> int:
-        return max(1, self._num_elements // max(1, num_cols))
+    def rows_per_slab(self, num_cols: int, dtype: torch.dtype) -> int:
+        return max(1, SLAB_BYTES // max(1, num_cols * dtype.itemsize))
 
     def take(self, num_rows: int, num_cols: int, dtype: torch.dtype) -> tuple[Slab, torch.Tensor]:
-        num_elements = num_rows * num_cols
+        num_bytes = num_rows * num_cols * dtype.itemsize
         if len(self._slabs) < NUM_SLABS:
-            self._slabs.append(Slab(self._allocate(max(num_elements, self._num_elements), dtype)))
+            self._slabs.append(Slab(self._allocate(max(num_bytes, SLAB_BYTES), torch.uint8)))
         else:
             self._slabs.rotate(-1)
         slab = self._slabs[-1]
         if slab.free is not None:
             slab.free.synchronize()
-        if slab.memory.numel() < num_elements:
-            slab.memory = self._allocate(num_elements, dtype)
-        return slab, slab.memory[:num_elements].view(num_rows, num_cols)
+        if slab.memory.numel() < num_bytes:
+            slab.memory = self._allocate(num_bytes, torch.uint8)
+        return slab, slab.memory[:num_bytes].view(dtype).view(num_rows, num_cols)
 
 
 class Pool:
@@ -118,12 +120,16 @@ class Pipeline:
             if name not in tiles.gemm.resident:
                 self.pools[name] = Pool(lane, num_slots, side * tiles.depth, self._slot_dtype)
         tile_elements = tiles.num_rows * tiles.num_cols
-        resident = "c" in tiles.gemm.resident
-        self._c_memory = [] if resident else [lane.allocate(tile_elements, dtype) for _ in range(tiles.num_c_slots)]
+        resident, update = "c" in tiles.gemm.resident, work.update
+        tile_dtype = dtype if update is None else update.gradient_dtype
+        turns = range(0 if resident else tiles.num_c_slots)
+        self._c_memory = [lane.allocate(tile_elements, tile_dtype) for _ in turns]
+        updated = () if update is None else update.stores
+        self._updated_memory = [[lane.allocate(tile_elements, store.dtype) for store in updated] for _ in turns]
         self._c_free: list[Event | None] = [None] * tiles.num_c_slots
         self._sums = lane.allocate(tile_elements, torch.float32) if tiles.has_sums else None
-        self._slabs_in = SlabRing(lane.allocate_slab, dtype.itemsize)
-        self._slabs_out = SlabRing(lane.allocate_slab, dtype.itemsize)
+        self._slabs_in = SlabRing(lane.allocate_slab)
+        self._slabs_out = SlabRing(lane.allocate_slab)
         self._store_thread: ThreadStream | None = None
         self._in_flight: deque[tuple[Piece, Event]] = deque()
         self._num_submitted = 0
@@ -132,6 +138,7 @@ class Pipeline:
     @property
     def device_bytes(self) -> int:
         held = [memory for pool in self.pools.values() for memory in pool.memory] + self._c_memory
+        held += [memory for memories in self._updated_memory for memory in memories]
         return sum(memory.nbytes for memory in held) + (0 if self._sums is None else self._sums.nbytes)
 
     def run(self, queue: TaskQueue, index: int) -> None:
@@ -157,6 +164,7 @@ class Pipeline:
         row, stop_row = task.row + piece.first, task.row + piece.stop
         span = self.work.out.span(row, stop_row, task.col, task.col + task.num_cols)
         tile = self._tile(turn, span)
+        updated, arrived = self._load_updated(span, turn)
         beta = self._load_addend(tile, span, turn)
         target = self._start_sums(tile, beta)
         for start, stop in tiles.panels(task, piece.first):
@@ -173,7 +181,12 @@ class Pipeline:
             self._release(b, used)
         if target is not tile:
             compute.run(lambda: tile.copy_(target))
-        done = self._store(tile, span, compute.record())
+        if (update := self.work.update) is not None:
+            compute.wait(arrived)
+            compute.run(lambda: update.run(tile, updated))
+            done = self._store_all(list(zip(updated, update.stores)), span, compute.record())
+        else:
+            done = self._store_all([(tile, self.work.out.store)], span, compute.record())
         self._c_free[turn] = done
         self._in_flight.append((piece, done))
 
@@ -186,6 +199,19 @@ class Pipeline:
             self.lane.compute.wait(free)
         num_rows, num_cols = span[1] - span[0], span[3] - span[2]
         return self._c_memory[turn][: num_rows * num_cols].view(num_rows, num_cols)
+
+    def _load_updated(self, span: Span, turn: int) -> tuple[list[torch.Tensor], Event | None]:
+        """Brings what a tile updates beside it, while its product runs; the event after which all of it is there."""
+        update, copy_in = self.work.update, self.lane.copy_in
+        if update is None:
+            return [], None
+        if (free := self._c_free[turn]) is not None:
+            copy_in.wait(free)
+        num_rows, num_cols = span[1] - span[0], span[3] - span[2]
+        views = [memory[: num_rows * num_cols].view(num_rows, num_cols) for memory in self._updated_memory[turn]]
+        for view, store in zip(views, update.read_stores):
+            self._load(view, store, span)
+        return views, copy_in.record()
 
     def _load_addend(self, tile: torch.Tensor, span: Span, turn: int) -> float:
         """Brings D's tile to C's place; the factor the first product has to apply to it."""
@@ -278,7 +304,7 @@ class Pipeline:
             copy_in.run(lambda: self.lane.copy_from_store(view, store, span), num_bytes)
             return
         num_cols = span[3] - span[2]
-        step = self._slabs_in.rows_per_slab(num_cols)
+        step = self._slabs_in.rows_per_slab(num_cols, store.dtype)
         for row in range(0, view.shape[0], step):
             part = view[row : row + step]
             slab, staged = self._slabs_in.take(part.shape[0], num_cols, store.dtype)
@@ -286,26 +312,28 @@ class Pipeline:
             copy_in.run(_copy(part, staged), staged.nbytes)
             slab.free = copy_in.record()
 
-    def _store(self, tile: torch.Tensor, span: Span, complete: Event) -> Event:
-        """C's tile back to where it belongs; the event after which it is there."""
-        store, copy_out = self.work.out.store, self.lane.copy_out
+    def _store_all(self, tiles: list[tuple[torch.Tensor, Store]], span: Span, complete: Event) -> Event:
+        """Tiles back to where they belong; the event after which all of them are there."""
+        copy_out = self.lane.copy_out
         if not self._c_memory:
             return complete
-        self.bytes_out += tile.nbytes
-        if self.lane.is_direct(store, span):
+        self.bytes_out += sum(tile.nbytes for tile, _ in tiles)
+        if all(self.lane.is_direct(store, span) for _, store in tiles):
             copy_out.wait(complete)
-            copy_out.run(lambda: self.lane.copy_to_store(tile, store, span), tile.nbytes)
+            for tile, store in tiles:
+                copy_out.run(_store_directly(self.lane, tile, store, span), tile.nbytes)
             return copy_out.record()
         if self._store_thread is None:
             self._store_thread = ThreadStream(f"{self.lane.name} store")
-        self._store_thread.run(lambda: self._store_staged(tile, store, span, complete))
+        for tile, store in tiles:
+            self._store_thread.run(partial(self._store_staged, tile, store, span, complete))
         return self._store_thread.record()
 
     def _store_staged(self, tile: torch.Tensor, store: Store, span: Span, complete: Event) -> None:
         """On the store thread: strip by strip, the device writing one slab while the host empties the one before."""
         copy_out = self.lane.copy_out
         copy_out.wait(complete)
-        step = self._slabs_out.rows_per_slab(tile.shape[1])
+        step = self._slabs_out.rows_per_slab(tile.shape[1], store.dtype)
         waiting: deque[tuple[Event, torch.Tensor, Span]] = deque()
         for row in range(0, tile.shape[0], step):
             part = tile[row : row + step]
@@ -337,6 +365,10 @@ def _product(
     lane: Lane, target: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, alpha: float
 ) -> Callable[[], None]:
     return lambda: lane.multiply(target, a, b, beta, alpha)
+
+
+def _store_directly(lane: Lane, tile: torch.Tensor, store: Store, span: Span) -> Callable[[], None]:
+    return lambda: lane.copy_to_store(tile, store, span)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:

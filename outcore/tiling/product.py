@@ -11,22 +11,25 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
 from outcore.errors import TilingError
 from outcore.tiling.lanes import CudaLane, Lane, Pins, make_lane
-from outcore.tiling.operands import FileMatrix, Operand, TensorStore, as_operand, is_file_mapping, overlaps
+from outcore.tiling.operands import FileMatrix, Operand, TensorStore, as_matrix, as_operand, is_file_mapping, overlaps
 from outcore.tiling.pipeline import Pipeline, Work
 from outcore.tiling.rates import measure_rates
 from outcore.tiling.tasks import Piece, TaskQueue
 from outcore.tiling.tiles import Gemm, Prediction, Rates, Tiles, plan_tiles
+from outcore.tiling.update import Update
 from outcore.units import MIB, parse_bytes
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -39,7 +42,14 @@ PROGRESS_FROM_S = 2.0
 ALONE_WINDOW = 64  # pieces in flight: nobody else wants them, so the loads may run far ahead
 SHARED_WINDOW = 2  # one computes, one loads; more would be claimed too early
 
+LONG_S = 3600.0  # s; a product that is predicted to take longer says so before it begins (guessed)
+
 Matrix = torch.Tensor | FileMatrix
+Given = Matrix | np.ndarray[Any, Any]  # NumPy's mapped arrays are used by their file
+
+
+class TilingWarning(UserWarning):
+    """A product that will take very long."""
 
 
 class UnfinishedProduct(TilingError):
@@ -103,33 +113,38 @@ class Report:
 
 
 def matmul(
-    a: Matrix,
-    b: Matrix,
+    a: Given,
+    b: Given,
     *,
-    out: Matrix | None = None,
-    add: Matrix | None = None,
+    out: Given | None = None,
+    add: Given | None = None,
     alpha: float = 1.0,
     beta: float = 1.0,
     memory: int | str | None = None,
     devices: Sequence[str | torch.device | Lane] | None = None,
     pin: bool | None = None,
     progress: bool | None = None,
-) -> Matrix:
-    """`alpha * a @ b + beta * add`, by blocks, with at most `memory` of each device's memory.
+) -> Given:
+    """`alpha * a @ b + beta * add`, by blocks, with at most `memory` of each device; returns `out` or a tensor.
 
-    `a`, `b`, `out`, `add` are host tensors (pinned or not, transposed or not, mapped or not), `FileMatrix`es, or
-    tensors of the one device used. `out` may be `add` itself and otherwise shares memory with nothing. `pin=True`
-    page-locks unpinned operands in place for this call, `pin=False` copies them through pinned slabs, None takes the
-    quicker by prediction. No gradient flows through it: `TiledLinear` is the layer that trains.
+    `a`, `b`, `out`, `add` are host tensors (pinned or not, transposed or not, mapped or not), `FileMatrix`es, NumPy
+    arrays (`np.memmap` is read and written through its file), or tensors of the one device used. `out` may be `add`
+    itself and otherwise shares memory with nothing. A file into which a product was written that did not end is refused
+    as an operand. `pin=True` page-locks unpinned operands in place for this call, `pin=False` copies them through
+    pinned slabs, None takes the quicker by prediction. A product that is predicted to take hours says so, by a warning,
+    before it begins. No gradient flows through it: `TiledLinear` is the layer that trains.
     """
+    a, b = as_matrix(a, "a"), as_matrix(b, "b")
+    written = None if out is None else as_matrix(out, "out", is_written=True)
+    added = written if add is out else None if add is None else as_matrix(add, "add")
     if a.shape and b.shape and (_dim(a) == 1 or _dim(b) == 1):
         if out is not None or add is not None:
             raise TilingError("a vector product takes neither out nor add; give matrices of one row or column")
         options: dict[str, Any] = {"alpha": alpha, "memory": memory, "devices": devices, "pin": pin}
         return _multiply_vectors(a, b, options)
-    job = Job(a, b, out=out, add=add, alpha=alpha, beta=beta, memory=memory, devices=devices, pin=pin)
+    job = Job(a, b, out=written, add=added, alpha=alpha, beta=beta, memory=memory, devices=devices, pin=pin)
     job.run(progress=progress)
-    return job.out
+    return job.out if out is None else out
 
 
 def _dim(matrix: Matrix) -> int:
@@ -169,10 +184,16 @@ class Job:
         tiles: Tiles | None = None,
         share: float = 1.0,
         urgent: bool = False,
+        update: Update | None = None,
     ) -> None:
+        self.update = update
         self._check(a, b, out, add)
+        if update is not None:
+            out = _checked_update(update, a, b)
         self._own_lanes: list[Lane] = []
         self.lanes = self._make_lanes(a, b, out, devices, urgent)
+        if update is not None:
+            del self.lanes[1:]  # what a device leaves undone must not be done again by another
         operands = [as_operand(a, "a"), as_operand(b, "b")]
         m, k, n = operands[0].shape[0], operands[0].shape[1], operands[1].shape[1]
         self.out: Matrix = self._empty_out(a, b, m, n) if out is None else out
@@ -207,6 +228,9 @@ class Job:
                 raise TilingError(f"a is {a.dtype} and {name} is {matrix.dtype}; convert one of them first")
             if _dim(matrix) != 2:
                 raise TilingError(f"{name} has {_dim(matrix)} dimensions; a product takes matrices: reshape it first")
+        for name, matrix in (("a", a), ("b", b), ("add", add)):
+            if isinstance(matrix, FileMatrix):
+                matrix.check_finished(name)
         (m, k), (rows, n) = _logical_shape(a), _logical_shape(b)
         if k != rows:
             raise TilingError(f"a is {m} x {k} and b is {rows} x {n}: a needs as many columns as b has rows")
@@ -256,9 +280,10 @@ class Job:
             k,
             host_element_bytes=dtype.itemsize,
             slot_element_bytes=slot_bytes,
-            out_element_bytes=dtype.itemsize,
+            out_element_bytes=dtype.itemsize if self.update is None else self.update.gradient_dtype.itemsize,
             sum_element_bytes=max(4, dtype.itemsize),
             reads_c=self._add is not None,
+            update_element_bytes=0 if self.update is None else self.update.element_bytes,
             resident="".join(name for name, operand in named.items() if operand.store.place not in ("host", "disk")),
             on_disk="".join(name for name, operand in named.items() if operand.store.place == "disk"),
             flipped="".join(name for name in "ab" if named[name].flipped),
@@ -278,6 +303,7 @@ class Job:
     def _unlocked(self) -> list[torch.Tensor]:
         operands = [*self._operands, self._target, *([self._add] if self._add else [])]
         tensors = [operand.store.tensor for operand in operands if isinstance(operand.store, TensorStore)]
+        tensors += [store.tensor for store in self.update.stores] if self.update is not None else []
         return [
             t for t in tensors if t.device.type == "cpu" and t.numel() and not t.is_pinned() and not is_file_mapping(t)
         ]
@@ -305,7 +331,25 @@ class Job:
         ends_s = max(0.0, one.seconds - max(one.compute_s, one.in_s, one.out_s))
         return replace(one, compute_s=compute_s, seconds=max(compute_s, one.in_s, one.out_s) + ends_s)
 
+    @property
+    def long_message(self) -> str | None:
+        """What to say before a product that is predicted to take hours; None for others."""
+        seconds, bound = self.prediction.seconds, self.prediction.bound
+        if seconds < LONG_S:
+            return None
+        change = {
+            "compute": "use more or faster devices, or a smaller type",
+            "disk": "put the files on a faster disk, or the operands into host memory",
+        }.get(bound, "give it more device memory, so that less is moved")
+        gemm = self.gemm
+        return (
+            f"this {gemm.m} x {gemm.n} x {gemm.k} product is predicted to take {seconds / 3600:.1f} hours, bound by "
+            f"{bound}; to make it shorter, {change}"
+        )
+
     def run(self, *, progress: bool | None = None) -> Report:
+        if (message := self.long_message) is not None:
+            warnings.warn(message, TilingWarning, stacklevel=3)
         started_s = time.monotonic()
         with self._unfinished_mark(), self._locked() as pin_s, self._lanes_open():
             if not self.gemm.m or not self.gemm.n or not self.gemm.k:
@@ -328,7 +372,8 @@ class Job:
 
     def _run_lanes(self, progress: bool | None) -> tuple[list[Pipeline | None], TaskQueue]:
         alpha, beta = self._factors
-        work = Work(self.tiles, self._operands[0], self._operands[1], self._target, self._add, alpha, beta)
+        a, b = self._operands
+        work = Work(self.tiles, a, b, self._target, self._add, alpha, beta, self.update)
         hints = [rates.flop_per_s for rates in self.lane_rates]
         measured = all(rates.origin.startswith("measured on") for rates in self.lane_rates)  # on devices, not the host
         queue = TaskQueue(self.tiles.tasks(), hints, trusted=measured)
@@ -353,7 +398,13 @@ class Job:
             for pipeline in live:
                 pipeline.close()
         errors = [state.error for state in queue.lanes if state.error is not None]
-        if missing := queue.missing():
+        missing = queue.missing()
+        if missing and self.update is not None:
+            raise TilingError(
+                f"the device failed while a weight was updated ({errors[-1] if errors else 'no error'}); part of it is "
+                "updated and part is not: load the last checkpoint"
+            ) from (errors[-1] if errors else None)
+        if missing:
             raise UnfinishedProduct(missing, errors) from (errors[-1] if errors else None)
         return pipelines, queue
 
@@ -453,6 +504,20 @@ def _watch(queue: TaskQueue, threads: list[threading.Thread], progress: bool | N
         while any(thread.is_alive() for thread in threads):
             queue.wait(timeout_s=0.2)
             bar.update(shown, completed=queue.done_area)
+
+
+def _checked_update(update: Update, a: Matrix, b: Matrix) -> torch.Tensor:
+    """The tensor whose tiles are updated: rows of host memory in the shape of the product."""
+    shape = _logical_shape(a)[0], _logical_shape(b)[1]
+    for tensor in (*update.updated, *update.copies):
+        if tuple(tensor.shape) != shape or tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise TilingError(
+                f"what a product updates has to be a contiguous host tensor of {shape[0]} x {shape[1]}; one is "
+                f"{'x'.join(map(str, tensor.shape))} on {tensor.device}"
+            )
+    if not _logical_shape(a)[1]:
+        raise TilingError("a product without depth updates nothing; leave it out")
+    return update.updated[0]
 
 
 def _logical_shape(matrix: Matrix) -> tuple[int, int]:

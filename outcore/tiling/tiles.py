@@ -51,10 +51,21 @@ class Gemm:
     resident: str = ""  # which of "abc" already lie on the device: they cost neither slots nor traffic
     on_disk: str = ""  # which of "abc" are files
     flipped: str = ""  # which of "ab" are stored as their transpose: that decides which blocks are contiguous
+    update_element_bytes: int = 0  # where C is not stored but used to update others: their bytes, read and written
 
     @property
     def num_flop(self) -> float:
         return 2.0 * self.m * self.n * self.k
+
+    @property
+    def c_read_bytes(self) -> int:
+        """Per element of C, brought to the device before it is complete."""
+        return 0 if "c" in self.resident else self.update_element_bytes or self.reads_c * self.out_element_bytes
+
+    @property
+    def c_written_bytes(self) -> int:
+        """Per element of C, taken from the device."""
+        return 0 if "c" in self.resident else self.update_element_bytes or self.out_element_bytes
 
 
 @dataclass(frozen=True)
@@ -132,7 +143,8 @@ class Tiles:
 
     @property
     def c_tile_bytes(self) -> int:
-        return 0 if "c" in self.gemm.resident else self.num_rows * self.num_cols * self.gemm.out_element_bytes
+        element_bytes = self.gemm.out_element_bytes + self.gemm.update_element_bytes
+        return 0 if "c" in self.gemm.resident else self.num_rows * self.num_cols * element_bytes
 
     @property
     def has_sums(self) -> bool:
@@ -160,7 +172,8 @@ class Tiles:
         gemm = self.gemm
         num_words = max(1.0, self.budget_bytes / gemm.host_element_bytes)
         compulsory_bytes = (gemm.m * gemm.k + gemm.k * gemm.n) * gemm.host_element_bytes
-        compulsory_bytes += gemm.m * gemm.n * gemm.out_element_bytes * (2 if gemm.reads_c else 1)
+        written_bytes = gemm.update_element_bytes or gemm.out_element_bytes
+        compulsory_bytes += gemm.m * gemm.n * written_bytes * (2 if gemm.reads_c or gemm.update_element_bytes else 1)
         return max(1.0, gemm.num_flop / math.sqrt(num_words) * gemm.host_element_bytes + compulsory_bytes)
 
     @property
@@ -267,19 +280,20 @@ def simulate(tiles: Tiles, rates: Rates) -> Prediction:
     pieces = [(task, first, stop) for task in tiles.tasks() for first, stop in task.strips]
     for turn, (task, first, stop_row) in enumerate(pieces):
         c_slot = turn % tiles.num_c_slots
-        c_bytes = 0 if "c" in gemm.resident else (stop_row - first) * task.num_cols * gemm.out_element_bytes
-        done_s = c_free_s[c_slot]
-        if gemm.reads_c and c_bytes:
-            done_s = clocks.move("in", done_s, c_bytes, link["c"])
+        area = (stop_row - first) * task.num_cols
+        done_s = read_s = c_free_s[c_slot]
+        if gemm.c_read_bytes:
+            read_s = clocks.move("in", done_s, area * gemm.c_read_bytes, link["c"])
+        if not gemm.update_element_bytes:  # the product adds to it; what is updated is needed after the product
+            done_s = read_s
         for panel in tiles.panels(task, first):
             parts = tiles.parts(turn, *panel)
             done_s = _play_panel(tiles, rates, link, clocks, caches, task, stop_row - first, parts, done_s)
-        if tiles.has_sums:
-            num_elements, element_bytes = (
-                (stop_row - first) * task.num_cols,
-                gemm.sum_element_bytes + gemm.out_element_bytes,
-            )
-            done_s = clocks.run("mm", done_s, num_elements * element_bytes / rates.memory_bytes_per_s)
+        sums_bytes = gemm.sum_element_bytes + gemm.out_element_bytes if tiles.has_sums else 0
+        passes_bytes = sums_bytes + 2 * gemm.update_element_bytes
+        if passes_bytes:
+            done_s = clocks.run("mm", max(done_s, read_s), area * passes_bytes / rates.memory_bytes_per_s)
+        c_bytes = area * gemm.c_written_bytes
         c_free_s[c_slot] = clocks.move("out", done_s, c_bytes, link["out"]) if c_bytes else done_s
     busy_s, moved = clocks.busy_s, clocks.num_bytes
     bound = _bound(gemm, busy_s["mm"], busy_s["in"], busy_s["out"])
@@ -431,7 +445,7 @@ def _closing(tiles: Tiles, rates: Rates) -> int:
     """Rows to leave for last: the fewest that hide the store of the others, in waves that are nearly full."""
     if "c" in tiles.gemm.resident or tiles.num_c_slots < 2:
         return 0
-    task, out_bytes = tiles.tasks()[-1], tiles.gemm.out_element_bytes
+    task, out_bytes = tiles.tasks()[-1], tiles.gemm.c_written_bytes
 
     def ends_s(last: int) -> float:
         product = [product_s(tiles, rates, rows, task.num_cols, tiles.gemm.k) for rows in (task.num_rows - last, last)]
@@ -525,10 +539,10 @@ def _estimate(tiles: Tiles, rates: Rates) -> Prediction:
     reads[other] = 1 if slots[other] >= panels * counts[other] else passes
     matrix_bytes = {"a": gemm.m * gemm.k * gemm.host_element_bytes, "b": gemm.n * gemm.k * gemm.host_element_bytes}
     moved = {name: 0 if name in gemm.resident else matrix_bytes[name] * reads[name] for name in "ab"}
-    c_bytes = 0 if "c" in gemm.resident else gemm.m * gemm.n * gemm.out_element_bytes
-    bytes_in = moved["a"] + moved["b"] + (c_bytes if gemm.reads_c else 0)
+    c_bytes, c_in_bytes = gemm.m * gemm.n * gemm.c_written_bytes, gemm.m * gemm.n * gemm.c_read_bytes
+    bytes_in = moved["a"] + moved["b"] + c_in_bytes
     link = _link_rates(tiles, rates)
-    in_s = moved["a"] / link["a"] + moved["b"] / link["b"] + (c_bytes / link["c"] if gemm.reads_c else 0.0)
+    in_s = moved["a"] / link["a"] + moved["b"] / link["b"] + c_in_bytes / link["c"]
     out_s = c_bytes / link["out"]
     step_s = product_s(tiles, rates, tiles.num_rows, tiles.num_cols, tiles.depth)
     compute_s = step_s * (gemm.num_flop / (2.0 * tiles.num_rows * tiles.num_cols * tiles.depth) if gemm.k else 1)

@@ -160,8 +160,10 @@ def test_refusals() -> None:
         tiled(torch.randn(3, 47))
     with pytest.raises(TilingError, match="convert"):
         tiled(torch.randn(3, 48).double())
-    with pytest.raises(TilingError, match="stays on the host"):
-        tiled.to("meta")(torch.randn(3, 48))
+    with torch.device("meta"):
+        unmade = TiledLinear(48, 72)
+    with pytest.raises(TilingError, match="it stays on the host: call bring_home"):
+        unmade(torch.randn(3, 48))
 
 
 def test_the_public_name() -> None:

@@ -1,0 +1,100 @@
+"""Indices -> rows of a table that lives on the host; only the rows of a batch go to the device.
+
+The lookup and its gradient run on the host by torch's own kernels, with their bits; what is copied are the rows that
+were asked for, and in the backward their gradients.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from outcore.errors import TilingError
+from outcore.tiling.host_weight import HostWeight
+
+
+class TiledEmbedding(HostWeight):
+    """`nn.Embedding` whose table and gradient stay in host memory; the result is where the indices are.
+
+    Takes the options of `nn.Embedding`. `sparse=True` keeps gradients of the rows that were used only, which is what a
+    table of many gigabytes wants.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+        self.max_norm, self.norm_type = max_norm, norm_type
+        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
+        self.weight = nn.Parameter(torch.empty(num_embeddings, embedding_dim, dtype=dtype))
+        self.reset_parameters()
+
+    @classmethod
+    def from_embedding(cls, embedding: nn.Embedding) -> TiledEmbedding:
+        """The same layer, its table shared, not copied; a table on a device comes home to the host."""
+        layer = cls(1, 1)
+        for name in _SETTINGS:
+            setattr(layer, name, getattr(embedding, name))
+        layer.register_parameter("weight", cast(nn.Parameter, embedding.weight))
+        layer.bring_home()
+        return layer
+
+    def to_embedding(self) -> nn.Embedding:
+        """The same layer as torch has it, its table shared; it is still on the host."""
+        embedding = nn.Embedding(1, 1)
+        for name in _SETTINGS:
+            setattr(embedding, name, getattr(self, name))
+        embedding.register_parameter("weight", self.weight)
+        return embedding
+
+    def reset_parameters(self) -> None:
+        """As `nn.Embedding`: the same seed gives the same numbers."""
+        nn.init.normal_(self.weight)
+        if self.padding_idx is not None:
+            with torch.no_grad():
+                self.weight[self.padding_idx].fill_(0)
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        self.check_on_host()
+        if indices.is_floating_point():
+            raise TilingError(
+                f"indices are {indices.dtype}; an embedding takes whole numbers: convert them with .long()"
+            )
+        rows = F.embedding(
+            indices.to("cpu"),
+            self.weight,
+            self.padding_idx,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self.sparse,
+        )
+        return rows.to(indices.device)
+
+    def extra_repr(self) -> str:
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}"
+
+
+_SETTINGS: tuple[str, ...] = (
+    "num_embeddings",
+    "embedding_dim",
+    "padding_idx",
+    "max_norm",
+    "norm_type",
+    "scale_grad_by_freq",
+    "sparse",
+)
