@@ -55,12 +55,13 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.slowdown import about, hardware  # noqa: E402
 from outcore.limit import limit  # noqa: E402
-from outcore.tuning.batches import loss_of  # noqa: E402
-from outcore.tuning.choosing import Choosing, free_batches, refined  # noqa: E402
-from outcore.tuning.climbing import climb  # noqa: E402
-from outcore.tuning.curve import Curve, Planned, Predicted  # noqa: E402
-from outcore.tuning.probing import Bench  # noqa: E402
-from outcore.tuning.samples import Samples  # noqa: E402
+from outcore.tuning.data.batches import loss_of  # noqa: E402
+from outcore.tuning.data.samples import Samples  # noqa: E402
+from outcore.tuning.throughput.bench import Bench  # noqa: E402
+from outcore.tuning.throughput.builder import CurveBuilder, free_batches, refined  # noqa: E402
+from outcore.tuning.throughput.curve import Curve  # noqa: E402
+from outcore.tuning.throughput.prediction import BatchPlanner, PredictedBatch  # noqa: E402
+from outcore.tuning.throughput.probes import probe_batches  # noqa: E402
 from outcore.units import format_bytes  # noqa: E402
 
 Row = dict[str, Any]
@@ -177,7 +178,7 @@ def _curves(cases: Sequence[tuple[str, str]], settings: argparse.Namespace) -> I
     with planners(cases[0][0]) as pool:
         for name, memory in cases:
             try:
-                if settings.in_turn and time.perf_counter() < deadline_s:
+                if settings.run_interleaved and time.perf_counter() < deadline_s:
                     yield from _curve_in_turn(name, memory, settings)
                 else:
                     yield from _curve_of(name, memory, settings, deadline_s, pool)
@@ -214,25 +215,25 @@ class Plans:
     """Predictions of batches: those in-core made here, at once; those beyond by the pool, and not before they are
     wanted: what goes to and from a pool is packed by a thread of this process, which a short step would wait for."""
 
-    def __init__(self, planned: Planned, pool: Executor | None, edge: int) -> None:
+    def __init__(self, planned: BatchPlanner, pool: Executor | None, edge: int) -> None:
         self.planned, self.pool, self.edge = planned, pool, edge
-        self._asked: dict[int, Future[tuple[Predicted, float]]] = {}
+        self._asked: dict[int, Future[tuple[PredictedBatch, float]]] = {}
 
     def ask(self, batches: Iterable[int]) -> None:
         for batch in batches:
             if self.pool is not None and batch > self.edge and batch not in self._asked:
                 self._asked[batch] = self.pool.submit(planned_at, self.planned, batch)
 
-    def at(self, batch: int) -> tuple[Predicted, float]:
+    def at(self, batch: int) -> tuple[PredictedBatch, float]:
         try:
             return self._asked[batch].result() if batch in self._asked else planned_at(self.planned, batch)
         except BrokenProcessPool:
             return planned_at(self.planned, batch)
 
 
-def planned_at(planned: Planned, batch: int) -> tuple[Predicted, float]:
+def planned_at(planned: BatchPlanner, batch: int) -> tuple[PredictedBatch, float]:
     began_s = time.perf_counter()
-    return planned.at(batch), time.perf_counter() - began_s
+    return planned.predict(batch), time.perf_counter() - began_s
 
 
 def _curve_of(
@@ -243,18 +244,18 @@ def _curve_of(
         return
     bench, began_s = bench_of(name, memory), time.perf_counter()
     try:
-        found = climb(bench, max(settings.batches), lambda what, part: None)
+        found = probe_batches(bench, max(settings.batches), lambda what, part: None)
         if found.family is None:
             raise RuntimeError("the recorded batches do different work")
         probed = [recorded.batch for recorded in found.family.recorded]
         row = {"network": name, "memory_bytes": bench.budget.device_bytes, "probed": probed}
         probes_ms = [round(1e3 * measured.step_s, 2) for measured in found.measured]
         yield {**row, "what": "probes", "seconds": time.perf_counter() - began_s, "probes_ms": probes_ms}
-        choosing = Choosing.start(bench, found.family)
-        edge = choosing.planned.largest_in_core(max(settings.batches))
-        choosing.curve = replace(choosing.curve, largest_in_core=edge)
+        builder = CurveBuilder.start(bench, found.family)
+        edge = builder.planner.largest_in_core(max(settings.batches))
+        builder.curve = replace(builder.curve, largest_in_core=edge)
         batches = settings.batches if memory == WIDE else around(edge, max(settings.batches))
-        plans = Plans(choosing.planned, pool, edge)
+        plans = Plans(builder.planner, pool, edge)
         short = [batch for batch in batches if batch <= edge and found.family.step_s(batch) < SHORT_S]
         todo = [*short, *(batch for batch in batches if batch not in short)]
         visited_s = _visit(bench, plans, short)
@@ -264,9 +265,9 @@ def _curve_of(
                 continue
             if at == len(short):
                 plans.ask(todo)
-            yield row | _compared(choosing, *plans.at(batch), visited_s.get(batch, math.inf))
+            yield row | _compared(builder, *plans.at(batch), visited_s.get(batch, math.inf))
         if memory != WIDE:
-            yield _verdict(name, memory, choosing.curve)
+            yield _verdict(name, memory, builder.curve)
     finally:
         bench.close()
 
@@ -278,21 +279,21 @@ def _curve_in_turn(name: str, memory: str, settings: argparse.Namespace) -> Iter
     are predicted."""
     bench = bench_of(name, memory)
     try:
-        found = climb(bench, max(settings.batches), lambda what, part: None)
+        found = probe_batches(bench, max(settings.batches), lambda what, part: None)
         if found.family is None:
             raise RuntimeError("the recorded batches do different work")
-        choosing = Choosing.start(bench, found.family)
-        edge = choosing.planned.largest_in_core(max(settings.batches))
+        builder = CurveBuilder.start(bench, found.family)
+        edge = builder.planner.largest_in_core(max(settings.batches))
         if edge < 1:
             raise RuntimeError("no batch is in-core, so there is nothing to compare the others with")
         batches = list(settings.batches) if memory == WIDE else around(edge, max(settings.batches))
-        choosing.curve = replace(choosing.curve, largest_in_core=edge)
+        builder.curve = replace(builder.curve, largest_in_core=edge)
         beyond = [batch for batch in batches if batch > edge][:1]
-        points = {batch: choosing.add(batch) for batch in (edge, *beyond)}
+        points = {batch: builder.predict_fully(batch) for batch in (edge, *beyond)}
         for batch in beyond:
-            choosing.confirm(batch)
-        points |= {batch: choosing.add(batch) for batch in batches if batch not in points}
-        row: Row = {"network": name, "memory_bytes": bench.budget.device_bytes, "probed": list(choosing.curve.probed)}
+            builder.measure(batch)
+        points |= {batch: builder.predict_fully(batch) for batch in batches if batch not in points}
+        row: Row = {"network": name, "memory_bytes": bench.budget.device_bytes, "probed": list(builder.curve.probed)}
     finally:
         bench.close()
     with _loops(*task_of(name), batches, memory) as loops:
@@ -325,7 +326,7 @@ def _visit(bench: Bench, plans: Plans, batches: Sequence[int]) -> dict[int, floa
     found_s: dict[int, float] = {}
     for _ in range(NUM_VISITS):
         for batch in batches:
-            found_s[batch] = min(found_s.get(batch, math.inf), bench.confirm(plans.at(batch)[0]).step_s)
+            found_s[batch] = min(found_s.get(batch, math.inf), bench.run_planned(plans.at(batch)[0]).step_s)
     return found_s
 
 
@@ -336,13 +337,13 @@ def around(edge: int, largest: int) -> list[int]:
     return list(dict.fromkeys([edge, *(batch for batch in beyond if edge < batch <= largest)]))
 
 
-def _compared(choosing: Choosing, predicted: Predicted, plan_s: float, visited_s: float) -> Row:
+def _compared(builder: CurveBuilder, predicted: PredictedBatch, plan_s: float, visited_s: float) -> Row:
     """Predicted before the batch ran; the first one that evicts shows what swapping costs and is no prediction. The
     least counts of these steps and of those that ran before (`visited_s`)."""
-    before, began_s = choosing.put(predicted), time.perf_counter()
+    before, began_s = builder.add(predicted), time.perf_counter()
     row: Row = {
         "batch": before.micro_batch,
-        "was_probed": before.micro_batch in choosing.curve.probed,
+        "was_probed": before.micro_batch in builder.curve.probed,
         "in_core": before.in_core,
         "fits": before.fits,
         "plan_s": plan_s,
@@ -351,8 +352,8 @@ def _compared(choosing: Choosing, predicted: Predicted, plan_s: float, visited_s
     row |= {"predicted_peak_bytes": before.peak_bytes, "predicted_samples_per_s": rate}
     if not before.fits:
         return row
-    calibrates = not before.in_core and not choosing.curve.knows_swapping
-    after = choosing.confirm(before.micro_batch)
+    calibrates = not before.in_core and not builder.swapping_s
+    after = builder.measure(before.micro_batch)
     if after.measured_step_s is None or after.measured_peak_bytes is None:
         return row | {"error": "ran out of memory"}
     step_s = min(after.measured_step_s, visited_s)
@@ -363,7 +364,7 @@ def _compared(choosing: Choosing, predicted: Predicted, plan_s: float, visited_s
         "throughput_error": rate * step_s / before.micro_batch - 1,
         "last_visit_s": after.measured_step_s,
         "calibrates": calibrates,
-        "swap_s_per_gib": choosing.swap_s_per_byte * 2**30,
+        "swap_s_per_gib": builder.swap_s_per_byte * 2**30,
         "swapped_bytes": before.swapped_bytes,
         "recomputed_bytes": before.recomputed_bytes,
         "confirm_s": time.perf_counter() - began_s,
@@ -467,12 +468,12 @@ def _chosen(name: str, memory: str, largest: int) -> tuple[int, Curve]:
     """As `tune` chooses a micro-batch; noise and learning rate, which no sweep looks for either, are left out."""
     bench = bench_of(name, memory)
     try:
-        found = climb(bench, largest, lambda what, part: None)
+        found = probe_batches(bench, largest, lambda what, part: None)
         assert found.family is not None
-        choosing = Choosing.start(bench, found.family, found.measured)
-        choosing.lay_out(free_batches(choosing, largest, 2), lambda what, part: None)
-        choosing.lay_out(refined(choosing.curve), lambda what, part: None)
-        return choosing.settle(lambda curve: curve.knee.micro_batch, lambda what, part: None), choosing.curve
+        builder = CurveBuilder.start(bench, found.family, found.measured)
+        builder.predict(free_batches(builder, largest, 2), lambda what, part: None)
+        builder.predict(refined(builder.curve), lambda what, part: None)
+        return builder.measure_contenders(lambda curve: curve.knee.micro_batch, lambda what, part: None), builder.curve
     finally:
         bench.close()
 
@@ -658,7 +659,7 @@ def main() -> None:
     parser.add_argument("--data", default="digits", help="of `accuracy`: digits, or a folder")
     parser.add_argument("--num-seeds", type=int, default=3, help="of `accuracy`")
     settings = parser.parse_args()
-    if settings.in_turn and (ON_GPU or settings.only != "curve"):
+    if settings.run_interleaved and (ON_GPU or settings.only != "curve"):
         parser.error("--in-turn is for --only curve, on CPUs: loops side by side would have to share a GPU's budget")
     settings.batches = list(dict.fromkeys(int(batch) for batch in settings.batches.split(",")))
     if not ON_GPU:

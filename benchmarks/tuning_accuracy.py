@@ -53,9 +53,11 @@ from benchmarks.tuning_cases import DEFAULT_BATCH, OPTIMIZERS, Case, Row, Settin
 from benchmarks.tuning_grid import of_pairs  # noqa: E402
 from benchmarks.tuning_workers import asked as _asked  # noqa: E402
 from benchmarks.tuning_workers import noise, workers  # noqa: E402
-from outcore.tuning.advice import Advice, Soonest  # noqa: E402
-from outcore.tuning.probing import Bench  # noqa: E402
-from outcore.tuning.search import search  # noqa: E402
+from outcore.tuning import Data, Goal  # noqa: E402
+from outcore.tuning.advice import Advice  # noqa: E402
+from outcore.tuning.advice import Setting as AdvisedSetting  # noqa: E402
+from outcore.tuning.throughput.bench import Bench  # noqa: E402
+from outcore.tuning.trainings.search import search  # noqa: E402
 from outcore.tuning.tune import tune  # noqa: E402
 
 SEARCH_SEED = 1000  # the search must not be judged on the seed it chose by
@@ -164,13 +166,14 @@ def by_advice(case: Case) -> Setting:
     advice = tune(
         lambda: case.make_net().to(case.device),
         F.cross_entropy,
-        Rows(case.train_x, case.train_y),
+        Data(Rows(case.train_x, case.train_y), collate=_stacked),
         memory=case.memory,
         optimizer=case.make_optimizer,
-        target=("val_accuracy", case.target),
-        collate=_stacked,
-        train_s=case.train_s if case.same == "seconds" else None,
-        num_epochs=case.num_epochs if case.same == "epochs" else None,
+        goal=Goal(
+            ("val_accuracy", case.target),
+            num_epochs=case.num_epochs if case.same == "epochs" else None,
+            train_s=case.train_s if case.same == "seconds" else None,
+        ),
     )
     spent_s, told = case.now_s() - began_s, "; ".join(advice.why)
     whole, soonest = _advised(case, advice, 0, spent_s, told), advice.soonest
@@ -179,7 +182,7 @@ def by_advice(case: Case) -> Setting:
     return replace(whole, soonest=_advised(case, soonest, soonest.num_steps, spent_s, told))
 
 
-def _advised(case: Case, found: Advice | Soonest, num_steps: int, spent_s: float, told: str) -> Setting:
+def _advised(case: Case, found: Advice | AdvisedSetting, num_steps: int, spent_s: float, told: str) -> Setting:
     return Setting(
         found.effective_batch,
         found.learning_rate or OPTIMIZERS[case.optimizer][1],
@@ -213,7 +216,7 @@ def by_search(case: Case, num_trials: int, limit_s: float, start: list[tuple[int
         start=[(DEFAULT_BATCH, usual_lr), *start],
     )
     spent_s = case.now_s() - began_s
-    done = [run for run in found.tried if run.state != "failed"]
+    done = [run for run in found.runs if run.state != "failed"]
     told = f"{len(done)} runs, {sum(run.state == 'pruned' for run in done)} given up"
     fastest, best = found.fastest or found.best, found.best
     if fastest is None or best is None:

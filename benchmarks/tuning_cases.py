@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from outcore.elastic.digits import lenet, load_digits
 from outcore.tuning.adaptive import Adaptive
-from outcore.tuning.annealing import is_end, rate_factor
+from outcore.tuning.trainings.schedule import is_end, rate_factor
 
 Row = dict[str, Any]
 OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {

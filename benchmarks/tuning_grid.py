@@ -45,15 +45,15 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.slowdown import hardware  # noqa: E402
 from benchmarks.tuning_cases import OPTIMIZERS, Case, Row, Setting, load_case, run  # noqa: E402
 from outcore.elastic.digits import accuracy as accuracy_of  # noqa: E402
-from outcore.tuning.race import WARM_UP  # noqa: E402
-from outcore.tuning.samples import Samples  # noqa: E402
-from outcore.tuning.targets import METRICS, SURENESS, Target, Trial  # noqa: E402
-from outcore.tuning.targets import Setting as TrialSetting  # noqa: E402
+from outcore.tuning.data.samples import Samples  # noqa: E402
+from outcore.tuning.settings import SETTINGS  # noqa: E402
+from outcore.tuning.trainings.target import METRICS, PROBABILITY, Target  # noqa: E402
+from outcore.tuning.trainings.trial import Trial, TrialSetting  # noqa: E402
 
 TIMES = (0.5, 1.0, 2.0, 3.0, 6.0)  # the usual rate
 WARMED = 2.0  # times the usual rate, from which on a warm-up may help
 WARM_UP_EPOCHS = 0.25
-MEASURES = (*METRICS, SURENESS)  # of ends
+MEASURES = (*METRICS, PROBABILITY)  # of ends
 T95 = {2: 12.7, 3: 4.3, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 15: 2.14, 30: 2.05}  # Student's, by the pairs
 
 
@@ -169,16 +169,20 @@ def ends(settings: argparse.Namespace) -> Iterator[Row]:
                 return
             net = case.net(seed)
             optimizer, num_steps = case.make_optimizer(net.parameters(), lr), case.num_samples(batch) // batch
-            how = TrialSetting(batch, 1, int(max(epochs, WARM_UP) * case.num_train / batch), num_steps)
+            how = TrialSetting(
+                batch, 1, int(max(epochs, SETTINGS.comparison.warm_up_share) * case.num_train / batch), num_steps
+            )
             samples = Samples(TensorDataset(case.train_x, case.train_y), torch.device(case.device))
             target = Target("val_accuracy", 1.0)
-            trial = Trial(net, F.cross_entropy, samples, optimizer, how, target, look_batch=256, order=seed, split=seed)
+            trial = Trial(
+                net, F.cross_entropy, samples, optimizer, how, target, evaluation_batch=256, start=seed, split=seed
+            )
             for _ in range(num_steps):
                 trial.step(nullcontext)
             found = {}
             for metric in MEASURES:
                 trial.target = Target(metric, 1.0)
-                found[metric] = trial.look()
+                found[metric] = trial.evaluate()
             row = {"data": case.name, "optimizer": case.optimizer, "batch": batch, "lr": lr, "seed": seed}
             yield row | found | {"test_accuracy": accuracy_of(net, case.test_x, case.test_y)}
 

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from benchmarks.tuning_cases import Row
 from outcore.elastic.digits import lenet
 from outcore.tuning.adaptive import Adaptive
-from outcore.tuning.noise import measure_noise
-from outcore.tuning.shares import Shares, gather, of_ideal
+from outcore.tuning.gradients.noise import measure_noise
+from outcore.tuning.workers.shares import Shares, gather, of_ideal
 
 
 def asked(settings: Any, name: str, default: Any) -> Any:

@@ -50,7 +50,7 @@ def main(memory: str = "12MiB") -> outcore.Advice:
         optimizer=make_optimizer,
         memory=memory,
         batch=128,  # trained with today: it is kept, in micro-batches
-        target=("val_accuracy", 0.9),  # trained towards until it is reached, for 20 s (trial_s) at most
+        goal=("val_accuracy", 0.9),  # trained towards until it is reached, for 20 s (Effort.trial_s) at most
     )
     print(advice)
     return advice

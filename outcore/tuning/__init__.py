@@ -1,8 +1,9 @@
 """Batch size and learning rate under a memory plan.
 
-`Adaptive` holds a training loop's batch and learning rate, `Shares` splits a batch over unequal workers,
-`measure_noise`, `range_test` and `search.search` are what advice is made of, `untouched` is how they leave no trace.
-Names are loaded when first used.
+`Adaptive` holds a training loop's batch and learning rate, `Shares` splits a batch over unequal workers. An advice is
+made of `measure_noise` and `range_test`; `untouched` puts everything back after a trial. `Batch`, `Data`, `Effort`,
+`Goal`, `LearningRate`, `Memory` and `Workers` are what `outcore.tune` takes beside plain values. Names are loaded when
+they are first used.
 """
 
 from __future__ import annotations
@@ -11,22 +12,47 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outcore.tuning.adaptive import Adaptive
-    from outcore.tuning.noise import Noise, measure_noise
-    from outcore.tuning.ranges import RangeTest, range_test
-    from outcore.tuning.shares import Shares
-    from outcore.tuning.state import untouched
+    from outcore.tuning.adaptive import Adaptive, RateRule
+    from outcore.tuning.data.restore import untouched
+    from outcore.tuning.gradients.noise import Noise, measure_noise
+    from outcore.tuning.gradients.range_test import RangeTest, range_test
+    from outcore.tuning.options import Batch, Data, Effort, Goal, LearningRate, Memory, Workers
+    from outcore.tuning.workers.shares import Shares
 
 _HOMES = {
     "Adaptive": "adaptive",
-    "Noise": "noise",
-    "RangeTest": "ranges",
-    "Shares": "shares",
-    "measure_noise": "noise",
-    "range_test": "ranges",
-    "untouched": "state",
+    "Batch": "options",
+    "Data": "options",
+    "Effort": "options",
+    "Goal": "options",
+    "LearningRate": "options",
+    "Memory": "options",
+    "Noise": "gradients.noise",
+    "RangeTest": "gradients.range_test",
+    "RateRule": "adaptive",
+    "Shares": "workers.shares",
+    "Workers": "options",
+    "measure_noise": "gradients.noise",
+    "range_test": "gradients.range_test",
+    "untouched": "data.restore",
 }
-__all__ = ["Adaptive", "Noise", "RangeTest", "Shares", "measure_noise", "range_test", "untouched"]
+__all__ = [
+    "Adaptive",
+    "Batch",
+    "Data",
+    "Effort",
+    "Goal",
+    "LearningRate",
+    "Memory",
+    "Noise",
+    "RangeTest",
+    "RateRule",
+    "Shares",
+    "Workers",
+    "measure_noise",
+    "range_test",
+    "untouched",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -38,19 +38,29 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from outcore.errors import TuningError
-from outcore.tuning.batches import Regrouped
-from outcore.tuning.goodput import RULES, beta2_for, gain, goodput, lr_factor, warm_up
-from outcore.tuning.noise import Noise, Norms, RunningNoise, squared_length
-from outcore.tuning.shares import mean_over_ranks
+from outcore.tuning.data.batches import Regrouped
+from outcore.tuning.gradients.goodput import RULES, beta2_for, gain, goodput, lr_factor, warm_up
+from outcore.tuning.gradients.noise import Noise, Norms, RunningNoise, squared_length
+from outcore.tuning.settings import SETTINGS
+from outcore.tuning.workers.shares import mean_over_ranks
 from outcore.units import two_digits
 
 log = logging.getLogger("outcore")
 
-WORTH = 1.05  # another batch must promise this much more goodput than the present one
-NUM_FIRST = 5  # measurements before the noise is believed
-NUM_SETTLING = 5  # steps of another batch that are not timed: they are recorded, planned, watched or compiled
-NUM_TRIED = 8  # timed steps of a new batch before it is decided whether to stay
-SPLIT_EVERY = 4  # steps of one micro-batch: every so many is done in two halves, to see the noise
+ADAPTIVE = SETTINGS.adaptive
+
+
+@dataclass(frozen=True)
+class RateRule:
+    """How the learning rate follows the batch.
+
+    `name` is "adascale", "sqrt", "linear", "legw" or "fixed". `warm_up_steps` follow every change of the batch.
+    `scale_beta2` keeps Adam's second half-life in samples.
+    """
+
+    name: str = "adascale"
+    warm_up_steps: int = 0
+    scale_beta2: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,9 +80,8 @@ class Adaptive:
     """Holds the batch and the learning rate of a training loop; see the module's head for the loop.
 
     `batch` is the one the optimizer's learning rate was chosen for, and the smallest that is used; `micro_batch` the
-    most samples one forward and backward may take on this rank (`outcore.tune` finds it). `rule` is one of "adascale",
-    "sqrt", "linear", "legw", "fixed"; `warm_up_steps` follow every change of the batch. `step_s(batch)` gives seconds
-    of a whole step where they are known beforehand. `scale_beta2` keeps Adam's second half-life in samples.
+    most samples one forward and backward may take on this rank (`outcore.tune` finds it). `rule` says how the rate
+    follows the batch. `step_s(batch)` gives seconds of a whole step where they are known beforehand.
     """
 
     def __init__(
@@ -83,19 +92,17 @@ class Adaptive:
         batch: int,
         micro_batch: int,
         largest_batch: int | None = None,
-        rule: str = "adascale",
+        rule: str | RateRule = "adascale",
         step_s: Callable[[int], float] | None = None,
         scheduler: Any = None,
         interval_steps: int = 25,
-        warm_up_steps: int = 0,
-        scale_beta2: bool = False,
         group: Any = None,
     ) -> None:
-        if rule not in RULES:
-            raise TuningError(f"there is no learning-rate rule {rule!r}; choose one of {', '.join(RULES)}")
+        rule = rule if isinstance(rule, RateRule) else RateRule(rule)
+        if rule.name not in RULES:
+            raise TuningError(f"there is no learning-rate rule {rule.name!r}; choose one of {', '.join(RULES)}")
         self.model, self.optimizer, self.scheduler, self.group = model, optimizer, scheduler, group
-        self.rule, self.interval_steps, self.warm_up_steps = rule, interval_steps, warm_up_steps
-        self.scale_beta2 = scale_beta2
+        self.rule, self.interval_steps = rule, interval_steps
         self.num_ranks = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
         self.first_batch = self.batch = batch
         self.micro_batch = micro_batch
@@ -122,8 +129,8 @@ class Adaptive:
         """The loader's samples in micro-batches. What is left at the end waits for the next call: none is lost."""
         if self._handed_out:
             self._start_over()
-        for found in loader:
-            self._regrouped.add(found)
+        for loaded in loader:
+            self._regrouped.add(loaded)
             while self._regrouped.num_samples >= self._micro:
                 if self._handed_out:
                     raise TuningError("a micro-batch went by without adaptive.step(); call it at the end of each one")
@@ -173,7 +180,7 @@ class Adaptive:
         for group in self.optimizer.param_groups:
             if factor != 1.0:
                 group["lr"] = group["lr"] * factor
-            if self.scale_beta2 and "betas" in group and self.batch != self.first_batch:
+            if self.rule.scale_beta2 and "betas" in group and self.batch != self.first_batch:
                 beta1, beta2 = group["betas"]
                 group["betas"] = (beta1, beta2_for(beta2, self.batch, self.first_batch))
         try:
@@ -203,10 +210,10 @@ class Adaptive:
                 f"batch {batch}, micro_batch {self.micro_batch} and largest_batch {largest} do not fit together; take "
                 "batch <= largest_batch and all of them above zero"
             )
-        found = [batch << power for power in range((largest // batch).bit_length())]
-        for candidate in found:
-            self._parts_of(candidate, split=len(found) > 1)
-        return found
+        candidates = [batch << power for power in range((largest // batch).bit_length())]
+        for candidate in candidates:
+            self._parts_of(candidate, split=len(candidates) > 1)
+        return candidates
 
     def _parts_of(self, batch: int, *, split: bool) -> int:
         """Micro-batches per rank: as few as the memory allows, all alike; at least two where noise is to be seen."""
@@ -226,7 +233,7 @@ class Adaptive:
         """The cut of the next batch, and whether its noise is measured: where it costs nothing, or now and then."""
         adapting = len(self.candidates) > 1
         num_parts = self._parts_of(self.batch, split=False)
-        if num_parts * self.num_ranks == 1 and adapting and self.num_steps % SPLIT_EVERY == 0:
+        if num_parts * self.num_ranks == 1 and adapting and self.num_steps % ADAPTIVE.split_every == 0:
             num_parts = self._parts_of(self.batch, split=True)
         self._num_parts = num_parts
         self._micro = self.batch // self.num_ranks // num_parts
@@ -236,12 +243,12 @@ class Adaptive:
 
     @property
     def noise(self) -> Noise | None:
-        """Measured over the last steps; None as long as no step had two micro-batches."""
+        """Measurement over the last steps; None as long as no step had two micro-batches."""
         return self.running.now
 
     def _noise_scale(self) -> float:
-        found = self.noise
-        return found.scale if found is not None else 0.0
+        noise = self.noise
+        return noise.scale if noise is not None else 0.0
 
     def _note_noise(self) -> None:
         """Lengths are read a step later: by then the device has them ready, and nobody waits."""
@@ -262,19 +269,23 @@ class Adaptive:
     @property
     def lr_factor(self) -> float:
         """What the optimizer's learning rate is multiplied with at the next step."""
-        factor = lr_factor(self.rule, self.batch, self.first_batch, self._noise_scale(), normalised=self._normalised)
-        if self.changes and self._since_change < self.warm_up_steps:
-            return factor * warm_up(self._since_change, self.warm_up_steps, self._factor_before / factor)
+        factor = lr_factor(
+            self.rule.name, self.batch, self.first_batch, self._noise_scale(), normalised=self._normalised
+        )
+        num_steps = self.rule.warm_up_steps
+        if self.changes and self._since_change < num_steps:
+            return factor * warm_up(self._since_change, num_steps, self._factor_before / factor)
         return factor
 
     def _patience(self) -> int:
         """Steps between two decisions; fewer while a batch is only tried, but one of them is timed."""
         on_trial = bool(self.changes) and not self._times.known(self.batch)
-        wanted = min(NUM_SETTLING + NUM_TRIED, self.interval_steps) if on_trial else self.interval_steps
+        num_trial_steps = ADAPTIVE.num_settling + ADAPTIVE.num_tried
+        wanted = min(num_trial_steps, self.interval_steps) if on_trial else self.interval_steps
         return max(wanted, self._times.num_until_timed)
 
     def _decide(self) -> None:
-        if self.running.num_measured < NUM_FIRST:
+        if self.running.num_measured < ADAPTIVE.min_measurements:
             return
         noise = self._noise_scale()
         seconds = self._times.agree(self.batch, self.group)
@@ -287,7 +298,7 @@ class Adaptive:
         }
         if self.batch not in worth:  # no step of it was timed yet
             return
-        best = max(worth, key=lambda batch: worth[batch] * (WORTH if batch == self.batch else 1.0))
+        best = max(worth, key=lambda batch: worth[batch] * (ADAPTIVE.worth_factor if batch == self.batch else 1.0))
         self._since_change = 0
         if best != self.batch:
             self._change_to(best, noise, worth[best] / worth[self.batch])
@@ -311,8 +322,8 @@ class Adaptive:
         noise = f"about {two_digits(self._noise_scale())} samples" if self.noise else "not measured yet"
         lines = [
             f"step {self.num_steps}, {self.num_samples} samples: batch {self.batch} in micro-batches of {self._micro}, "
-            f"learning rate x {self.lr_factor:.3g} ({self.rule}), noise scale {noise}, worth {self.progress:.0f} steps "
-            f"of batch {self.first_batch}"
+            f"learning rate x {self.lr_factor:.3g} ({self.rule.name}), noise scale {noise}, worth "
+            f"{self.progress:.0f} steps of batch {self.first_batch}"
         ]
         return "\n".join(lines + [f"  step {change.num_steps}: {change.why}" for change in self.changes])
 
@@ -342,7 +353,7 @@ class _Times:
         self._known_s: dict[int, float] = {}
         self._steps_s: list[float] = []
         self._last_s: float | None = None
-        self._num_settling = NUM_SETTLING
+        self._num_settling = ADAPTIVE.num_settling
 
     def tick(self) -> None:
         now_s = time.perf_counter()
@@ -354,12 +365,12 @@ class _Times:
 
     def settle(self) -> None:
         """The steps to come are of another size."""
-        self._steps_s, self._num_settling = [], NUM_SETTLING
+        self._steps_s, self._num_settling = [], ADAPTIVE.num_settling
 
     @property
     def num_until_timed(self) -> int:
         """Steps of another size until one of them was timed."""
-        return 1 if self._given is not None else NUM_SETTLING + 1
+        return 1 if self._given is not None else ADAPTIVE.num_settling + 1
 
     def known(self, batch: int) -> bool:
         return self._given is not None or batch in self._known_s

@@ -15,6 +15,7 @@ import click
 from outcore.errors import BadFile, TuningError
 
 FILE = click.Path(path_type=Path, dir_okay=False)
+UNCHECKED_STATUS = 3  # of the process, where nothing but today's setting could be advised
 
 
 @click.command("tune", short_help="Find the batch and learning rate that train fastest in some memory.")
@@ -87,37 +88,40 @@ def tune_command(script: Path, curve: Path | None, out: Path | None, as_json: bo
     communicate, and rank 0 prints what they agreed on; --curve, --out and the curve printed are rank 0's.
 
     What FILE.py keeps behind `if __name__ == "__main__":` does not run.
+
+    Exit status 3 says that nothing but today's setting could be advised, and the first line of the advice why.
     """
-    from outcore.recording.script import names_in
     from outcore.reporting.progress import progress
-    from outcore.tuning.picture import check_picture, draw
+    from outcore.script import names_in
+    from outcore.tuning.plot import check_picture, draw
     from outcore.tuning.tune import tune
 
     if curve is not None:
         check_picture(curve)
     wanted = _read(options)
-    with _group() as first, progress() if first else nullcontext(_say_nothing) as tell:
-        tell(f"loading {script}", 0.0)
-        found = _names(names_in(script), script, options)
+    with _group() as first, progress() if first else nullcontext(_say_nothing) as progress_of:
+        progress_of(f"loading {script}", 0.0)
+        parts = _names(names_in(script), script, options)
         try:
-            advice = tune(**found, **wanted, progress=tell)
+            advice = tune(**parts, **wanted, progress=progress_of)
         except KeyboardInterrupt:
-            if not wanted["num_trials"] or wanted["study"] is None:
+            study = wanted["effort"].study
+            if study is None:
                 raise
             raise click.ClickException(
-                f"interrupted; {wanted['study']} keeps the runs that ended: the same command goes on from there"
+                f"interrupted; {study} keeps the runs that ended: the same command goes on from there"
             ) from None
-    if not first:
-        return
-    if curve is not None:
+    if first and curve is not None:
         draw(advice, curve)
-    if out is not None:
+    if first and out is not None:
         _save(out, advice.to_json())
-    if as_json:
+    if first and as_json:
         facts = json.loads(advice.to_json()) | {"effective_batch": advice.effective_batch}
         click.echo(json.dumps(facts | {"knee": advice.curve.knee.micro_batch}, indent=1))
-    else:
+    elif first:
         _print(advice)
+    if advice.unchecked:
+        sys.exit(UNCHECKED_STATUS)
 
 
 def _read(options: dict[str, Any]) -> dict[str, Any]:
@@ -134,23 +138,19 @@ def _read(options: dict[str, Any]) -> dict[str, Any]:
             raise TuningError("--search trains on one device; search without --workers, then keep the --batch it found")
     elif options["study"] is not None:
         raise TuningError("--study keeps the runs of a search; say how many with --search")
+    from outcore.tuning.options import Batch, Effort, Goal, LearningRate, Memory, Workers
+
     return {
-        "memory": options["memory"],
-        "batch": options["batch"],
-        "free": free or options["batch"] is None,
-        "learning_rate": rate if rate in (None, "find") else _number(rate, "--learning-rate"),
-        "rule": options["rule"],
-        "target": _target(target) if target is not None else None,
-        "num_epochs": options["num_epochs"],
-        "train_s": options["train_s"],
-        "trial_s": options["trial_s"],
-        "race": options["race"],
-        "num_trials": options["num_trials"],
-        "study": options["study"],
-        "largest": options["largest"],
-        "workers": _workers(options["workers"]) if options["workers"] is not None else None,
-        "communication_s": options["communication_s"],
-        "disk": options["folder"],
+        "memory": Memory(options["memory"], disk=options["folder"]),
+        "batch": Batch(options["batch"], free or options["batch"] is None, options["largest"]),
+        "learning_rate": LearningRate(
+            rate if rate in (None, "find") else _number(rate, "--learning-rate"), options["rule"]
+        ),
+        "goal": Goal(_target(target) if target is not None else None, options["num_epochs"], options["train_s"]),
+        "effort": Effort(options["trial_s"], options["race"], options["num_trials"], options["study"]),
+        "workers": Workers(
+            _workers(options["workers"]) if options["workers"] is not None else None, options["communication_s"]
+        ),
     }
 
 
@@ -200,18 +200,22 @@ def _number(text: str, option: str) -> float:
 
 
 def _names(names: dict[str, Any], script: Path, options: dict[str, Any]) -> dict[str, Any]:
-    found = {"optimizer": names.get(options["optimizer_name"]), "validation": names.get("validation")}
-    if options["target"] is not None and found["optimizer"] is None:
+    """What the script defines, as `tune` takes it."""
+    from outcore.tuning.options import Data
+
+    optimizer = names.get(options["optimizer_name"])
+    if options["target"] is not None and optimizer is None:
         raise TuningError(
             f"{script} defines no {options['optimizer_name']!r}, and --target is looked for by training; define it or "
             "name another with --optimizer"
         )
+    parts = {}
     for part, option in (("make_model", "model"), ("loss_fn", "loss"), ("dataset", "data")):
         name = options[f"{option}_name"]
         if name not in names:
             raise TuningError(f"{script} defines no {name!r}; define it or name another with --{option}")
-        found[part] = names[name]
-    return found
+        parts[part] = names[name]
+    return parts | {"optimizer": optimizer, "dataset": Data(parts["dataset"], names.get("validation"))}
 
 
 def _save(path: Path, text: str) -> None:
@@ -225,7 +229,7 @@ def _print(advice: Any) -> None:
     from rich.console import Console
 
     from outcore.reporting.text import WIDTH
-    from outcore.tuning.advice import advice_table, curve_table
+    from outcore.tuning.report import advice_table, curve_table
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(advice_table(advice))

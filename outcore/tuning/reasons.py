@@ -5,54 +5,46 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from outcore.tuning.curve import Curve, Point
-from outcore.tuning.team import Team, Way
+from outcore.tuning.advice import Advice
+from outcore.tuning.gradients.goodput import goodput
+from outcore.tuning.settings import SETTINGS
+from outcore.tuning.throughput.builder import effective_batches
+from outcore.tuning.throughput.curve import Curve
+from outcore.tuning.workers.split import Split, WorkerGroup
 from outcore.units import format_bytes, two_digits
 
-MUCH = 0.2  # of a step, spent on communication
-BUSY = 0.2  # of a step: real steps that are further off what was predicted were disturbed by something else
+WORKERS = SETTINGS.workers
+BUSY = "the machine was too busy for its timings to be trusted; run this again when it has less to do"
 
 
 def why_micro_batch(curve: Curve, micro_batch: int, accumulation: int) -> list[str]:
     chosen, best = curve.point(micro_batch), curve.best
-    rate, best_rate = curve.rate(micro_batch), curve.rate(best.micro_batch)
-    found, off = [], _off(curve)
+    tried = _listed(point.micro_batch for point in curve.compared)
+    error = 100 * curve.worst_error
+    if not curve.is_trusted:
+        off = f"real steps of {tried} samples were up to {two_digits(error)} % off what was predicted"
+        return [f"{off}: {BUSY}", *_why_in_core_ends(curve), *_why_accumulation(accumulation)]
     if best.micro_batch == micro_batch:
-        found.append(f"no other batch that was tried or predicted trains more samples per second than {micro_batch}")
+        why = [f"no other batch that was tried or predicted trains more samples per second than {micro_batch}"]
     else:
+        share = 100 * curve.rate(micro_batch) / curve.rate(best.micro_batch)
         memory = f"{format_bytes(chosen.peak_bytes)} instead of {format_bytes(best.peak_bytes)}"
-        found.append(
-            f"a micro-batch of {micro_batch} gives {100 * rate / best_rate:.{0 if off > BUSY else 1}f} % of the most "
-            f"samples per second, which {best.micro_batch} gives, in {memory}"
-        )
-    found += _why_in_core_ends(curve)
-    tried = _listed(point.micro_batch for point in _compared(curve))
-    if off > BUSY:
-        found.append(
-            f"real steps of {tried} samples were up to {two_digits(100 * off)} % off what was predicted: the machine "
-            "was too busy for its timings to be trusted; run this again when it has less to do"
-        )
-    elif tried:
-        found.append(f"checked with real steps of {tried} samples: predictions were within {100 * off:.1f} %")
+        why = [
+            f"a micro-batch of {micro_batch} gives {share:.1f} % of the most samples per second, which "
+            f"{best.micro_batch} gives, in {memory}"
+        ]
+    why += _why_in_core_ends(curve)
+    if tried:
+        why.append(f"checked with real steps of {tried} samples: predictions were within {error:.1f} %")
     if curve.looped:
-        found.append(
-            f"short steps ({_listed(sorted(curve.looped))} samples) count as a loop runs them that never waits"
-        )
-    if accumulation > 1:
-        found.append(f"{accumulation} micro-batches are accumulated, so that an optimizer step sees the whole batch")
-    return found
+        why.append(f"short steps ({_listed(sorted(curve.looped))} samples) count as a loop runs them that never waits")
+    return why + _why_accumulation(accumulation)
 
 
-def _off(curve: Curve) -> float:
-    """How far predictions were from real steps, at most, as a share of these."""
-    return max((abs(1 / point.error - 1) for point in _compared(curve) if point.error), default=0.0)
-
-
-def _compared(curve: Curve) -> list[Point]:
-    """Those of which real steps ran as they were predicted, one by one."""
-    return [
-        point for point in curve.points if point.measured_step_s is not None and point.micro_batch not in curve.looped
-    ]
+def _why_accumulation(accumulation: int) -> list[str]:
+    if accumulation == 1:
+        return []
+    return [f"{accumulation} micro-batches are accumulated, so that an optimizer step sees the whole batch"]
 
 
 def _listed(batches: Iterable[int]) -> str:
@@ -70,18 +62,40 @@ def _why_in_core_ends(curve: Curve) -> list[str]:
     best_out = max(outside, key=lambda point: curve.rate(point.micro_batch))
     change = curve.rate(best_out.micro_batch) / curve.rate(best_in.micro_batch) - 1
     edge = f"beyond {curve.largest_in_core} samples swapping and recomputing begin"
-    if _off(curve) > BUSY:  # by how much one is faster is not known
+    if not curve.is_trusted:  # by how much one is faster is not known
         return [edge]
     if change > 0:
         return [f"{edge}, and a larger batch pays for them: {best_out.micro_batch} is {100 * change:.1f} % faster"]
     return [f"{edge}, and a larger batch does not pay for them: at best {-100 * change:.1f} % slower than in-core"]
 
 
-def why_ran_out(ran_out: Mapping[int, str]) -> list[str]:
-    """That no plan may be wrong about memory unnoticed."""
+def why_goodput(advice: Advice, largest: int) -> list[str]:
+    """Which batch gets furthest per second, by the same curve and noise scale as the table's column says."""
+    if advice.noise is None or not advice.curve.is_trusted:
+        return []
+    curve, noise = advice.curve, advice.noise
+
+    def progress(batch: int, micro_batch: int) -> float:
+        return goodput(curve.rate(micro_batch, batch // micro_batch), batch, advice.first_batch, noise)
+
+    worth = {batch: progress(batch, micro_batch) for batch, micro_batch in effective_batches(curve, largest).items()}
+    ours = worth[advice.effective_batch] = progress(advice.effective_batch, advice.micro_batch)
+    best = max(worth, key=lambda batch: (worth[batch], -batch))
+    reason = "larger ones train samples that say little new, smaller ones waste the device"
+    if f"{worth[best]:.4g}" == f"{ours:.4g}":
+        return [f"at this noise scale, of all batches, {advice.effective_batch} gets furthest per second; {reason}"]
+    return [
+        f"at this noise scale a batch of {best} would get furthest per second, with {worth[best]:.4g} samples' worth "
+        f"of a batch of {advice.first_batch} where {advice.effective_batch} has {ours:.4g}; what is advised goes by "
+        + ("today's setting" if advice.unchecked else "the race")
+    ]
+
+
+def why_out_of_memory(errors: Mapping[int, str]) -> list[str]:
+    """A plan that was wrong about memory must not go unnoticed."""
     return [
         f"a batch of {batch} was predicted to fit and did not: {(error.splitlines() or ['no reason given'])[0]}"
-        for batch, error in sorted(ran_out.items())
+        for batch, error in sorted(errors.items())
     ]
 
 
@@ -109,41 +123,41 @@ def why_batch_kept(curve: Curve, micro_batch: int, effective: int, *, rate_stays
     accumulation = effective // micro_batch
     knee = curve.knee.micro_batch
     lost = curve.rate(knee, max(1, round(effective / knee))) / curve.rate(micro_batch, accumulation) - 1
-    said = [_stays(effective, rate_stays=rate_stays)]
-    if lost > 0.03 and _off(curve) <= BUSY:
+    why = [_batch_stays(effective, rate_stays=rate_stays)]
+    if lost > 0.03 and curve.is_trusted:
         near = max(1, round(effective / knee)) * knee
-        said.append(f"a batch of {near} could be cut into {knee}s and would be {100 * lost:.0f} % faster")
-    return said
+        why.append(f"a batch of {near} could be cut into {knee}s and would be {100 * lost:.0f} % faster")
+    return why
 
 
-def _stays(effective: int, *, rate_stays: bool) -> str:
+def _batch_stays(effective: int, *, rate_stays: bool) -> str:
     so = ", so the learning rate need not change" if rate_stays else ""
     return f"the effective batch stays {effective}, as you train today{so}"
 
 
-def why_team(
-    team: Team, way: Way, silent: Way, *, kept: bool, noise: float | None, rate_stays: bool = True
+def why_split(
+    group: WorkerGroup, split: Split, silent: Split, *, kept: bool, noise: float | None, rate_stays: bool = True
 ) -> list[str]:
-    """`silent` is the way that would be taken if communication took no time."""
-    said = [_stays(way.batch, rate_stays=rate_stays)] if kept else []
+    """`silent` is the split that would be taken if communication took no time."""
+    why = [_batch_stays(split.batch, rate_stays=rate_stays)] if kept else []
     if noise is not None:
-        said.append(
-            f"at a noise scale of about {two_digits(noise)} samples, of all global batches, {way.batch} gets furthest "
-            "per second"
+        why.append(
+            f"at a noise scale of about {two_digits(noise)} samples, of all global batches, {split.batch} gets "
+            "furthest per second"
         )
-    if max(way.sizes) > min(way.sizes) + 1:
-        said.append(
-            f"workers are not equally fast: with {min(way.shares)} to {max(way.shares)} of {way.batch} samples all "
-            "finish at the same time; weight gradients by samples, as outcore.tuning.Shares does"
+    if max(split.sizes) > min(split.sizes) + 1:
+        why.append(
+            f"workers are not equally fast: with {min(split.shares)} to {max(split.shares)} of {split.batch} samples "
+            "all finish at the same time; weight gradients by samples, as outcore.tuning.Shares does"
         )
-    share = team.communication_s / team.step_s(way)
-    if not kept and silent.batch != way.batch:
-        said.append(
-            f"communication decides: without it a batch of {silent.batch} would do, with {way.batch} it is "
+    share = group.communication_s / group.step_s(split)
+    if not kept and silent.batch != split.batch:
+        why.append(
+            f"communication decides: without it a batch of {silent.batch} would do, with {split.batch} it is "
             f"{100 * share:.0f} % of a step"
         )
-    elif share > MUCH:
-        said.append(
+    elif share > WORKERS.much_communication_share:
+        why.append(
             f"communication is {100 * share:.0f} % of a step: a larger batch, or fewer workers, would waste less"
         )
-    return said
+    return why

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from outcore.tuning.probing import Bench
-from outcore.tuning.samples import Samples
+from outcore.tuning.data.samples import Samples
+from outcore.tuning.throughput.bench import Bench
 
 CPU = torch.device("cpu")
 make_sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from outcore.elastic.digits import accuracy
 from outcore.errors import TuningError
 from outcore.limit import limit
-from outcore.tuning import Adaptive
-from outcore.tuning.goodput import gain
+from outcore.tuning import Adaptive, RateRule
+from outcore.tuning.gradients.goodput import gain
 from tests.cpu.tuning.digits import digits, small_net
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -219,7 +219,7 @@ def test_adam_takes_the_root_of_the_gain_and_may_keep_its_half_life() -> None:
         largest_batch=64,
         step_s=cheap_batches,
         interval_steps=10,
-        scale_beta2=True,
+        rule=RateRule(scale_beta2=True),
     )
     seen: list[Any] = []
     optimizer.register_step_pre_hook(lambda opt, *_: seen.append((adaptive.batch, *opt.param_groups[0]["betas"])))
@@ -237,8 +237,8 @@ def test_warm_up_follows_a_change() -> None:
     net = small_net()
     optimizer = SGD(net.parameters())
     adaptive = Adaptive(
-        net, optimizer, batch=32, micro_batch=32, largest_batch=64, rule="linear", step_s=cheap_batches,
-        interval_steps=10, warm_up_steps=4,
+        net, optimizer, batch=32, micro_batch=32, largest_batch=64, step_s=cheap_batches,
+        interval_steps=10, rule=RateRule("linear", warm_up_steps=4),
     )  # fmt: skip
     factors = []
     for x, y in adaptive.batches(loader(32)):

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from outcore.errors import TuningError
-from outcore.tuning.batches import Regrouped, again_and_again, loss_of, size_of
-from outcore.tuning.noise import Noise, Norms, RunningNoise, measure_noise, noise_here, visible
-from outcore.tuning.samples import Samples
+from outcore.tuning.data.batches import Regrouped, again_and_again, loss_of, size_of
+from outcore.tuning.data.samples import Samples
+from outcore.tuning.gradients.noise import Noise, Norms, RunningNoise, capped, measure_noise, measure_noise_until
 from tests.cpu.tuning.digits import digits, draws, exact_moments, small_net, train
 
 
@@ -36,7 +36,7 @@ def test_within_ten_percent_of_per_sample_gradients(num_steps: int, num_micro: i
 
 @pytest.mark.parametrize(("sqr", "scale"), [(-1.0, 2048), (0.0, 2048), (1e-6, 2048), (1.0, 10), (100.0, 0.1)])
 def test_a_noise_scale_beyond_the_samples_is_not_taken_from_them(sqr: float, scale: float) -> None:
-    assert visible(Noise(sqr, 10.0, 32, 64)).scale == pytest.approx(scale)
+    assert capped(Noise(sqr, 10.0, 32, 64)).scale == pytest.approx(scale)
 
 
 @pytest.mark.parametrize("num_steps", [0, 300])
@@ -48,7 +48,7 @@ def test_enough_micro_batches_are_taken_and_the_error_is_known(num_steps: int) -
     images = TensorDataset(data.train_images, data.train_labels)
     for seed in range(4):
         batches = Samples(images, torch.device("cpu")).drawn(32, seed=seed)
-        found = noise_here(net, F.cross_entropy, batches, num_micro=64, error=0.1, for_s=600.0)
+        found = measure_noise_until(net, F.cross_entropy, batches, num_micro=64, error=0.1, for_s=600.0)
         assert found.error is not None
         assert found.error <= 0.1
         off = math.log(found.scale * sqr / var)
@@ -58,20 +58,20 @@ def test_enough_micro_batches_are_taken_and_the_error_is_known(num_steps: int) -
 
 def test_measuring_ends_when_its_time_is_over() -> None:
     data, net = digits(), small_net().bfloat16()
-    hasty = noise_here(small_net(), F.cross_entropy, draws(data, 8, 999), num_micro=16, error=0.0, for_s=0.0)
+    hasty = measure_noise_until(small_net(), F.cross_entropy, draws(data, 8, 999), num_micro=16, error=0.0, for_s=0.0)
     assert hasty.num_micro == 16
     batches = ((x.bfloat16(), y) for x, y in draws(data, 8, 999))
-    half = noise_here(net, F.cross_entropy, batches, num_micro=16, error=0.0, for_s=600.0)
+    half = measure_noise_until(net, F.cross_entropy, batches, num_micro=16, error=0.0, for_s=600.0)
     assert half.num_micro == 16  # a sum in half precision does not see what is added to it
 
 
 def test_a_scale_is_told_with_the_digits_it_has() -> None:
     noise = Noise(1.0, 1234.5, 32, 64, error=0.196)
-    assert noise.told == "about 1200 samples, give or take 20 %"
-    assert replace(noise, var=17.52, error=None).told == "about 18 samples"
-    assert replace(noise, error=math.inf).told.startswith("very roughly 1200 samples")
-    assert visible(noise, 700).told == "at least 700 samples"
-    assert visible(noise, 1300) == noise
+    assert noise.description == "about 1200 samples, give or take 20 %"
+    assert replace(noise, var=17.52, error=None).description == "about 18 samples"
+    assert replace(noise, error=math.inf).description.startswith("very roughly 1200 samples")
+    assert capped(noise, 700).description == "at least 700 samples"
+    assert capped(noise, 1300) == noise
 
 
 def test_noise_grows_during_training() -> None:

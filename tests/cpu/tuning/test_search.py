@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from outcore.elastic.digits import accuracy
 from outcore.errors import TuningError
-from outcore.tuning.search import Found, Tried, open_study, search
+from outcore.tuning.trainings.search import SearchResult, SearchRun, open_study, search
 from tests.cpu.tuning.digits import digits, draws, small_net
 
 pytest.importorskip("optuna")
@@ -45,7 +45,7 @@ def test_it_finds_a_good_rate_and_gives_hopeless_runs_up(tmp_path: Path) -> None
         target=0.9,
         num_trials=16,
         storage=tmp_path / "study.log",
-        tell=lambda run, num_done, num_trials: told.append((num_done, num_trials)),
+        on_run=lambda run, num_done, num_trials: told.append((num_done, num_trials)),
     )
     assert told == [(number, 16) for number in range(1, 17)]
     assert found.fastest is not None
@@ -53,16 +53,16 @@ def test_it_finds_a_good_rate_and_gives_hopeless_runs_up(tmp_path: Path) -> None
     assert 0.03 < found.fastest.lr < 2
     assert found.best.metric is not None
     assert found.best.metric > 0.9
-    states = [run.state for run in found.tried]
+    states = [run.state for run in found.runs]
     assert states.count("pruned") >= 1
-    pruned = [run for run in found.tried if run.state == "pruned"]
+    pruned = [run for run in found.runs if run.state == "pruned"]
     assert all(run.to_target_s is None and run.trained_s < 1 for run in pruned)
-    assert Found.from_json(found.to_json()) == found
+    assert SearchResult.from_json(found.to_json()) == found
     again = search(
         train_digits, batches=(16, 64), lrs=(1e-4, 10.0), target=0.9, num_trials=17, storage=tmp_path / "study.log"
     )
-    assert again.tried[:16] == found.tried
-    assert len(again.tried) == 17
+    assert again.runs[:16] == found.runs
+    assert len(again.runs) == 17
     with pytest.raises(TuningError, match="other objectives"):
         search(train_digits, batches=(1,), lrs=(1e-3, 1), target=0, maximise=False, storage=tmp_path / "study.log")
 
@@ -87,17 +87,17 @@ def test_a_loss_is_minimised_and_a_run_that_fails_is_told_not_fatal() -> None:
         yield 1.0, math.nan if lr > 1 else abs(math.log(lr / 0.01))
 
     found = search(train, batches=(1, 2), lrs=(1e-4, 10.0), target=0.5, maximise=False, num_trials=15)
-    failed = [run for run in found.tried if run.state == "failed"]
+    failed = [run for run in found.runs if run.state == "failed"]
     assert failed
     assert all(run.error == "MemoryError: no room for two" for run in failed)
     assert found.best is not None
-    assert found.best.metric == min(run.metric for run in found.tried if run.metric is not None)
-    assert all(run.state == "pruned" for run in found.tried if run.lr > 1 and run.batch == 1)
+    assert found.best.metric == min(run.metric for run in found.runs if run.metric is not None)
+    assert all(run.state == "pruned" for run in found.runs if run.lr > 1 and run.batch == 1)
 
 
 ENDLESS = """
 import signal, sys, time
-from outcore.tuning.search import search
+from outcore.tuning.trainings.search import search
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background of a shell
 def train(batch, lr):
     yield 0.1, lr
@@ -120,7 +120,7 @@ def test_a_killed_study_goes_on(tmp_path: Path, number: signal.Signals) -> None:
     os.kill(process.pid, number)
     process.wait(20)
     began_s = time.monotonic()
-    runs: list[Tried] = []
+    runs: list[SearchRun] = []
     found = search(
         lambda batch, lr: iter([(0.1, lr), (0.2, lr)]),
         batches=[1, 2],
@@ -128,9 +128,9 @@ def test_a_killed_study_goes_on(tmp_path: Path, number: signal.Signals) -> None:
         target=0.5,
         num_trials=5,
         storage=storage,
-        tell=lambda run, num_done, num_trials: runs.append(run),
+        on_run=lambda run, num_done, num_trials: runs.append(run),
     )
-    assert (len(runs), len(found.tried)) == (2, 5)
+    assert (len(runs), len(found.runs)) == (2, 5)
     assert time.monotonic() - began_s < 20
 
 
@@ -140,7 +140,7 @@ def test_bad_input_is_told_in_a_sentence() -> None:
     with pytest.raises(TuningError, match="a lower and a higher rate"):
         search(train_digits, batches=[1], lrs=(1.0, 1.0), target=0.9)
     found = search(lambda batch, lr: iter(()), batches=[1], lrs=(0.1, 1.0), target=0.9, num_trials=1)
-    assert "yielded nothing" in found.tried[0].error
+    assert "yielded nothing" in found.runs[0].error
     assert found.fastest is None
     assert found.best is None
 
@@ -157,8 +157,8 @@ def test_another_target_is_read_from_the_curves_that_were_kept(tmp_path: Path) -
     assert easy.fastest.to_target_s == easy.fastest.batch * 5 / 8
     hard = search(slower_with_a_batch, target=0.99, num_trials=5, **asked)
     assert hard.fastest is None
-    assert all(run.to_target_s is None for run in hard.tried)
-    assert [(run.batch, run.lr) for run in hard.tried[:4]] == [(run.batch, run.lr) for run in easy.tried]
+    assert all(run.to_target_s is None for run in hard.runs)
+    assert [(run.batch, run.lr) for run in hard.runs[:4]] == [(run.batch, run.lr) for run in easy.runs]
     lower = search(slower_with_a_batch, target=0.2, num_trials=5, **asked)
     assert lower.fastest is not None
     assert lower.fastest.to_target_s == lower.fastest.batch * 2 / 8
@@ -174,13 +174,11 @@ def test_a_run_keeps_its_batch_when_other_batches_are_looked_at(tmp_path: Path) 
         return slower_with_a_batch(batch, lr)
 
     then = search(train, batches=(2, 4, 16), num_trials=14, **asked)
-    assert then.tried[:6] == first.tried
-    assert [run.batch for run in then.tried[6:]] == seen
+    assert then.runs[:6] == first.runs
+    assert [run.batch for run in then.runs[6:]] == seen
     assert set(seen) <= {2, 4, 16}
     kept = open_study(tmp_path / "study.log", True).trials
-    assert [(trial.params["batch"], trial.params["lr"]) for trial in kept] == [
-        (run.batch, run.lr) for run in then.tried
-    ]
+    assert [(trial.params["batch"], trial.params["lr"]) for trial in kept] == [(run.batch, run.lr) for run in then.runs]
 
 
 def test_a_study_that_cannot_be_is_refused_in_a_sentence(tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import operator
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,27 +18,26 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset
 
 import outcore
+from outcore import tuning
 from outcore.errors import OutcoreError, TuningError
-from outcore.tuning import samples as samples_module
 from outcore.tuning.advice import Advice
-from outcore.tuning.choosing import Choosing, divisors, free_batches
-from outcore.tuning.samples import Samples
-from outcore.tuning.search import search
-from outcore.tuning.state import as_made
-from outcore.tuning.targets import Target, _probability, predict_target_s
-from outcore.tuning.tuner import Asked
+from outcore.tuning.data import samples as samples_module
+from outcore.tuning.data.restore import made_optimizer
+from outcore.tuning.data.samples import Samples
+from outcore.tuning.options import Batch, Data, Memory, Request
+from outcore.tuning.throughput.builder import CurveBuilder, divisors, free_batches
+from outcore.tuning.trainings.search import search
+from outcore.tuning.trainings.target import Target, predict_target_s
+from outcore.tuning.trainings.trial import right_class_probability
+from outcore.tuning.tune import MOVED
 from outcore.units import MIB
+from tests.cpu.tuning.flat import tune
 from tests.cpu.tuning.nets import CPU, bench_of, convnet, make_sgd, mlp, stripes
-from tests.cpu.tuning.test_predicted_steps import small_family
+from tests.cpu.tuning.test_prediction import small_family
 
 pytestmark = pytest.mark.usefixtures("quick")
 
 DATA = stripes()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("swap"))
 
 
 def everything_of(model: nn.Module) -> list[Any]:
@@ -62,7 +64,7 @@ def test_a_kept_batch_is_cut_into_micro_batches_and_nothing_else_changes(folder:
     next(module for module in model.modules() if isinstance(module, nn.BatchNorm2d)).eval()  # a mode of its own
     F.cross_entropy(model(DATA.tensors[0][:8]), DATA.tensors[1][:8]).backward()
     before, numbers = everything_of(model), generators()
-    advice = outcore.tune(model, F.cross_entropy, DATA, optimizer=make_sgd, memory=12 * MIB, batch=96, disk=folder)
+    advice = tune(model, F.cross_entropy, DATA, optimizer=make_sgd, memory=12 * MIB, batch=96, disk=folder)
     assert_same(before, everything_of(model))
     assert generators() == numbers
     assert advice.effective_batch == 96
@@ -84,7 +86,7 @@ def test_a_kept_batch_is_cut_into_micro_batches_and_nothing_else_changes(folder:
 
 def test_a_free_batch_follows_noise_and_the_rate_follows_the_batch(folder: str) -> None:
     numbers = generators()
-    advice = outcore.tune(
+    advice = tune(
         mlp,
         F.cross_entropy,
         DATA,
@@ -97,16 +99,18 @@ def test_a_free_batch_follows_noise_and_the_rate_follows_the_batch(folder: str) 
         race=False,  # the rule's rate, not the one that won
         disk=folder,
     )
+    proposal = advice.proposal
+    assert proposal is not None
     assert generators() == numbers
     assert advice.noise is not None
     assert advice.noise > 0
     assert advice.noise_told.startswith(("about ", "at least ", "very roughly "))
     assert any(why.endswith(f"show a noise scale of {advice.noise_told}") for why in advice.why)
-    assert advice.rule == "adascale" or advice.effective_batch == 64
-    grown = advice.effective_batch > 64
-    assert (advice.learning_rate or 0) > 1e-3 if grown else (advice.learning_rate or 1) <= 1e-3
-    if advice.effective_batch != 64:
-        assert advice.beta2 == pytest.approx(0.999 ** (advice.effective_batch / 64))
+    assert proposal.effective_batch != 64
+    grown = proposal.effective_batch > 64
+    assert (proposal.learning_rate or 0) > 1e-3 if grown else (proposal.learning_rate or 1) < 1e-3
+    assert proposal.beta2 == pytest.approx(0.999 ** (proposal.effective_batch / 64))
+    assert (advice.effective_batch, advice.learning_rate, advice.beta2) == (64, 1e-3, None)
     assert advice.target_s is not None
     assert 0 < advice.target_s < 60
     text = str(advice)
@@ -128,7 +132,7 @@ def test_without_an_optimizer_only_the_batch_is_advised(folder: str) -> None:
     def make_batch(size: int) -> dict[str, torch.Tensor]:
         return {"image": torch.randn(size, 1, 16, 16), "label": torch.zeros(size, dtype=torch.int64)}
 
-    advice = outcore.tune(Named, lambda loss, batch: loss, make_batch, memory="8MiB", largest=64, disk=folder)
+    advice = tune(Named, lambda loss, batch: loss, make_batch, memory="8MiB", largest=64, disk=folder)
     assert advice.learning_rate is None
     assert advice.noise is None
     assert advice.accumulation == 1
@@ -136,7 +140,7 @@ def test_without_an_optimizer_only_the_batch_is_advised(folder: str) -> None:
 
 
 searched = partial(
-    outcore.tune,
+    tune,
     mlp,
     F.cross_entropy,
     optimizer=make_sgd,
@@ -253,7 +257,7 @@ def test_what_cannot_be_tuned_is_refused_in_a_sentence(name: str, folder: str) -
     numbers = generators()
     asked: dict[str, Any] = {"make_model": mlp, "loss_fn": F.cross_entropy, "dataset": DATA, "optimizer": make_sgd}
     with pytest.raises(OutcoreError) as caught:
-        outcore.tune(**asked | {"memory": "8MiB", "disk": folder} | changed)
+        tune(**asked | {"memory": "8MiB", "disk": folder} | changed)
     assert says in str(caught.value)
     assert generators() == numbers
 
@@ -270,7 +274,7 @@ def test_a_target_out_of_reach_is_said_with_what_to_change() -> None:
     far = Target.read(("val_accuracy", 0.999))
     assert "too far to predict" in predict_target_s(far, learning)[1]
     assert predict_target_s(target, [*learning, (9999, 5.0, 0.95)])[0] == 5.0
-    assert "too few looks" in predict_target_s(target, learning[:1])[1]
+    assert "too few evaluations" in predict_target_s(target, learning[:1])[1]
     mine = Target.read((lambda model: 0.5, 0.9))
     assert "only known for val_accuracy" in predict_target_s(mine, flat)[1]
 
@@ -299,7 +303,7 @@ def test_batches_to_time_are_read_once_and_spread_over_the_data() -> None:
         next(samples.shuffled(2000))
 
 
-def test_what_is_looked_at_again_is_read_once_while_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_evaluated_again_is_read_once_while_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     class Counted(Dataset[Any]):
@@ -314,7 +318,7 @@ def test_what_is_looked_at_again_is_read_once_while_it_fits(monkeypatch: pytest.
     looks = [samples.kept_batch_of(rows).flatten().tolist() for rows in ([1, 2], [3], [1, 2], [3])]
     assert looks == [[1, 2], [3], [1, 2], [3]]
     assert asked == [1, 2, 3]
-    monkeypatch.setattr(samples_module, "KEPT_BYTES", 8)  # two samples of four bytes
+    monkeypatch.setattr(samples_module, "DATA", replace(samples_module.DATA, kept_bytes=8))  # two samples of four bytes
     samples = Samples(Counted(), CPU)
     for rows in ([1, 2], [3], [1, 2], [3]):
         samples.kept_batch_of(rows)
@@ -325,7 +329,7 @@ def test_a_free_batch_leaves_samples_to_look_at(folder: str) -> None:
     """Of 60 samples 15 are held out: a batch of 60, the fastest, could not be trained to the target."""
     few = torch.utils.data.Subset(DATA, range(60))
     options: dict[str, Any] = {"optimizer": make_sgd, "memory": "16MiB", "disk": folder, "trial_s": 0.2}
-    advice = outcore.tune(mlp, F.cross_entropy, few, target=("val_loss", 0.1), **options)
+    advice = tune(mlp, F.cross_entropy, few, target=("val_loss", 0.1), **options)
     assert advice.effective_batch <= 45
 
 
@@ -337,7 +341,7 @@ def test_an_optimizer_that_was_there_before_is_put_back(folder: str) -> None:
     momentum = [mine.state[parameter]["momentum_buffer"] for parameter in model.parameters()]
     copies, options = [buffer.clone() for buffer in momentum], dict(mine.param_groups[0])
     target: dict[str, Any] = {"target": ("val_loss", 1e-9), "trial_s": 0.2, "learning_rate": 0.7, "batch": 32}
-    outcore.tune(model, F.cross_entropy, DATA, optimizer=lambda _: mine, memory="16MiB", disk=folder, **target)
+    tune(model, F.cross_entropy, DATA, optimizer=lambda _: mine, memory="16MiB", disk=folder, **target)
     assert mine.param_groups[0] == options
     for parameter, buffer, copy in zip(model.parameters(), momentum, copies):
         assert mine.state[parameter]["momentum_buffer"] is buffer
@@ -349,16 +353,16 @@ def test_candidates_are_geometric_and_know_where_in_core_ends(folder: str) -> No
     assert divisors(97, 2) == [97]
     assert len(divisors(5040, 1)) == 14
     bench = bench_of("convnet", 6 * MIB, folder)
-    choosing = Choosing.start(bench, small_family(bench))
-    batches = free_batches(choosing, 512, 2)
-    edge = choosing.curve.largest_in_core
+    builder = CurveBuilder.start(bench, small_family(bench))
+    batches = free_batches(builder, 512, 2)
+    edge = builder.curve.largest_in_core
     bench.close()
     assert {2, 4, 8, 16, edge} <= set(batches)
-    assert choosing.planned.in_core_bytes(edge) <= 6 * MIB < choosing.planned.in_core_bytes(edge + 1)
+    assert builder.planner.in_core_bytes(edge) <= 6 * MIB < builder.planner.in_core_bytes(edge + 1)
     assert max(batches) <= 4 * edge
 
 
-def test_a_look_that_writes_into_its_samples_spoils_no_other() -> None:
+def test_an_evaluation_that_writes_into_its_samples_spoils_no_other() -> None:
     samples = Samples(stripes(8), CPU)
     first = samples.kept_batch_of([1, 2])
     before = first[0].clone()
@@ -370,7 +374,7 @@ def test_a_look_that_writes_into_its_samples_spoils_no_other() -> None:
 
 
 def test_arrays_count_against_what_is_kept_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples_module, "KEPT_BYTES", 1000)
+    monkeypatch.setattr(samples_module, "DATA", replace(samples_module.DATA, kept_bytes=1000))
     samples = Samples(stripes(8), CPU, collate=lambda rows: (torch.zeros(1), np.zeros(500)))
     samples.kept_batch_of([1])
     assert not samples._kept
@@ -378,31 +382,31 @@ def test_arrays_count_against_what_is_kept_too(monkeypatch: pytest.MonkeyPatch) 
 
 def test_labels_that_are_none_get_no_probability() -> None:
     out, labels = torch.zeros(4, 2), torch.tensor([0, 1, -100, 255])
-    assert _probability(out, labels).tolist() == [0.5, 0.5, 0.0, 0.0]
+    assert right_class_probability(out, labels).tolist() == [0.5, 0.5, 0.0, 0.0]
 
 
 def test_a_model_that_the_function_only_hands_out_is_put_back() -> None:
     model = mlp()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    asked = Asked(lambda: model, F.cross_entropy, make_sgd, "16MiB", 8, False, None, "auto", 1.0, True)
-    with asked.model() as made:
-        assert made is model
+    request = Request(lambda: model, F.cross_entropy, make_sgd, Data(DATA), Memory("16MiB"), Batch(8))
+    with request.model() as same:
+        assert same is model
         with torch.no_grad():
-            for parameter in made.parameters():
+            for parameter in same.parameters():
                 parameter.add_(1)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
     mine = torch.optim.SGD(mlp().parameters(), lr=0.1)
-    with pytest.raises(TuningError, match="another model"), as_made(lambda _: mine, mlp().parameters()):
+    with pytest.raises(TuningError, match="another model"), made_optimizer(lambda _: mine, mlp().parameters()):
         pass
 
 
 @pytest.mark.parametrize("length", ["3", [3]])
 def test_a_length_is_a_number(length: Any) -> None:
     with pytest.raises(TuningError, match="give a number"):
-        outcore.tune(mlp, F.cross_entropy, stripes(), optimizer=make_sgd, memory="16MiB", num_epochs=length)
+        tune(mlp, F.cross_entropy, stripes(), optimizer=make_sgd, memory="16MiB", num_epochs=length)
 
 
 def test_what_lies_on_the_device_needs_no_loader() -> None:
@@ -419,3 +423,59 @@ def test_what_lies_on_the_device_needs_no_loader() -> None:
         samples.any_batch(2)
         loads.append(samples.load_s > 0)
     assert loads == [False, False, True]
+
+
+def raising(*_: Any) -> Any:
+    raise KeyError("label")
+
+
+class Raising(Dataset[Any]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        return raising()
+
+
+USER_CODE: dict[str, dict[str, Any]] = {
+    "making the model": {"make_model": raising},
+    "making the optimizer": {"optimizer": raising},
+    "recording a batch of 2": {"loss_fn": raising},
+    "recording a batch of 2, data": {"dataset": Raising()},
+    "recording a batch of 2, collate": {"collate": raising},
+    "training towards raising >= 0.5": {"target": (raising, 0.5), "batch": 32},
+}
+
+
+@pytest.mark.parametrize("name", USER_CODE)
+def test_an_exception_of_the_users_code_becomes_a_sentence_with_its_line(name: str, folder: str) -> None:
+    asked: dict[str, Any] = {"make_model": mlp, "loss_fn": F.cross_entropy, "dataset": DATA, "optimizer": make_sgd}
+    with pytest.raises(TuningError) as caught:
+        tune(**asked | {"memory": "16MiB", "disk": folder, "trial_s": 0.5} | USER_CODE[name])
+    stage = name.partition(",")[0]
+    line = raising.__code__.co_firstlineno + 1
+    said = f"while {stage}, your code raised KeyError: 'label' (test_tune.py, line {line}, in raising)"
+    assert str(caught.value).startswith(said)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_an_error_of_ours_is_not_taken_for_the_users(monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+    monkeypatch.setattr("outcore.tuning.tuner.probe_batches", operator.truediv)
+    with pytest.raises(TypeError, match="expected 2 arguments, got 4"):
+        tune(mlp, F.cross_entropy, DATA, memory="16MiB", disk=folder)
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_an_old_keyword_says_what_to_write_instead(name: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        outcore.tune(mlp, F.cross_entropy, DATA, memory="16MiB", **{name: 1})  # type: ignore[arg-type]
+    assert str(caught.value) == f"tune() no longer takes {name}=...; write {MOVED[name]} (from outcore.tuning)"
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        outcore.tune(mlp, F.cross_entropy, DATA, memory="16MiB", colour=1)  # type: ignore[arg-type]
+
+
+def test_no_public_function_of_tuning_takes_more_than_eleven_parameters() -> None:
+    public = [outcore.tune, *(getattr(tuning, name) for name in tuning.__all__), search]
+    for function in public:
+        names = [name for name in inspect.signature(function).parameters if name != "moved"]
+        assert len(names) <= 11, function

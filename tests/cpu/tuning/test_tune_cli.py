@@ -17,16 +17,11 @@ pytestmark = pytest.mark.usefixtures("quick")
 EXAMPLE = Path(__file__).parents[3] / "examples" / "tune_batch.py"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("swap")
-
-
 def call(*args: str | Path) -> Result:
     return CliRunner().invoke(main, ["tune", *(str(arg) for arg in args)])
 
 
-def test_json_for_programs_and_a_picture(folder: Path, tmp_path: Path) -> None:
+def test_json_for_programs_and_a_picture(folder: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the picture is drawn with it")
     picture, saved = tmp_path / "curve.svg", tmp_path / "advice.json"
     arguments: list[str | Path] = [
@@ -52,13 +47,35 @@ def test_json_for_programs_and_a_picture(folder: Path, tmp_path: Path) -> None:
     assert "recording a batch of 2" in result.stderr
 
 
-def test_tables_for_people(folder: Path) -> None:
+def test_tables_for_people(folder: str) -> None:
     quickly: list[str | Path] = ["--largest", "16", "--learning-rate", "0.002", "--no-race", "--folder", folder]
     result = call(EXAMPLE, "--memory", "12MiB", *quickly)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 3, result.output  # nothing was compared
     assert "samples per second over the micro-batch" in result.stdout
     assert "gradient noise scale" in result.stdout
     assert "\N{FULL BLOCK}" in result.stdout
+    said = " ".join(word for word in result.stdout.split() if word != "\N{BOX DRAWINGS LIGHT VERTICAL}")
+    assert "not checked nothing was trained to compare it with, as race=False asks; so this is today's setting" in said
+    assert "learning rate 0.002 gradient" in said
+
+
+FAILING = """
+from tests.cpu.tuning.nets import make_sgd as make_optimizer, mlp as make_model, stripes
+dataset = stripes()
+def loss_fn(out, y):
+    raise ValueError("labels of 4 classes\\nand more")
+"""
+
+
+def test_an_exception_in_the_script_ends_in_one_sentence(tmp_path: Path, folder: str) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    result = call(script, "--memory", "16MiB", "--folder", folder)
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1] == (
+        "Error: while recording a batch of 2, your code raised ValueError: labels of 4 classes (failing.py, line 5, in "
+        "loss_fn); correct it there and tune again"
+    )
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,7 +140,7 @@ def loss_fn(out, y):
 """
 
 
-def test_an_interrupted_search_says_how_it_goes_on(tmp_path: Path, folder: Path) -> None:
+def test_an_interrupted_search_says_how_it_goes_on(tmp_path: Path, folder: str) -> None:
     pytest.importorskip("optuna", reason="the search is an Optuna study")
     script, study = tmp_path / "interrupted.py", tmp_path / "study.log"
     script.write_text(INTERRUPTED)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.multiprocessing.spawn import start_processes
 from torch.nn import functional as F
 
-from outcore.tuning.shares import Shares, measure_communication_s, of_ideal
+from outcore.tuning.workers.shares import Shares, measure_communication_s, of_ideal
 from tests.cpu.tuning.digits import digits
 
 BATCH = 120
@@ -48,6 +48,19 @@ def _rank(rank: int, port: int, num_ranks: int, work: Callable[..., Any], settin
     dist.destroy_process_group()
 
 
+class CountedClock:
+    """Advances by what is waited for, at once."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 def net(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).double()
@@ -65,10 +78,11 @@ def whole_gradient(model: nn.Module, number: int) -> list[torch.Tensor]:
 
 
 def unequal(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """A sample takes `sample_s`, three times that on rank 1: the device's time, slept, so that two busy cores of a
-    test machine do not decide the outcome. Shares are balanced on it; gradients are compared with one process."""
-    model = net().to(getattr(torch, settings.get("dtype", "float32")))
-    shares = Shares(BATCH)
+    """A sample takes `sample_s`, three times that on rank 1: slept, or only counted (`counted`), so that the busy cores
+    of a test machine decide nothing. Shares are balanced on it; gradients are compared with one process."""
+    model, clock = net().to(getattr(torch, settings.get("dtype", "float32"))), CountedClock()
+    shares = Shares(BATCH, clock=clock if settings.get("counted") else time.perf_counter)
+    wait = clock.wait if settings.get("counted") else time.sleep
     sample_s = settings["sample_s"] * (settings["slowed"] if rank == 1 else 1)
     worst, splits, steps_s = 0.0, [list(shares.counts)], []
     for number in range(settings["num_steps"]):
@@ -78,7 +92,7 @@ def unequal(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
         began_s = time.perf_counter()
         with shares.timed():
             F.cross_entropy(model(x), y).backward()
-            time.sleep(sample_s * shares.mine)
+            wait(sample_s * shares.mine)
         shares.average(model.parameters())
         steps_s.append(time.perf_counter() - began_s)
         exact = whole_gradient(net(), number)

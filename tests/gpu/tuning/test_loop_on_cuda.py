@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from outcore.tuning.choosing import Choosing
-from outcore.tuning.climbing import climb
-from outcore.tuning.probing import SHORT_S, Bench
-from outcore.tuning.samples import Samples
+from outcore.tuning.data.samples import Samples
+from outcore.tuning.throughput.bench import TIMING, Bench
+from outcore.tuning.throughput.builder import CurveBuilder
+from outcore.tuning.throughput.probes import probe_batches
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,7 +25,7 @@ def make_batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(size, 3, 32, 32, device="cuda"), torch.zeros(size, dtype=torch.long, device="cuda")
 
 
-def loop_s(model: nn.Module, optimizer: torch.optim.Optimizer, batch: int) -> float:
+def loop_step_s(model: nn.Module, optimizer: torch.optim.Optimizer, batch: int) -> float:
     (x, y), times = make_batch(batch), []
     for _ in range(7):
         torch.cuda.synchronize()
@@ -47,16 +47,16 @@ def test_short_steps_are_timed_in_a_loop() -> None:
     ]
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
-    plain = {batch: loop_s(model, optimizer, batch) for batch in (32, 256)}
+    plain = {batch: loop_step_s(model, optimizer, batch) for batch in (32, 256)}
     bench = Bench(model, F.cross_entropy, Samples(make_batch, torch.device("cuda")), optimizer, "8GiB")
-    family = climb(bench, 512, lambda what, part: None).family
+    family = probe_batches(bench, 512, lambda what, part: None).family
     assert family is not None
-    choosing = Choosing.start(bench, family)
+    builder = CurveBuilder.start(bench, family)
     for batch, seconds in plain.items():
-        choosing.add(batch)
-        assert choosing.curve.seconds(batch) < SHORT_S
-        choosing.loop(batch)
-        assert choosing.curve.seconds(batch) == pytest.approx(seconds, rel=0.25)
-        assert choosing.curve.point(batch).measured_step_s is not None
-        assert batch in choosing.curve.looped
+        builder.predict_fully(batch)
+        assert builder.curve.seconds(batch) < TIMING.short_step_s
+        builder.time_in_loop(batch)
+        assert builder.curve.seconds(batch) == pytest.approx(seconds, rel=0.25)
+        assert builder.curve.point(batch).measured_step_s is not None
+        assert batch in builder.curve.looped
     bench.close()

@@ -1,0 +1,1 @@
+"""The user's data, model and optimizer -> batches of any size, and everything put back after a trial."""

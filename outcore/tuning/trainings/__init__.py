@@ -1,0 +1,1 @@
+"""Settings -> short trainings that are compared: which is soonest at a target, which is best in the end."""

@@ -1,0 +1,40 @@
+"""The length of a training -> the learning rate on the way.
+
+The rate rises over the warm-up, stays level, and falls to zero over the last third. A target may be missed all the
+same, because other initial weights learn more slowly; then the training goes on in rounds of the same shape. Rounds
+begin at half the rate: what was learnt is kept, and the next end comes soon.
+"""
+
+from __future__ import annotations
+
+from outcore.tuning.gradients.goodput import warm_up
+from outcore.tuning.settings import SETTINGS
+
+TRAINING = SETTINGS.training
+
+
+def rate_factor(step: int, num_steps: int, num_warm_up_steps: int = 0) -> float:
+    """The factor of the rate at `step` (from 0) in a training of `num_steps` (0: without an end) and in the rounds
+    after it."""
+    up = warm_up(step, num_warm_up_steps)
+    if not num_steps:
+        return up
+    if step < num_steps:
+        return up * _decay(step, num_steps)
+    num_round = _round_steps(num_steps)
+    return TRAINING.round_rate_share * _decay((step - num_steps) % num_round, num_round)
+
+
+def is_end(num_done: int, num_steps: int) -> bool:
+    """Whether the length or a round is over after so many steps: then the metric tells what was learnt."""
+    if not num_steps or num_done < num_steps:
+        return False
+    return (num_done - num_steps) % _round_steps(num_steps) == 0
+
+
+def _round_steps(num_steps: int) -> int:
+    return max(1, round(TRAINING.round_share * num_steps))
+
+
+def _decay(step: int, num_steps: int) -> float:
+    return min(1.0, (num_steps - step) / (TRAINING.decay_share * num_steps))

@@ -1,0 +1,1 @@
+"""Workers of unequal speed -> a global batch, each one's part of it, and gradients weighted by it."""

@@ -1,0 +1,38 @@
+"""Measured speeds with their spreads -> speeds in which differences below the spread do not count.
+
+Two processes on one busy machine are measured at different moments, and what one seems slower by is what else ran
+meanwhile. Numbers only.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+
+def pooled(levels: Sequence[float], spreads: Sequence[float]) -> list[float]:
+    """Positive levels (seconds, or samples per second); those that differ from the first of their group by no more than
+    both spreads together become the geometric mean of the group.
+
+    A spread is a share of its level. Groups are formed from the smallest level upwards.
+    """
+    in_order = sorted(range(len(levels)), key=lambda index: levels[index])
+    groups: list[list[int]] = []
+    for index in in_order:
+        if groups and _are_alike(levels, spreads, groups[-1][0], index):
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    result = list(levels)
+    for group in groups:
+        mean = statistics.geometric_mean([levels[index] for index in group])
+        for index in group:
+            result[index] = mean
+    return result
+
+
+def _are_alike(levels: Sequence[float], spreads: Sequence[float], one: int, other: int) -> bool:
+    """On a logarithmic scale: a spread of 1 means that the level may as well be half or twice as high."""
+    apart = abs(math.log(levels[one] / levels[other]))
+    return apart <= math.log1p(spreads[one]) + math.log1p(spreads[other])
