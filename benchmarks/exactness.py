@@ -59,9 +59,9 @@ def train(name: str, memory_gib: float | None, steps: int, planner: str) -> dict
         assert ooc.trace is not None
         found |= {
             "predicted_peak_gib": ooc.predicted.peak_bytes / GIB,
-            "num_twins": sum(op.twin for op in ooc.trace.ops),
+            "num_twins": sum(op.norm_replay for op in ooc.trace.ops),
             "num_fused": dict(Counter(str(1 + len(op.fused)) for op in ooc.trace.ops if op.fused)),  # by ops in a pass
-            "num_plans": [1 + len(kind.room.attempts) if kind.room else 1 for kind in ooc.kinds.values()],
+            "num_plans": [1 + len(kind.phase.headroom.attempts) if kind.phase.headroom else 1 for kind in ooc.kinds],
             "num_left": sum(kind.num_left for kind in ooc.kinds.values()),
         }
         ooc.close()

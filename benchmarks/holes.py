@@ -1,11 +1,12 @@
-"""What does the CUDA allocator make of a plan? Its model (`outcore.planning.holes`), asked without a GPU.
+"""What does the CUDA allocator make of a plan? Its model (`outcore.planning.allocator.model`), asked without a GPU.
 
     python -m benchmarks.holes step.trace.json --memory-gib 16 --room-gib 15.2 --room-gib 14.1
     python -m benchmarks.holes gpt_24 --memory-gib 28 --memory-gib 64 --out holes.json
 
 For plans of several sizes under a cap: how often a step makes the allocator start over, how much it maps, and under
 which cap it would never start over, with every value wherever the allocator puts it, with places kept or small
-gradients aside as in a crowded step, and after tidying. A name stands for a recorded step (`benchmarks.recorded`).
+gradients in a pool as after a restart, and after the fragmentation search. A name stands for a recorded step
+(`benchmarks.recorded`).
 
     python -m benchmarks.holes --replay step.memory.json.gz --memory-gib 16
 
@@ -24,10 +25,10 @@ import click
 
 from benchmarks.recorded import BOLD_GIB, cheaper, h200, load
 from benchmarks.slowdown import about
-from outcore.planning import lower, plan
-from outcore.planning.crowd import Crowd
-from outcore.planning.echoes import step_of
-from outcore.planning.holes import (
+from outcore.planning import plan
+from outcore.planning.allocator.fragmentation import search_placement
+from outcore.planning.allocator.hints import AllocatorHints
+from outcore.planning.allocator.model import (
     NUM_STEPS,
     PAGE_BYTES,
     SMALL_BYTES,
@@ -37,9 +38,9 @@ from outcore.planning.holes import (
     mapped,
     wanted_bytes,
 )
-from outcore.planning.placeholders import arrange
-from outcore.planning.sums import sums_in_place
-from outcore.planning.tidy import tidy
+from outcore.planning.allocator.placeholders import arrange
+from outcore.planning.preparing import prepare
+from outcore.planning.rewrites.gradient_sums import sums_in_place
 from outcore.units import GIB
 from outcore.values import Budget, Trace
 
@@ -77,14 +78,14 @@ def main(
 
 def asked(trace: Trace, memory_bytes: int, room_bytes: int) -> Iterator[dict[str, Any]]:
     made = plan(trace, h200(), Budget(room_bytes, 75 * GIB))
-    tidied = tidy(trace, h200(), made, memory_bytes).plan
-    trace = step_of(trace, made)
-    for title, told, crowded in (("as planned", made, False), ("arranged", made, True), ("tidied", tidied, True)):
-        over, schedule = told.predicted_step_s / told.in_core_step_s - 1, lower(trace, told, h200())
-        crowd = arrange(trace, schedule, memory_bytes, told.predicted_peak_bytes) if crowded else Crowd()
-        events = list(allocations(trace, schedule))
-        found, wanted = mapped(trace, events, memory_bytes, crowd), wanted_bytes(trace, events, crowd)
-        places = f", {len(crowd.placeholders)} places kept" if crowd.placeholders else ""
+    placed = search_placement(trace, h200(), made, memory_bytes).plan
+    for title, told, fragmented in (("as planned", made, False), ("arranged", made, True), ("placed", placed, True)):
+        over, prepared = told.predicted_step_s / told.in_core_step_s - 1, prepare(trace, told, h200())
+        step, schedule = prepared.trace, prepared.schedule
+        hints = arrange(step, schedule, memory_bytes, told.predicted_peak_bytes) if fragmented else AllocatorHints()
+        events = list(allocations(step, schedule))
+        found, wanted = mapped(step, events, memory_bytes, hints), wanted_bytes(step, events, hints)
+        places = f", {len(hints.placeholders)} places kept" if hints.placeholders else ""
         print(
             f"    {title:10s} predicted {100 * over:+.1f} %, {say(found)}, wants {wanted / GIB:.2f}{places}", flush=True
         )
@@ -94,7 +95,7 @@ def asked(trace: Trace, memory_bytes: int, room_bytes: int) -> Iterator[dict[str
             "predicted_peak_gib": told.predicted_peak_bytes / GIB,
             "num_restarts": found.num_restarts if found is not None else None,
             "wanted_gib": wanted / GIB,
-            "num_placeholders": len(crowd.placeholders),
+            "num_placeholders": len(hints.placeholders),
         }
 
 
@@ -116,7 +117,7 @@ def replayed(path: Path, cap_bytes: int) -> str:
         for at, (what, address, size, stream) in enumerate(events):
             if what == "alloc" and size > SMALL_BYTES:
                 owners[address] = step, at
-                device.take((step, at), size, aside=bool(stream))
+                device.take((step, at), size, pooled=bool(stream))
             elif what == "free_completed":
                 device.give(owners.pop(address, None))
         for owner in owners.values():

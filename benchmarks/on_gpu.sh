@@ -34,7 +34,7 @@ for part in "${@:-check}"; do
     case $part in
     check)
         run allocator 150 python -m pytest -q --tb=short -p no:cacheprovider tests/gpu/test_allocator.py tests/gpu/test_fused.py \
-            tests/gpu/test_echoes.py
+            tests/gpu/test_common_ops.py
         run exactness_llama 150 python -m benchmarks.exactness --networks llama --steps 10 --no-repeat \
             --out "$out/exactness_llama.json" &
         run same_numbers 150 python -m pytest -q --tb=short -rs -p no:cacheprovider tests/gpu/test_same_numbers.py \
@@ -46,7 +46,7 @@ for part in "${@:-check}"; do
             --out "$out/exactness_1.json" &
         {
             run gpu_tests 150 python -m pytest -q --tb=short -rs -p no:cacheprovider tests/gpu/tuning tests/gpu/elastic \
-                tests/gpu/test_fused.py tests/gpu/test_switches.py tests/gpu/test_echoes.py
+                tests/gpu/test_fused.py tests/gpu/test_switches.py tests/gpu/test_common_ops.py
             run exactness_2 430 python -m benchmarks.exactness --networks resnet50,resnet152,vit_l --no-repeat \
                 --out "$out/exactness_2.json"
         } &
@@ -86,7 +86,7 @@ for part in "${@:-check}"; do
         run tests_1 240 python -m pytest -q --tb=short -rs -p no:cacheprovider tests/gpu/test_same_numbers.py &
         run tests_2 240 python -m pytest -q --tb=short -rs -p no:cacheprovider tests/gpu/test_allocator.py \
             tests/gpu/test_switches.py tests/gpu/test_tiling.py tests/gpu/tiling &
-        run tests_3 240 python -m pytest -q --tb=short -rs -p no:cacheprovider tests/gpu/test_echoes.py tests/gpu/test_fused.py \
+        run tests_3 240 python -m pytest -q --tb=short -rs -p no:cacheprovider tests/gpu/test_common_ops.py tests/gpu/test_fused.py \
             tests/gpu/test_sums_in_place.py tests/gpu/elastic &
         wait
         run tests_4 60 python -m pytest -q --tb=short -rs -p no:cacheprovider tests/gpu/tuning # these time steps

@@ -1,10 +1,10 @@
 """How good and how fast are the planners? Gap to the bound and solve time on recorded steps; no GPU needed.
 
-    PYTHONPATH=. python benchmarks/planners.py    # every section, about ten minutes on one core
-    python benchmarks/planners.py --section gap   # gap | cheaper | tight | growth | machines
+    PYTHONPATH=. python -m benchmarks.planners    # every section, about ten minutes on one core
+    python -m benchmarks.planners --section gap   # gap | cheaper | tight | growth | machines
 
 gap       every planner on the six recorded H200 steps, all budgets of the published ideal
-cheaper   the hybrid with cheaper reruns, one after the other: twins, passes, echoes (as if our recorder had found them)
+cheaper   the hybrid with cheaper reruns, one after the other: norm replays, passes, common ops
 growth    the hybrid planner on steps of 1k, 5k, 20k and 50k ops (repeats of a recorded one)
 machines  the mix of keep, swap and recompute on machines that are not here (figures as published: given, not measured)
 
@@ -25,13 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import click
-from recorded import BOLD_GIB, FOLDER, IDEAL, cheaper, h200, load, repeat
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.recorded import BOLD_GIB, FOLDER, IDEAL, cheaper, h200, load, repeat
 from outcore.errors import BudgetTooSmall
-from outcore.planning import PLANNERS, lower, plan, simulate, verify
-from outcore.planning.sums import sums_in_place
+from outcore.planning import PLANNERS, plan
+from outcore.planning.preparing import prepare
+from outcore.planning.rewrites.gradient_sums import sums_in_place
 from outcore.units import GIB
 from outcore.values import Budget, Machine, Trace
 
@@ -53,9 +54,7 @@ def measure(trace: Trace, machine: Machine, memory_gib: float, planner: str, hos
     except BudgetTooSmall as error:
         return row | {"needed_gib": error.needed_bytes / GIB, "at_op": error.at_op}
     solve_s, solve_cpu_s = time.perf_counter() - started_s, time.process_time() - started_cpu_s
-    schedule = lower(trace, made, machine)
-    verify(trace, schedule)
-    timeline = simulate(trace, schedule, machine)
+    timeline = prepare(trace, made, machine).predicted
     assert timeline.peak_bytes == made.predicted_peak_bytes
     return row | {
         "solve_s": solve_s,
@@ -97,8 +96,8 @@ def cheaper_jobs(folder: Path) -> list[Job]:
         trace = load(network, folder, workspace=False)
         steps = {
             "as recorded": trace,
-            "twins": cheaper(trace, passes=False, echoes=False),
-            "and passes": cheaper(trace, echoes=False),
+            "twins": cheaper(trace, passes=False, common_ops=False),
+            "and passes": cheaper(trace, common_ops=False),
             "and echoes": cheaper(trace),
         }
         jobs += [
@@ -121,7 +120,8 @@ def tight_jobs(folder: Path) -> list[Job]:
 
 def _quoted_gib(network: str) -> int:
     """The budget the ideal is quoted for; where no plan fits it in eager mode, the smallest of its table that does."""
-    return {"vgg_256": 12, "r3d_64": 8}.get(network, BOLD_GIB[network])
+    quoted: dict[str, int] = {"vgg_256": 12, "r3d_64": 8}
+    return quoted.get(network, BOLD_GIB[network])
 
 
 def growth_jobs(folder: Path) -> list[Job]:

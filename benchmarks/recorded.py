@@ -220,18 +220,18 @@ def _device_seconds(rows: list[dict[str, Any]], step_s: float) -> list[float]:
     return [max(seconds - high_s, seconds * 0.02) for seconds in measured_s]
 
 
-def cheaper(trace: Trace, *, twins: bool = True, passes: bool = True, echoes: bool = True) -> Trace:
-    """As our own recorder would have it: batch normalisation has a twin, ops are fused, casts repeat each other.
+def cheaper(trace: Trace, *, norm_replays: bool = True, passes: bool = True, common_ops: bool = True) -> Trace:
+    """As our own recorder would have it: batch normalisation has a norm replay, ops are fused, casts repeat each other.
 
-    Whether bits agree is not known here, and twins were not timed: they move their bytes as fast as a copy does.
+    Whether bits agree is not known here, and norm replays were not timed: they move their bytes as fast as a copy does.
     """
     made = _Cheaper(trace)
-    if twins:
-        made.add_twins()
+    if norm_replays:
+        made.add_norm_replays()
     if passes:
         made.add_passes()
-    if echoes:
-        made.add_echoes()
+    if common_ops:
+        made.add_repeats()
     return replace(trace, ops=tuple(made.ops))
 
 
@@ -244,11 +244,11 @@ class _Cheaper:
             for value in op.reads:
                 self.readers.setdefault(value, []).append(op)
 
-    def add_twins(self) -> None:
+    def add_norm_replays(self) -> None:
         for index, op in enumerate(self.ops):
             if op.phase == "forward" and "batch_norm" in op.name:
-                twin_s = min(op.seconds, 2 * self.trace.bytes_of(op.writes[0]) / COPY_BYTES_PER_S)
-                self.ops[index] = replace(op, twin=True, twin_s=twin_s)
+                norm_replay_s = min(op.seconds, 2 * self.trace.bytes_of(op.writes[0]) / COPY_BYTES_PER_S)
+                self.ops[index] = replace(op, norm_replay=True, norm_replay_s=norm_replay_s)
 
     def add_passes(self) -> None:
         for index, op in enumerate(self.ops):
@@ -256,10 +256,10 @@ class _Cheaper:
             if maker < 0:
                 continue
             head, kind = self.ops[maker], op.name.split(".")[1]
-            if kind in ("relu", "relu_") and head.twin:
-                self.ops[index] = replace(op, fused=(maker,), fused_s=head.twin_s)
+            if kind in ("relu", "relu_") and head.norm_replay:
+                self.ops[index] = replace(op, fused=(maker,), fused_s=head.norm_replay_s)
             elif kind in ("relu", "relu_") and head.name.split(".")[1] in ("add", "add_"):
-                norms = [norm for norm in map(self._maker, head.reads) if norm >= 0 and self.ops[norm].twin]
+                norms = [norm for norm in map(self._maker, head.reads) if norm >= 0 and self.ops[norm].norm_replay]
                 self.ops[index] = replace(op, fused=(*norms[:1], maker), fused_s=head.seconds)
             elif kind == "_to_copy" and head.name.startswith("aten.mul."):
                 self.ops[index] = replace(op, fused=(maker,), fused_s=op.seconds)
@@ -272,7 +272,7 @@ class _Cheaper:
         made_first = maker >= 0 and self.ops[maker].writes[0] == value
         return maker if alone and made_first and value not in self.saved else -1
 
-    def add_echoes(self) -> None:
+    def add_repeats(self) -> None:
         first: dict[tuple[tuple[int, ...], int], int] = {}
         for index, op in enumerate(self.ops):
             if op.phase == "forward" and "_to_copy" in op.name:

@@ -216,7 +216,7 @@ def _time_steps(
 @functools.cache
 def watch_pinning() -> None:
     """From now on each piece of host memory that we touch and page-lock is noted with its seconds."""
-    from outcore.running.store import PinnedSlab
+    from outcore.memory.store import PinnedSlab
 
     make = PinnedSlab.__init__
 
@@ -248,7 +248,7 @@ def _empty_host_cache() -> None:
 def _check_host(in_core_gib: float) -> None:
     """A peer that pins more host memory than there is takes the whole machine with it. What the one before it pinned is
     there for it, too, in blocks of the same sizes, and is given back only where that does not do."""
-    from outcore.recording.machine import host_bytes_granted
+    from outcore.memory.machine import host_bytes_granted
 
     wanted_gib, free_gib = PINNED_SHARE * in_core_gib, host_bytes_granted() / GIB
     if wanted_gib > free_gib:
@@ -391,19 +391,19 @@ def describe(ooc: Any, traces: Path | None, label: str) -> dict[str, Any]:
         "stall_s": predicted.stall_s,
         "attempts": [
             {
-                "room_gib": attempt.room_bytes / GIB,
+                "room_gib": attempt.usable_bytes / GIB,
                 "step_s": attempt.step_s,
-                "predicted_step_s": attempt.made[2].step_s,
+                "predicted_step_s": attempt.ready.prepared.predicted.step_s,
                 "num_restarts": attempt.num_restarts,
                 "reserved_gib": attempt.reserved_bytes / GIB,
             }
-            for kind in ooc.kinds.values()
-            if kind.room is not None
-            for attempt in kind.room.attempts
+            for kind in ooc.kinds
+            if kind.phase.headroom is not None
+            for attempt in kind.phase.headroom.attempts
         ],
-        "num_twins": sum(op.twin for op in ooc.trace.ops),
+        "num_twins": sum(op.norm_replay for op in ooc.trace.ops),
         "num_fused": dict(Counter(str(1 + len(op.fused)) for op in ooc.trace.ops if op.fused)),  # by ops in a pass
-        "waits": ooc.ahead.waits,  # the host, for the device, before a step begins
+        "waits": ooc.device_memory.host_waits,  # the host, for the device, before a step begins
         "num_left": sum(kind.num_left for kind in ooc.kinds.values()),
         "machine": json.loads(ooc.machine.to_json()),
     }

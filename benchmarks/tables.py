@@ -1,4 +1,4 @@
-"""benchmarks/results/*.json -> the README's tables and its plot. Nothing in between is typed by hand.
+"""benchmarks/results/*.json -> the tables of the README and of docs/results.md, and the plot. Nothing is typed by hand.
 
 The newest file of each question and hardware counts. `make tables` writes; `--check` only says whether the README is
 what the results say, for tests. `python -m benchmarks.tables --help`.
@@ -31,14 +31,15 @@ Row = dict[str, Any]
 @click.option("--results", type=click.Path(path_type=Path), default=ROOT / "benchmarks" / "results")
 @click.option("--readme", type=click.Path(path_type=Path), default=ROOT / "README.md")
 @click.option("--plot", type=click.Path(path_type=Path), default=ROOT / "docs" / "results.svg")
-@click.option("--figures", type=click.Path(path_type=Path), default=ROOT / "docs" / "figures.md")
+@click.option("--figures", type=click.Path(path_type=Path), default=ROOT / "docs" / "results.md")
 @click.option("--check", is_flag=True, help="Write nothing; exit code 1 if the README is not up to date.")
 def main(results: Path, readme: Path, plot: Path, figures: Path, check: bool) -> None:
-    """Fill the marked sections of the README and of docs/figures.md from the results, and draw the plot."""
+    """Fill the marked sections of the README and of docs/results.md from the results, and draw the plot."""
     found, more = newest(results, TABLES), newest(results, FIGURES)
     before = {path: path.read_text() for path in (readme, figures)}
     after = dict(before)
-    after[readme] = fill(fill(before[readme], "headline", headline(found)), "results", tables(found, plot, readme))
+    after[readme] = fill(fill(before[readme], "headline", headline(found)), "summary", summary(found))
+    after[figures] = fill(before[figures], "results", tables(found, plot, figures))
     for name, (question, table) in SECTIONS.items():
         shown = [(table(result), result) for result in more if result["question"] == question]
         parts = [f"{text}\n\n{conditions(result)}" for text, result in shown if text]
@@ -121,7 +122,7 @@ NOT_WAITING = (
     "of activations (`:0`: for none), which of those measured it keeps for VGG-16 only: there it is the faster choice "
     "where other numbers are all right. `accumulate:4` cuts the batch in four and sums the gradients: other numbers "
     "too (BatchNorm sees a quarter of the batch); where that is all right, it is the cheapest way out. The plot's "
-    "solid lines join one run's budgets ([with their figures](docs/figures.md#time-against-budget-measured)), of an "
+    "solid lines join one run's budgets ([with their figures](#time-against-budget-measured)), of an "
     "earlier run and version than the table's rows where those lie beside them; broken lines are simulated: the "
     "default planner on recorded steps, without cuDNN's workspaces. Times are medians of ten steps, of three where a "
     "step takes longer than 1.5 s or, for peers, is not waited for (TRL's offloading then fills the whole device). "
@@ -130,12 +131,36 @@ NOT_WAITING = (
 )
 
 
-def tables(found: list[Result], plot: Path, readme: Path) -> str:
+def summary(found: list[Result]) -> str:
+    """The headline networks in one line each: in-core, the default planner in its budget, checkpointing."""
+    result = next((result for result in found if result["question"] == "slowdown" and measured(result)), None)
+    if result is None:
+        return NONE_YET
+    by_network: dict[str, dict[str, Row]] = {}
+    for row in measured(result):
+        by_network.setdefault(row["network"], {}).setdefault(row["method"], row)
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        for name, methods in by_network.items():
+            if {"in-core", "hybrid", "checkpoint"} <= methods.keys() and len(methods) > 3:
+                ours, other = methods["hybrid"], methods["checkpoint"]
+                yield (
+                    f"{name}, batch {ours['batch']}",
+                    f"{methods['in-core']['peak_gib']:.1f} GiB",
+                    f"**{ours['memory_gib']:g} GiB, {100 * ours['slowdown']:+.1f} %**",
+                    f"{other['peak_gib']:.1f} GiB, {100 * other['slowdown']:+.1f} %",
+                )
+
+    headings = ("training step", "plain PyTorch needs", "with outcore", "checkpointing every block")
+    return f"{markdown(headings, rows())}\n\n{conditions(result)}"
+
+
+def tables(found: list[Result], plot: Path, page: Path) -> str:
     if not found:
         return NONE_YET
     parts = [f"{TABLES[result['question']](result)}\n\n{conditions(result)}" for result in found]
     if any(result["question"] == "slowdown" and measured(result) for result in found):
-        link = plot.resolve().relative_to(readme.resolve().parent).as_posix()
+        link = plot.resolve().relative_to(page.resolve().parent).as_posix()
         parts.insert(0, f"![step time against memory]({link})")
     return "\n\n".join(parts)
 
@@ -443,7 +468,7 @@ def _accuracy(row: Row, ends: Row | None) -> tuple[str, ...]:
     return (*head, f"{row['batch']} at {row['lr']:.2g}", f"{100 * row['target']:g} %", seconds, final, compared)
 
 
-# What stands on docs/figures.md: section -> the question whose results fill it, and how.
+# What stands on docs/results.md: section -> the question whose results fill it, and how.
 SECTIONS: dict[str, tuple[str, Callable[[Result], str]]] = {
     "machines": ("planners", _machines),
     "gap": ("planners", _gap),
