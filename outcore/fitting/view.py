@@ -1,0 +1,75 @@
+"""Loop -> what a user looks at between steps: LoopView, the readable side of `outcore.limit`."""
+
+from __future__ import annotations
+
+from outcore.fitting.kinds import Kinds
+from outcore.fitting.loop import Loop
+from outcore.fitting.phases import Settled
+from outcore.fitting.ready import Ready
+from outcore.values import Machine, Plan, PreparedStep, Schedule, Timeline, Trace
+
+
+class LoopView:
+    """What was recorded, planned and measured, of the last step unless it says otherwise."""
+
+    _loop: Loop
+
+    @property
+    def machine(self) -> Machine:
+        """What was measured of this machine; copies turn out slower in some steps, and are corrected."""
+        return self._loop.preparer.machine
+
+    @machine.setter
+    def machine(self, machine: Machine) -> None:
+        self._loop.preparer.machine = machine
+
+    @property
+    def measure(self) -> bool:
+        """Whether every step is measured, and not only the first planned ones."""
+        return self._loop.measure
+
+    @measure.setter
+    def measure(self, every_step: bool) -> None:
+        self._loop.measure = every_step
+
+    @property
+    def kinds(self) -> Kinds:
+        """The kinds of steps there were, the last one last."""
+        return self._loop.kinds
+
+    @property
+    def trace(self) -> Trace | None:
+        """The last step's recording."""
+        return self._loop.last.trace if self._loop.last is not None else None
+
+    @property
+    def prepared(self) -> PreparedStep | None:
+        """The last step's plan with all that follows from it."""
+        ready: Ready | None = self._loop.last.phase.ready if self._loop.last is not None else None
+        return ready.prepared if ready is not None else None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The last step's plan, made when a recorded one comes again; on CUDA the first is a brief one (`priced`)."""
+        return self.prepared.plan if self.prepared is not None else None
+
+    @property
+    def schedule(self) -> Schedule | None:
+        return self.prepared.schedule if self.prepared is not None else None
+
+    @property
+    def predicted(self) -> Timeline | None:
+        """What the plan promised."""
+        return self.prepared.predicted if self.prepared is not None else None
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """What was measured on the last step that was measured closely."""
+        self._loop.read_measured()
+        return self._loop.last.measured if self._loop.last is not None else None
+
+    @property
+    def settled(self) -> bool:
+        """Whether the last step followed a plan that will not change any more. On a GPU the first plans are tried."""
+        self._loop.read_measured()
+        return self._loop.last is not None and isinstance(self._loop.last.phase, Settled)
