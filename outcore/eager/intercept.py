@@ -16,6 +16,7 @@ an op may still come here after the key was switched off; it is then passed on a
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -233,6 +234,7 @@ class Interception:
         self._on_first = on_first
         self._switches = switches()
         torch._C._autograd._push_saved_tensors_default_hooks(self._pack, _unpack)
+        _let_transforms_run(self._pack)
         _stays_on = compiles
         watch(ops=compiles, writes=False)
 
@@ -253,6 +255,7 @@ class Interception:
         watch(ops=False, writes=False)
         doors.leave()
         _listener = None
+        _let_transforms_run(None)
         _take_hooks_off(self._pack)
         self._listener = self._on_first = None
 
@@ -265,16 +268,69 @@ class Interception:
         return listener.pack(tensor)
 
 
-def _take_hooks_off(pack: Callable[[torch.Tensor], Any]) -> None:
-    """Pops the saved-tensor hooks that begin with `pack`, if they are set, also from below others."""
+def _take_hooks_off(pack: Callable[[torch.Tensor], Any]) -> bool:
+    """Pops the saved-tensor hooks that begin with `pack`, also from below others. Whether they were set."""
+    above, is_found = _pop_hooks_above(pack)
+    _push_hooks(above)
+    return is_found
+
+
+def _put_hooks_back(pack: Callable[[torch.Tensor], Any]) -> None:
+    """Pushes them again, below all others."""
+    above, _ = _pop_hooks_above(None)
+    _push_hooks([*above, (pack, _unpack)])
+
+
+def _pop_hooks_above(pack: Callable[[torch.Tensor], Any] | None) -> tuple[list[Any], bool]:
+    """Pops saved-tensor hooks until those that begin with `pack` are popped, too."""
     above: list[Any] = []
     while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
-        if hooks[0] == pack:
-            break
+        if pack is not None and hooks[0] == pack:
+            return above, True
         above.append(hooks)
+    return above, False
+
+
+def _push_hooks(above: list[Any]) -> None:
     for hooks in reversed(above):
         torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+# -- transforms of torch.func refuse saved-tensor hooks: ours are off while one runs, and what it saves stays ----------
+
+_autograd: Any = torch._C._autograd
+_own_disable, _own_enable = _autograd._saved_tensors_hooks_disable, _autograd._saved_tensors_hooks_enable
+_pack_in_transforms: Callable[[torch.Tensor], Any] | None = None  # of the step that is running
+_taken_off = threading.local()  # `pack`: of the hooks that a transform in this thread runs without
+
+
+def _let_transforms_run(pack: Callable[[torch.Tensor], Any] | None) -> None:
+    """While a step runs, whose hooks begin with `pack`."""
+    global _pack_in_transforms
+    _pack_in_transforms = pack
+    _autograd._saved_tensors_hooks_disable = _own_disable if pack is None else _disable_hooks
+    _autograd._saved_tensors_hooks_enable = _own_enable if pack is None else _enable_hooks
+
+
+def _disable_hooks(message: str, fail_if_non_empty: bool = True) -> None:
+    pack = _pack_in_transforms
+    is_taken_off = fail_if_non_empty and pack is not None and _take_hooks_off(pack)
+    try:
+        _own_disable(message, fail_if_non_empty)
+    except RuntimeError:  # hooks of the user's
+        if is_taken_off and pack is not None:
+            _put_hooks_back(pack)
+        raise
+    if is_taken_off:
+        _taken_off.pack = pack
+
+
+def _enable_hooks() -> None:
+    _own_enable()
+    pack, _taken_off.pack = getattr(_taken_off, "pack", None), None
+    if pack is not None and pack == _pack_in_transforms:
+        _put_hooks_back(pack)
 
 
 def _unpack(handle: Any) -> torch.Tensor:

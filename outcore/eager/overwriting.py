@@ -52,10 +52,12 @@ from outcore.memory.tensors import PLAIN, as_bytes, below_everything, is_plain, 
 class Contents:
     """What a step will read again, by where it lies."""
 
-    def __init__(self, store: Store, run: Any) -> None:
+    def __init__(self, store: Store, run: Any, on_copy: Callable[[torch.Tensor], None] = see_brought) -> None:
+        """`on_copy` is told of each copy on the device."""
         self.marks = Marks()
         self._store = store
         self._run = weakref.ref(run)  # of which handles are: it refers to this
+        self._on_copy = on_copy
         self._held: dict[int, list[weakref.ref[Held]]] = {}
         self._opened: Places = {}  # there are tensors on these storages that have version counters of their own
         self._exposed: Places = {}  # somebody may write into these without any op
@@ -173,7 +175,7 @@ class Contents:
         if kept:
             with below_everything():
                 copy = as_bytes(kept[0].tensor).clone()
-                see_brought(copy)
+                self._on_copy(copy)
                 for one in kept:
                     one.keep(View(one.tensor).of(copy))
 

@@ -122,7 +122,7 @@ class Recorder:
         self._num_packs = 0
         self._pack_values: list[int] = []
         self._cells: dict[int, weakref.ref[Cell]] = {}
-        self._contents = Contents(store, self)
+        self._contents = Contents(store, self, on_copy=partial(_see_copy, weakref.ref(self)))
         self._lock = RLock()
         self._clock = Clock(device)
         self._drops = device.type == "cuda"  # what is quickly made again: to fill and pin host memory takes seconds
@@ -269,6 +269,10 @@ class Recorder:
         """Whether its storage is one of the step's, or was there before."""
         mark = tensor.untyped_storage().__dict__.get(_MARK)
         return mark is not None and mark[0] is self._serial
+
+    def see_unmade(self, tensor: torch.Tensor) -> None:
+        """Its storage is one of the step's, though no op made it."""
+        self._storage_of(tensor)
 
     def open(self, handle: Handle | Kept) -> tuple[torch.Tensor, Claim]:
         """Unpacks for a compiled backward, which says itself what it overwrites."""
@@ -631,3 +635,10 @@ class Recorder:
             model=self.name,
             recorded_at=date.today().isoformat(),
         )
+
+
+def _see_copy(mark: weakref.ref[Recorder], copy: torch.Tensor) -> None:
+    """A copy that every step like this one makes, and no op: it is a storage of the step."""
+    recorder = mark()
+    if recorder is not None:
+        recorder.see_unmade(copy)

@@ -15,10 +15,11 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
-from outcore.errors import warn
-from outcore.fitting.phases import GivenUp, LeftPlan, New, Phase, Recorded, Shown, Timed, WasRecorded
+from outcore.errors import BudgetTooSmall, warn
+from outcore.fitting.phases import GivenUp, LeftPlan, Measured, New, Phase, Recorded, Shown, Timed, WasRecorded
 from outcore.fitting.preparing import Preparer
 from outcore.fitting.settings import FittingSettings
+from outcore.units import format_bytes
 from outcore.values import Plan, Timeline, Trace
 
 log = logging.getLogger("outcore")
@@ -41,10 +42,18 @@ class Kind:
     num_slowed: int = 0
     is_watched: bool = False
     asked_late: set[int] = field(default_factory=set)
+    beyond_bytes: int = 0  # that steps took beyond the budget, though they did what was recorded
 
     def begin(self, before_bytes: int) -> Phase:
-        """A step begins; the phase in which it runs. `before_bytes`: what is in memory then."""
-        self._go_to(self.phase.begin(self, before_bytes))
+        """A step begins; the phase in which it runs. `before_bytes`: what is in memory then. What steps took beyond
+        their plan counts as if it were there before, as long as a plan fits beside it."""
+        try:
+            self._go_to(self.phase.begin(self, before_bytes + self.beyond_bytes))
+        except BudgetTooSmall:
+            if not self.beyond_bytes:
+                raise
+            self.beyond_bytes = 0
+            self._go_to(self.phase.begin(self, before_bytes))
         return self.phase
 
     def take(self, shown: Shown) -> None:
@@ -52,11 +61,25 @@ class Kind:
         if isinstance(shown, LeftPlan):
             log.info("a step left its plan: %s", shown.because)
         was_given_up = self.is_given_up
+        if isinstance(shown, Measured):
+            self._note_beyond(shown.timeline.peak_bytes)
         self._go_to(self.phase.after(self, shown))
         if isinstance(shown, LeftPlan) and self.is_given_up and not was_given_up:
             warn(
                 f"steps called alike keep doing different work ({shown.because}); they run unplanned from here on, "
                 "everything swapped: correct, but slow"
+            )
+
+    def _note_beyond(self, peak_bytes: int) -> None:
+        """A step that followed its plan took more than the budget: it did more than the recorded one, beside the ops
+        that a plan looks at. Nobody could know, so the user is told, and later plans leave that much free."""
+        budget_bytes = self.preparer.budget.device_bytes
+        if peak_bytes > budget_bytes:
+            self.beyond_bytes += peak_bytes - budget_bytes
+            warn(
+                f"a step took {format_bytes(peak_bytes)} of a budget of {format_bytes(budget_bytes)}: it did more than "
+                f"the step that was recorded; the next ones are planned with {format_bytes(self.beyond_bytes)} left "
+                "free (do what only some steps do outside of ooc.step())"
             )
 
     def _go_to(self, phase: Phase) -> None:

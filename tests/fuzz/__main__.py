@@ -6,67 +6,15 @@
 from __future__ import annotations
 
 import argparse
-import collections
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tests.fuzz.check import COMBINATIONS, check
-from tests.fuzz.explore import as_answer, explore
-from tests.fuzz.generate import SWITCHED_OFF, generate
-from tests.fuzz.program import Program, source
+from tests.fuzz.explore import explore
+from tests.fuzz.generate import generate
+from tests.fuzz.program import source
+from tests.fuzz.runs import run_seed, run_seed_without, summary_of
 from tests.fuzz.shrink import fails_like, script, shrink
-
-
-def run_seed(seed: int) -> dict[str, Any]:
-    return _answer(generate(seed))
-
-
-def run_seed_without(seed: int) -> dict[str, Any]:
-    return _answer(generate(seed, SWITCHED_OFF))
-
-
-def _answer(program: Program) -> dict[str, Any]:
-    return as_answer(check(program)) | {"features": sorted(program.features)}
-
-
-def summary_of(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How many programs, runs and steps; what is wrong, by kind and by feature."""
-    programs, runs, wrong = collections.Counter[str](), collections.Counter[str](), collections.Counter[str]()
-    features = collections.Counter[str]()
-    steps = planned = 0
-    for answer in answers:
-        programs[answer["outcome"]] += 1
-        outcomes = {verdict["outcome"] for verdict in answer.get("verdicts", ())}
-        for verdict in answer.get("verdicts", ()):
-            runs[verdict["outcome"]] += 1
-            steps, planned = steps + verdict["num_steps"], planned + verdict["num_planned"]
-        for outcome in outcomes - {"same"}:
-            wrong[outcome] += 1
-        if outcomes - {"same", "refused"}:
-            features.update(answer.get("features", ()))
-    return {
-        "programs": dict(programs),
-        "runs": dict(runs),
-        "steps": steps,
-        "steps_planned": planned,
-        "programs_by_failure": dict(wrong),
-        "features_of_failing_programs": dict(features.most_common(30)),
-        "failing": [
-            [
-                answer["task"],
-                verdict["planner"],
-                verdict["share"],
-                verdict["outcome"],
-                verdict["step"],
-                verdict["detail"],
-            ]
-            for answer in answers
-            for verdict in answer.get("verdicts", ())
-            if verdict["outcome"] != "same"
-        ][:2000],
-    }
 
 
 def show(seed: int, *, smallest: bool, which: str | None) -> None:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.__main__ import run_seed_without, summary_of
 from tests.fuzz.check import COMBINATIONS, Report, check
 from tests.fuzz.explore import explore
 from tests.fuzz.generate import REFUSED, SWITCHED_OFF, UNJUDGED, generate
 from tests.fuzz.program import Program
+from tests.fuzz.runs import run_seed_without, summary_of
 
 NUM_PROGRAMS = 300
 NUM_TOGETHER = 15  # programs in one test
