@@ -229,10 +229,11 @@ class View:
 class Handle(View):
     """What autograd holds in place of a saved tensor: a view of a cell."""
 
-    __slots__ = ("__weakref__", "cell", "home", "pack", "run")
+    __slots__ = ("__weakref__", "cell", "home", "pack", "run", "source")
 
     def __init__(self, cell: Cell, tensor: torch.Tensor, pack: int, run: Any) -> None:
         View.__init__(self, tensor)
+        self.source = weakref.ref(tensor)
         self.cell = cell
         cell.is_saved = True
         self.home: weakref.ref[torch.UntypedStorage] | None = None  # where several storages stand for its cell: its own
@@ -243,9 +244,10 @@ class Handle(View):
 class Kept:
     """The handle of a tensor that simply stays: parameters, inputs, small ones."""
 
-    __slots__ = ("__weakref__", "pack", "run", "tensor", "version")
+    __slots__ = ("__weakref__", "pack", "run", "source", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, pack: int, run: Any) -> None:
+        self.source = weakref.ref(tensor)
         self.keep(tensor)
         self.pack = pack
         self.run = run
@@ -253,6 +255,14 @@ class Kept:
     def keep(self, tensor: torch.Tensor) -> None:
         self.tensor = alias(tensor)
         self.version = version_of(tensor)
+
+
+def is_packed_from(handle: Handle | Kept, tensor: torch.Tensor) -> bool:
+    """Was it this very tensor that autograd saved, and not another one on the same memory?"""
+    source = handle.source()
+    if source is not None:
+        source._fix_weakref()  # type: ignore[no-untyped-call]  # its Python object may have been kept by C++ alone
+    return source is tensor
 
 
 def version_of(tensor: torch.Tensor) -> int:

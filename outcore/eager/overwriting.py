@@ -37,6 +37,7 @@ from outcore.eager.cells import (
     address_of,
     cells_on,
     detached,
+    is_packed_from,
     state_of,
     storage_at,
     unmark,
@@ -127,13 +128,16 @@ class Contents:
             held = mark()
             if held is not None and held.tensor is tensor:
                 held.tensor = detached(tensor)
-        lies, own = View(tensor).key(), _saved_by(tensor.grad_fn)
+        own = _saved_by(tensor.grad_fn)
         storage = self.marks.find(address_of(tensor))
         cells = cells_on(storage) if storage is not None else []
-        handles = [handle for cell in cells if cell.is_saved for handle in _handles_of(cell, storage, None)]
-        handles = [handle for handle in handles if handle.key() == lies and id(handle) not in own]
+        for cell in cells:
+            if cell.data is tensor:
+                cell.data = detached(tensor)
+        saved = [handle for cell in cells if cell.is_saved for handle in _handles_of(cell, storage, None)]
+        handles = [handle for handle in saved if is_packed_from(handle, tensor) and id(handle) not in own]
         kept = self._kept_at(address_of(tensor)) if tensor.grad_fn is not None else []
-        kept = [one for one in kept if View(one.tensor).key() == lies and id(one) not in own]
+        kept = [one for one in kept if is_packed_from(one, tensor) and id(one) not in own]
 
         def finish() -> bool:
             for one in kept:

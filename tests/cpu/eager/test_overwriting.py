@@ -93,6 +93,19 @@ def test_a_buffer_that_reruns_read_changes(change: Callable[[Tensor], None]) -> 
     assert_same_steps(lambda: Reads(change), loss_of, num_steps=5)
 
 
+class ReadsShared(Reads):
+    def __init__(self) -> None:
+        super().__init__(self.halve)
+        self.shared = self.scale.numpy()  # made before the step, where nobody watches
+
+    def halve(self, t: Tensor) -> None:
+        self.shared *= 0.5
+
+
+def test_a_numpy_array_from_before_the_step_changes_a_buffer() -> None:
+    assert_same_steps(ReadsShared, loss_of, num_steps=5)
+
+
 @pytest.mark.parametrize("change", UNVERSIONED, ids=lambda door: door.__name__)
 def test_a_saved_activation_changes_unversioned(change: Callable[[Tensor], None]) -> None:
     assert_same_steps(lambda: Saves(change), loss_of, num_steps=5)
@@ -227,3 +240,36 @@ class Both(Reads):
 @pytest.mark.parametrize("change", UNVERSIONED, ids=lambda door: door.__name__)
 def test_what_autograd_saved_and_a_rerun_reads_changes(change: Callable[[Tensor], None]) -> None:
     assert_same_steps(lambda: Both(change), loss_of, num_steps=5)
+
+
+class OnSameMemory(Reads):
+    """A tensor gets another storage after autograd saved it, or another tensor that lies on the same memory."""
+
+    def __init__(self, *, has_graph: bool, save: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(replaced)
+        self.has_graph, self.save = has_graph, save
+        self.weight = nn.Parameter(torch.randn(64, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.sin(self.one(x))
+        with torch.set_grad_enabled(self.has_graph):
+            t = torch.cos(h) * 2
+        y = torch.tanh(self.save(t) * self.weight + h)
+        if self.step >= FIRST:
+            self.change(t)
+        return y
+
+
+SAVED: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda t: t,
+    "a view": lambda t: t.view_as(t),
+    "detached": lambda t: t.detach(),
+    "data": lambda t: t.data,
+    "itself and a view": lambda t: t * t.view_as(t),
+}
+
+
+@pytest.mark.parametrize("has_graph", [True, False], ids=["with a graph", "without one"])
+@pytest.mark.parametrize("save", SAVED.values(), ids=SAVED)
+def test_only_what_was_saved_itself_follows_its_new_storage(save: Callable[[Tensor], Tensor], has_graph: bool) -> None:
+    assert_same_steps(lambda: OnSameMemory(has_graph=has_graph, save=save), loss_of, num_steps=5)
