@@ -259,9 +259,9 @@ class Kept:
 
 def is_packed_from(handle: Handle | Kept, tensor: torch.Tensor) -> bool:
     """Was it this very tensor that autograd saved, and not another one on the same memory?"""
-    source = handle.source()
+    source: Any = handle.source()
     if source is not None:
-        source._fix_weakref()  # type: ignore[no-untyped-call]  # its Python object may have been kept by C++ alone
+        source._fix_weakref()  # its Python object may have been kept by C++ alone
     return source is tensor
 
 
