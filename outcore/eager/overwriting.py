@@ -87,6 +87,8 @@ class Contents:
             if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
                 continue
             address = address_of(tensor)
+            if not address:
+                continue  # it has no bytes
             if address in self._held:
                 needed |= self._keep_for_reruns(address)
             if address in self._handed:

@@ -216,7 +216,11 @@ def _last_write_slots(trace: Trace) -> list[int]:
 
 
 def _overwritten_after_pack(trace: Trace, packs: dict[int, list[int]]) -> set[int]:
+    """A version that no op says it made, as of running statistics, may be there at any time."""
     last_write = _last_write_slots(trace)
+    for value in trace.values:
+        if value.producer < 0 and value.version > 0:
+            last_write[value.storage] = trace.num_slots
     return {
         value for value, ticks in packs.items() if last_write[trace.values[value].storage] > trace.ticks[ticks[0]].slot
     }

@@ -273,3 +273,17 @@ SAVED: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("save", SAVED.values(), ids=SAVED)
 def test_only_what_was_saved_itself_follows_its_new_storage(save: Callable[[Tensor], Tensor], has_graph: bool) -> None:
     assert_same_steps(lambda: OnSameMemory(has_graph=has_graph, save=save), loss_of, num_steps=5)
+
+
+def normed() -> nn.Module:
+    """Its norm writes into repeated statistics that autograd saved, and no version counter moves."""
+    return nn.Sequential(nn.Linear(32, 64), nn.Unflatten(1, (64, 1)), nn.InstanceNorm1d(64, track_running_stats=True))
+
+
+def test_statistics_that_a_norm_overwrites_stay() -> None:
+    def loss(model: nn.Module, step: int) -> Tensor:
+        squares: Tensor = model[1](model[0](data(step, 64, 32))).expand(-1, -1, 8)  # type: ignore[operator, index]
+        normal: Tensor = model[2](squares * torch.arange(8.0))  # type: ignore[operator, index]
+        return normal.square().mean()
+
+    assert_same_steps(normed, loss, num_steps=4)
