@@ -158,11 +158,13 @@ class Execution:
         signature = signature_of(func)
         if signature.sets:
             self._open_source(args)
+        if silent := signature.changed_silently_by(args):
+            self.changing(silent, func, silent=True)
         self.changing(signature.changed_by(args, kwargs), func)
 
-    def changing(self, tensors: Iterable[torch.Tensor], because_of: object) -> None:
+    def changing(self, tensors: Iterable[torch.Tensor], because_of: object, *, silent: bool = False) -> None:
         """These are about to be written into."""
-        if self._contents.before_write(tensors):
+        if self._contents.before_write(tensors, silent=silent):
             self.leave_plan(f"{because_of} wrote into a tensor that was saved, or that is read again")
 
     def _open_source(self, args: Sequence[Any]) -> None:

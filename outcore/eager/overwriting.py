@@ -80,8 +80,9 @@ class Contents:
 
     # -- what can happen to a tensor ----------------------------------------------------------------------------------
 
-    def before_write(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """These are about to be written into. True: somebody needed what was there, and it was put away."""
+    def before_write(self, tensors: Iterable[torch.Tensor], *, silent: bool = False) -> bool:
+        """These are about to be written into, without moving their version counters if the write is silent. True:
+        somebody needed what was there, and it was put away."""
         needed = False
         for tensor in tensors:
             if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
@@ -95,7 +96,8 @@ class Contents:
                 self._copy_kept(address)
             storage = self.marks.find(address)
             if storage is not None:
-                needed |= self._part(storage, View(tensor), follow=storage_at(self._opened, address) is not None)
+                follow = silent or storage_at(self._opened, address) is not None
+                needed |= self._part(storage, View(tensor), follow=follow)
         return needed
 
     def open(self, storage: torch.UntypedStorage) -> None:

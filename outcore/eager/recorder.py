@@ -452,6 +452,8 @@ class Recorder:
         signature = signature_of(func)
         if signature.sets and isinstance(args[1] if len(args) > 1 else None, torch.Tensor):
             self._contents.open(args[1].untyped_storage())
+        if silent := signature.changed_silently_by(args):
+            self.changing(silent, silent=True)
         self.changing(signature.changed_by(args, kwargs))
         for at in signature.unsaid or signature.scratch(args):
             if at < len(args) and isinstance(args[at], torch.Tensor):
@@ -459,9 +461,9 @@ class Recorder:
                 self._unsaid.add(self._storages[storage].current)
                 self._add_value(storage, -1)
 
-    def changing(self, tensors: Iterable[torch.Tensor]) -> None:
+    def changing(self, tensors: Iterable[torch.Tensor], *, silent: bool = False) -> None:
         """These are about to be written into."""
-        if self._contents.before_write(tensors):
+        if self._contents.before_write(tensors, silent=silent):
             self._reset_peak()  # what this took is not the step's
 
     def opened(self, storage: torch.UntypedStorage) -> None:

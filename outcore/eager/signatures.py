@@ -29,6 +29,8 @@ _UNSAID = {
     "aten::batch_norm_gather_stats_with_counts": (3, 4),
     "aten::batch_norm_update_stats": (1, 2),
 }
+# Noise that autograd saves before it is drawn: it is written into, and its version counter does not move.
+_NOISE = {"aten::rrelu_with_noise": (1,), "aten::rrelu_with_noise_": (1,)}
 # They change how a tensor lies on its storage, not what is there.
 _SHAPES_ONLY = frozenset(
     f"aten::{name}"
@@ -178,6 +180,7 @@ class Signature:
         "is_simple",
         "name",
         "names_out",
+        "noise",
         "sets",
         "statistics",
         "tensors",
@@ -205,6 +208,7 @@ class Signature:
         self.names_out = tuple(argument.name for argument in schema.arguments if argument.is_out)
         self.statistics = schema.name in _STATISTICS and (_STATISTICS[schema.name],)
         self.unsaid = _UNSAID.get(schema.name, ())
+        self.noise = _NOISE.get(schema.name, ())
         self.sets = schema.name == "aten::set_"
         # May a call change anything that is there?
         self.writes = may_write(schema)
@@ -225,11 +229,13 @@ class Signature:
         """The tensors that a call writes into, whether its schema says so or not."""
         if self.writes_unsaid:
             return tensors_in((*args, *kwargs.values()))
-        changed = self.written_of(args, kwargs)
-        if self.unsaid or self.statistics:
-            positions = self.unsaid or self.scratch(args)
-            changed += tensors_in(args[at] for at in positions if at < len(args))
-        return changed
+        return self.written_of(args, kwargs) + self.changed_silently_by(args)
+
+    def changed_silently_by(self, args: Sequence[Any]) -> list[torch.Tensor]:
+        """The tensors that a call writes into while their version counters stay as they are, so that a backward of
+        plain PyTorch goes on with what was written: running statistics, and noise."""
+        positions = self.unsaid or self.noise or self.scratch(args)
+        return tensors_in(args[at] for at in positions if at < len(args)) if positions else []
 
     def scratch(self, args: Sequence[Any]) -> tuple[int, ...]:
         """Positions of arguments that are only written: batch normalisation's running statistics in training."""

@@ -134,10 +134,11 @@ class Families:
         """Up to the next of a few sizes, but not beyond the largest that came."""
         assert family.model is not None
         members = zip(*(member.sizes for member in family.model.members), strict=True)
-        return tuple(
+        rounded = tuple(
             size if len(set(column)) == 1 else _round_up(size, most, self._settings.size_step)
             for size, most, column in zip(sizes, family.largest, members, strict=True)
         )
+        return rounded if family.model.knows(rounded) else sizes  # dimensions that vary together may be rounded apart
 
     def _order(self, family: SizeFamily, sizes: Sizes, before_bytes: int, *, in_loop: bool) -> None:
         """Has a plan made: here, brief, where no other serves until then; else beside training."""

@@ -17,6 +17,7 @@ from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -116,12 +117,8 @@ def _copy(item: Any) -> Any:
 @contextmanager
 def everything_moves() -> Iterator[None]:
     """Samples are a few bytes long, and would be kept."""
-    before = execution.SMALL_BYTES
-    execution.SMALL_BYTES = recorder.SMALL_BYTES = 1
-    try:
+    with patch.object(execution, "SMALL_BYTES", 1), patch.object(recorder, "SMALL_BYTES", 1):
         yield
-    finally:
-        execution.SMALL_BYTES = recorder.SMALL_BYTES = before
 
 
 def check_operator(name: str, most_samples: int | None = None) -> dict[str, Any]:

@@ -287,3 +287,19 @@ def test_statistics_that_a_norm_overwrites_stay() -> None:
         return normal.square().mean()
 
     assert_same_steps(normed, loss, num_steps=4)
+
+
+class Noisy(Reads):
+    """From some step on there is an op that saves its noise before it draws it."""
+
+    def __init__(self) -> None:
+        super().__init__(through_data)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.one(x)
+        h = nn.functional.rrelu(h, training=True) if self.step >= FIRST else h
+        return torch.tanh(self.other(h))
+
+
+def test_noise_is_drawn_after_it_was_saved() -> None:
+    assert_same_steps(Noisy, loss_of, num_steps=5)

@@ -95,6 +95,12 @@ def test_a_size_that_does_other_work_leaves_the_plan_and_joins_the_family() -> N
     assert num_recorded <= 5
 
 
+def test_dimensions_that_vary_together_stay_together() -> None:
+    memory = int(0.7 * in_core_bytes(Branching, (50, 72)))
+    sizes = [(32, 32), (40, 40), (50, 72), *((length, length) for length in (45, 47, 48, 49))]
+    compare(Branching, sizes, memory, "hybrid")
+
+
 def test_two_sizes_that_alternate_have_plans_of_their_own() -> None:
     memory = int(0.6 * in_core_bytes(TiedTransformer, (8, 96)))
     *_, (_, ooc) = train(TiedTransformer, [(8, 96), (8, 48)] * 4, lambda model: outcore.limit(model, memory))
