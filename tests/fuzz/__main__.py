@@ -13,7 +13,7 @@ from tests.fuzz.check import COMBINATIONS, check
 from tests.fuzz.explore import explore
 from tests.fuzz.generate import generate
 from tests.fuzz.program import source
-from tests.fuzz.runs import run_seed, run_seed_without, summary_of
+from tests.fuzz.runs import run_seed, summary_of
 from tests.fuzz.shrink import fails_like, script, shrink
 
 
@@ -41,7 +41,6 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--jobs", type=int, default=jobs)
     parser.add_argument("--out", type=Path, default=Path("fuzz.json"))
-    parser.add_argument("--only-on", action="store_true", help="without the features that CI has switched off")
     parser.add_argument("--show", type=int, metavar="SEED")
     parser.add_argument("--shrink", type=int, metavar="SEED")
     parser.add_argument("--which", help="the kind of failure to show or to shrink: numbers, over, prediction, crash")
@@ -50,9 +49,8 @@ def main() -> None:
         smallest = arguments.shrink is not None
         show(arguments.shrink if smallest else arguments.show, smallest=smallest, which=arguments.which)
         return
-    work = run_seed_without if arguments.only_on else run_seed
     seeds = range(arguments.first, arguments.first + arguments.programs)
-    answers = explore(seeds, work, arguments.jobs, arguments.out, lambda found: summary_of(found))
+    answers = explore(seeds, run_seed, arguments.jobs, arguments.out, lambda found: summary_of(found))
     for key, value in summary_of(answers).items():
         print(key, value if key != "failing" else "", sep=": ")
         for line in value if key == "failing" else ():

@@ -1,14 +1,9 @@
-"""Seed -> Program.
-
-The same seed gives the same program whatever is switched off: a program is drawn in full, then the parts whose feature
-is switched off are taken out and the frame is put back to the plain one.
-"""
+"""Seed -> Program. The same seed gives the same program."""
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Collection
 from dataclasses import replace
 
 from tests.fuzz.catalogue import (
@@ -22,26 +17,6 @@ from tests.fuzz.catalogue import (
     Template,
 )
 from tests.fuzz.program import INSIDE, LOSSES, Frame, Part, Program
-
-# What CI does not run, each with the reason: features of programs here, kinds of failures below. Nothing may stand here
-# that is neither a documented limit nor an open fault with an issue.
-_24A = "issue 24, A: wrong numbers, under repair"
-_24B = "issue 24, B: over the budget, under repair"
-_24C = "issue 24, C: crashes, under repair"
-SWITCHED_OFF: dict[str, str] = {
-    "reductions of everything": f"{_24A} (formulas that ask for a dispatch mode)",
-    "saved tensors as gradients": _24A,
-    "changed activations": _24A,
-    "frame copied": f"{_24C} (deepcopy)",
-    "torch.func": f"{_24C} (torch.func.grad refuses saved-tensor hooks)",
-    "statistics of norms": _24A,
-    **{f"buffers through {door}": _24A for door in (*SILENT_DOORS, *COUNTED_DOORS, "inference")},
-}
-UNJUDGED: dict[str, str] = {
-    "over": _24B,
-    "prediction": _24B,
-}
-REFUSED: dict[str, str] = {}  # features that outcore may refuse to run, each with the document that says so
 
 WEIGHTS = {  # how often a part is of a feature; others 1
     "pointwise ops": 6,
@@ -171,26 +146,6 @@ class Generator:
         )
 
 
-def generate(seed: int, off: Collection[str] = ()) -> Program:
-    """The program of a seed, without the features in `off`."""
-    return without_features(Generator(seed).program(), off)
-
-
-def without_features(program: Program, off: Collection[str]) -> Program:
-    """A block whose own feature is off is replaced by what it contains."""
-    frame = program.frame
-    if f"frame {frame.name}" in off:
-        frame = replace(frame, name="plain")
-    if "accumulation" in off:
-        frame = replace(frame, accumulate=1)
-    if "changing sizes" in off:
-        frame = replace(frame, rows=frame.rows[:1])
-    parts = {part.uid for part in program.everything() if part.feature in off}
-    program = replace(program, frame=frame).without(parts)
-    if "branching steps" in off:
-        program = replace(program, parts=tuple(_always(part) for part in program.parts))
-    return program
-
-
-def _always(part: Part) -> Part:
-    return replace(part, only="", inner=tuple(_always(inner) for inner in part.inner))
+def generate(seed: int) -> Program:
+    """The program of a seed."""
+    return Generator(seed).program()

@@ -8,19 +8,11 @@ from typing import Any
 
 from tests.fuzz.check import check
 from tests.fuzz.explore import as_answer
-from tests.fuzz.generate import SWITCHED_OFF, generate
-from tests.fuzz.program import Program
+from tests.fuzz.generate import generate
 
 
 def run_seed(seed: int) -> dict[str, Any]:
-    return _answer(generate(seed))
-
-
-def run_seed_without(seed: int) -> dict[str, Any]:
-    return _answer(generate(seed, SWITCHED_OFF))
-
-
-def _answer(program: Program) -> dict[str, Any]:
+    program = generate(seed)
     return as_answer(check(program)) | {"features": sorted(program.features)}
 
 

@@ -282,8 +282,8 @@ def normed() -> nn.Module:
 
 def test_statistics_that_a_norm_overwrites_stay() -> None:
     def loss(model: nn.Module, step: int) -> Tensor:
-        squares: Tensor = model[1](model[0](data(step, 64, 32))).expand(-1, -1, 8)  # type: ignore[operator, index]
-        normal: Tensor = model[2](squares * torch.arange(8.0))  # type: ignore[operator, index]
+        squares: Tensor = model[1](model[0](data(step, 64, 32))).expand(-1, -1, 8)  # type: ignore[index]
+        normal: Tensor = model[2](squares * torch.arange(8.0))  # type: ignore[index]
         return normal.square().mean()
 
     assert_same_steps(normed, loss, num_steps=4)
