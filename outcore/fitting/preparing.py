@@ -119,7 +119,7 @@ class Preparer:
             try:
                 return self._plans(trace, size_bytes, planner, known, most=1)[0]
             except BudgetTooSmall as error:
-                too_small = error
+                too_small = error.with_traceback(None)  # which holds every frame, and with them the user's tensors
         needed_bytes = int(too_small.needed_bytes / (1 - margin)) + 1 + (self.settings.unsplit_bytes if margin else 0)
         raise BudgetTooSmall(
             needed_bytes, self.budget.device_bytes, too_small.at_op, where=str(self.memory.device)

@@ -10,12 +10,14 @@ import os
 import random
 import sys
 import threading
+import weakref
 from typing import Any
 
 import psutil
 import torch
 from torch import Tensor, nn
 
+from outcore.errors import BudgetTooSmall
 from outcore.fitting.hooks import ACTIVE
 from outcore.limit import Limited
 from tests.cpu.fitting.test_interrupts import FILES, dispatch_keys, leaves_with
@@ -88,3 +90,24 @@ def test_nothing_grows() -> None:
     assert dispatch_keys() == keys
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert gc.isenabled()
+
+
+def test_a_refused_step_lets_go_of_the_tensors_of_the_program() -> None:
+    """No reference cycle may hold them until the garbage collector comes by: on a GPU they are needed memory."""
+    model, x = Net(), torch.randn(256, 32)
+    gc.collect()
+    gc.disable()
+    try:
+        with Limited(model, 40_000) as ooc:
+            while True:
+                h = torch.tanh(x)
+                made = weakref.ref(h)
+                try:
+                    with ooc.step():
+                        model(h, 1, "a").sum().backward()
+                except BudgetTooSmall:
+                    break
+            del h
+            assert made() is None
+    finally:
+        gc.enable()
