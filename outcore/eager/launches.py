@@ -13,27 +13,22 @@ like any other: it has a recipe, and its results have cells. Three things differ
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from outcore.eager.cells import Cell
-from outcore.eager.intercept import in_backward
 from outcore.eager.replay import Held, Marks, Ref, copy_of, generator_of, refuse_changed, refuse_held, with_generator
 from outcore.eager.signatures import replay_kind
 from outcore.eager.switches import Switches, changed, switches
 from outcore.errors import ReplayError
 from outcore.memory.tensors import as_bytes
 from outcore.units import MIB
-
-if TYPE_CHECKING:
-    from outcore.eager.execution import Execution
-    from outcore.eager.recorder import Recorder
+from outcore.values import Replay
 
 MOST_COPIED_BYTES = MIB  # of inputs that a launch changes, to be able to run it again; guessed: statistics are smaller
-_ALL = range(1 << 62)
+ALL_LAUNCHES = range(1 << 62)
 Tensors = Sequence[torch.Tensor]
 
 
@@ -126,7 +121,7 @@ class LaunchRecipe:
         return list(fresh), list(overwritten)
 
 
-def replay_of(kernel: Kernel, reads: Tensors, changes: Tensors) -> str:
+def replay_of(kernel: Kernel, reads: Tensors, changes: Tensors) -> Replay:
     """`pure`, `random` or `no`: may this launch be run again?"""
     if kernel.rerun is None or sum(tensor.nbytes for tensor in changes) > MOST_COPIED_BYTES:
         return "no"
@@ -175,121 +170,3 @@ class Claim:
         if self._released is not None:
             self._released(tensor)
         return tensor
-
-
-class RecordedLaunches:
-    """A graph inside a step that is being recorded: the recorder's part for launches."""
-
-    busy: Collection[int] = _ALL
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-
-    def before(self, kernel: Kernel, reads: Tensors, changes: Tensors, numbers: Sequence[Any]) -> Any:
-        recorder = self._recorder
-        recorder._slot += 1
-        values = tuple(recorder._value_of(tensor) for tensor in reads)
-        forward = not in_backward()
-        replay = replay_of(kernel, reads, changes) if forward else "no"
-        if changed(recorder.switches, switches(few=kernel.is_generated)):
-            replay = "no"
-        recipe = None
-        if replay != "no":
-            recipe = recipe_of(kernel, reads, changes, numbers, recorder._cell_of, is_random=replay == "random")
-            recorder._read_by_recipes.update(values)
-        recorder.changing((*changes, *(reads[place] for place in kernel.overwrites)))
-        noted = {"name": kernel.name, "phase": "forward" if forward else "backward", "reads": values, "replay": replay}
-        return (
-            kernel.is_generated,
-            noted,
-            recipe,
-            recorder._live_bytes,
-            recorder._unseen_bytes(),
-            recorder._clock.start(),
-        )
-
-    def after(self, mark: Any, fresh: Tensors, overwritten: Tensors) -> None:
-        (is_generated, noted, recipe, live_before, unseen_bytes, started), recorder = mark, self._recorder
-        recorder._clock.stop(started)
-        unknown = [tensor for tensor in fresh if not recorder.knows(tensor)]
-        if len(unknown) < len(fresh):  # an operator returned what it was given
-            fresh, recipe, noted["replay"] = unknown, None, "no"
-        made_bytes = sum(recorder._count(tensor) for tensor in fresh)
-        workspace_bytes = recorder._workspace(max(live_before, recorder._live_bytes) + made_bytes)
-        if is_generated:  # it allocates nothing itself; its first launch also tries out configurations
-            workspace_bytes = 0
-        index = len(recorder._ops)
-        storages = [recorder._add_storage(tensor, external=False, producer=index) for tensor in fresh]
-        writes = [recorder._storages[storage].current for storage in storages]
-        writes += [recorder._add_value(recorder._storage_of(tensor), index) for tensor in overwritten]
-        recorder._live_at_reset = recorder._live_bytes
-        if recipe is not None:
-            recipe.made = recorder._own(recipe, writes, fresh)
-            recipe.overwrote = recorder._own(recipe, writes[len(fresh) :], overwritten)
-        noted |= {
-            "slot": recorder._slot,
-            "writes": tuple(writes),
-            "workspace_bytes": max(unseen_bytes, workspace_bytes),
-            "module": recorder._modules.current,
-            "repeats": -1,
-        }
-        recorder._ops.append(noted)
-
-
-class PlannedLaunches:
-    """A graph inside a step that follows a plan: the execution's part for launches."""
-
-    def __init__(self, execution: Execution, kernels: Sequence[Kernel]) -> None:
-        self._execution = execution
-        self._first = first = execution._num_ops
-        program = execution.program
-        if execution.on_plan and first < len(program.names):
-            execution._num_ops = first + len(kernels)
-            expected = program.names[first : execution._num_ops]
-            if [kernel.name for kernel in kernels[: len(expected)]] != expected:
-                execution.leave_plan(f"op {first} begins another compiled graph than recorded")
-        self.busy: Collection[int] = _ALL
-        if execution.clock is None and execution.meter is None:
-            asked = (*program.captured, *program.moves) if execution.on_plan else ()
-            here = {index - first for index in asked if first <= index < first + len(kernels)}
-            self.busy = {*here, *(kernel.number for kernel in kernels if kernel.overwrites)} if here else ()
-
-    def before(self, kernel: Kernel, reads: Tensors, changes: Tensors, numbers: Sequence[Any]) -> Any:
-        execution, index = self._execution, self._first + kernel.number
-        program, recipe, started = execution.program, None, None
-        if execution.clock is not None:
-            execution.timed.append(kernel.name)
-            started = execution.clock.start()
-        if execution.on_plan and index <= program.last_watched:
-            if index in program.moves:
-                execution._move(program.moves[index])
-            if index in program.captured:
-                op = program.captured[index]
-                find = partial(execution._source, iter(op.reads))
-                recipe = recipe_of(kernel, reads, changes, numbers, find, is_random=op.replay == "random")
-                if changed(execution.switches, recipe.switches):
-                    execution.leave_plan(
-                        f"op {index} ({kernel.name}) runs under other switches than the step began with"
-                    )
-        execution.changing((*changes, *(reads[place] for place in kernel.overwrites)), kernel.name)
-        return started, index, recipe
-
-    def after(self, mark: Any, fresh: Tensors, overwritten: Tensors) -> None:
-        (started, index, recipe), execution = mark, self._execution
-        if started is not None and execution.clock is not None:
-            execution.clock.stop(started)
-        if recipe is not None and execution.on_plan:
-            self._name(index, recipe, fresh, overwritten)
-        if execution.meter is not None:
-            for tensor in fresh:
-                execution.meter.see(tensor)
-
-    def _name(self, index: int, recipe: LaunchRecipe, fresh: Tensors, overwritten: Tensors) -> None:
-        execution, made = self._execution, (*fresh, *overwritten)
-        writes = execution.program.captured[index].writes
-        if len(made) != len(writes):
-            execution.leave_plan(f"op {index} ({recipe.func}) made {len(made)} values, not {len(writes)}")
-            return
-        marks = [execution.name_output(value, tensor, recipe) for value, tensor in zip(writes, made)]
-        recipe.made, recipe.overwrote = marks[: len(fresh)], marks[len(fresh) :]
-        execution._recipes[index] = weakref.ref(recipe)

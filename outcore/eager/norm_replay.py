@@ -34,7 +34,7 @@ class NormReplay:
         fresh: Sequence[torch.Tensor],
         *,
         piece_bytes: int,
-        room_bytes: float,
+        free_bytes: float,
         proofs: Proofs,
         on_refused: Callable[[], None],
     ) -> None:
@@ -47,7 +47,7 @@ class NormReplay:
         try:
             with below_everything():
                 self._note(self._compare(args, fresh))
-                self._note(self._proof(args, fresh, room_bytes, proofs))
+                self._note(self._proof(args, fresh, free_bytes, proofs))
         except torch.OutOfMemoryError:
             self._is_exact = False
             on_refused()
@@ -65,14 +65,14 @@ class NormReplay:
             self._fused_differ.append(found[1])
 
     def _proof(
-        self, args: Sequence[Any], fresh: Sequence[torch.Tensor], room_bytes: float, proofs: Proofs
+        self, args: Sequence[Any], fresh: Sequence[torch.Tensor], free_bytes: float, proofs: Proofs
     ) -> Differences | None:
         """The op itself once more, with drawn weights. Nothing where its result has no room beside the first one."""
         given = [None if weight is None else (weight.dtype, weight.shape) for weight in args[1:3]]
         key = (self._func, args[0].shape, args[0].stride(), args[0].dtype, *given)
         if key not in proofs and self._is_exact:
             piece_bytes = max(self._piece_bytes, fresh[0].nbytes // max(1, fresh[0].shape[0]))  # no less than a row
-            if fresh[0].nbytes + 4 * piece_bytes > room_bytes:
+            if fresh[0].nbytes + 4 * piece_bytes > free_bytes:
                 return None
             drawn = _with_drawn_weights(self._func, args, fresh[1], fresh[2])
             found = self._compare(drawn, self._func(*drawn))
@@ -116,10 +116,11 @@ class NormReplay:
         self._can_fuse = together is not None
         return together
 
-    def verdict(self) -> dict[str, Any]:
+    def seconds(self) -> float | None:
+        """How long the norm replay takes; None: it does not give the same bits."""
         if not self._is_exact or any(bool(found) for found in self._differ):
-            return {}
-        return {"norm_replay": True, "norm_replay_s": self._seconds(self._clock)}
+            return None
+        return self._seconds(self._clock)
 
     def fused_s(self) -> float:
         """How long both together take; infinite: not to be done together."""

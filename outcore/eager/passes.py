@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,6 +21,15 @@ from outcore.eager.signatures import CAST, PRODUCT, RECTIFIERS
 from outcore.values import Value
 
 Pass = tuple[tuple[int, ...], float]  # the ops before its last one, and how long all of them take
+
+
+class ReadsAndWrites(Protocol):
+    """An op, as far as passes are concerned."""
+
+    @property
+    def reads(self) -> tuple[int, ...]: ...
+    @property
+    def writes(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,7 @@ class Passes:
 
     def find(
         self,
-        ops: Sequence[Mapping[str, Any]],
+        ops: Sequence[ReadsAndWrites],
         values: Sequence[Value],
         saved: set[int],
         seconds: Sequence[float],
@@ -61,15 +70,15 @@ class Passes:
         """By the last op of each. A pass takes as long as the one of its ops that moves as many bytes."""
         readers: dict[int, list[int]] = {}
         for index, op in enumerate(ops):
-            for value in op["reads"]:
+            for value in op.reads:
                 readers.setdefault(value, []).append(index)
 
         def maker_of(reader: int, position: int = 0) -> int:
             """The op that made what a part reads, for it alone, or for casts alone; -1: there is none."""
-            value, view = ops[reader]["reads"][position], self._parts[reader].given[position]
+            value, view = ops[reader].reads[position], self._parts[reader].given[position]
             maker = values[value].producer
             made = self._parts[maker].made if maker in self._parts else None
-            if made is None or view is None or value in saved or ops[maker]["writes"][0] != value:
+            if made is None or view is None or value in saved or ops[maker].writes[0] != value:
                 return -1
             alone = len(readers[value]) == 1 or all(self._is("cast", other) for other in readers[value])
             return maker if alone and view.dtype is made.dtype and view.lies_like(made) else -1
@@ -126,5 +135,5 @@ def _kind_of(recipe: Recipe, args: Sequence[Any]) -> str:
 
 
 def _pays(norm_replay: NormReplay, rectifying_s: float) -> bool:
-    verdict = norm_replay.verdict()
-    return bool(verdict) and norm_replay.fused_s() < verdict["norm_replay_s"] + rectifying_s
+    alone_s = norm_replay.seconds()
+    return alone_s is not None and norm_replay.fused_s() < alone_s + rectifying_s

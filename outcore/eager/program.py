@@ -61,8 +61,6 @@ class Program:
         pools_gradients: bool = False,
         exact_shapes: bool = True,
     ) -> None:
-        self.fingerprint = trace.fingerprint
-        self.schedule = schedule
         self.ticks = [
             PlannedTick(number, tick, schedule.decisions.get(tick.value, "")) for number, tick in enumerate(trace.ticks)
         ]
@@ -81,6 +79,7 @@ class Program:
         }
         self.merged_ops = {index: op.repeats for index, op in enumerate(trace.ops) if op.is_merged}
         self.repeated = {index: trace.ops[index].writes[0] for index in self.merged_ops.values()}
+        self.looked_at = {*self.captured, *self.merged_ops, *self.repeated}
         self.outside = {v for op in self.captured.values() for v in op.writes if _is_outside(trace, v)}
         self.pools_gradients = pools_gradients
         self.placeholders = placeholders
@@ -105,9 +104,6 @@ class Program:
             # To drop a value there is nothing to do: its pack does not hold it.
             tick.is_busy = tick.moves is not None or any(action.kind != "drop" for action in tick.actions)
         self.pack_values = [tick.value for tick in self.ticks if tick.is_pack]
-        self.swapped_bytes = sum(
-            trace.bytes_of(value) for value, decision in schedule.decisions.items() if decision == "swap"
-        )
 
     @classmethod
     def empty(cls) -> Program:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from outcore.values import Replay
+
 if TYPE_CHECKING:
     OpOverload = torch._ops.OpOverload[..., Any]
 else:
@@ -265,7 +267,7 @@ def signature_of(func: OpOverload) -> Signature:
     return known
 
 
-def replay_kind(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+def replay_kind(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Replay:
     """`pure`, `random` or `no`: may this call be run again?"""
     if not _known(func) or kwargs.get("generator") is not None:
         return "no"

@@ -44,7 +44,6 @@ class Owner(Protocol):
 
     model: torch.nn.Module
     memory: DeviceMemory
-    store: Store
     preparer: Preparer
     kinds: Kinds
     families: Families
@@ -55,6 +54,8 @@ class Owner(Protocol):
     has_graphs: bool | None  # whether steps call compiled graphs; None: not known yet
     counts: Counter[str]
 
+    @property
+    def store(self) -> Store: ...
     def read_later(self, read: Callable[[], None]) -> None: ...
 
 
@@ -165,10 +166,9 @@ class RunningStep:
             owner.model,
             self._call.inputs,
             owner.store,
-            owner.memory.device,
+            owner.memory,
             before_bytes,
             owner.preparer.budget.device_bytes,
-            on_refused=owner.memory.refusals.excuse,
             reruns=owner.preparer.planner not in AS_IT_IS,
         )
         self._listen(recorder, ops=True)
@@ -218,17 +218,17 @@ class RunningStep:
         if isinstance(listener, Recorder):
             self.owner.counts["recorded"] += 1
             trace = listener.finish()
-            kinds.was_recorded(kind, self._call.scalars, trace, listener.asked_late)
+            kinds.was_recorded(kind, self._call.scalars, trace, listener.saves.asked_late)
             self.owner.families.note_recorded(self._call.structure, self._call.sizes, trace)
             self.owner.last = kind
             self.owner.memory.after_recording()
         elif isinstance(listener, Execution):
-            way = "unplanned" if kind.is_given_up else "planned" if listener.on_plan else "left"
+            way = "unplanned" if kind.is_given_up else "planned" if listener.plan.on_plan else "left"
             self.owner.counts[way] += 1
-            if not listener.on_plan and isinstance(kind.phase, Shared):
-                self.owner.families.left(self._call.structure, self._call.sizes, listener.left_plan_because)
-            elif not listener.on_plan and not kind.is_given_up:
-                kinds.left(kind, self._call.scalars, listener.left_plan_because)
+            if not listener.plan.on_plan and isinstance(kind.phase, Shared):
+                self.owner.families.left(self._call.structure, self._call.sizes, listener.plan.left_because)
+            elif not listener.plan.on_plan and not kind.is_given_up:
+                kinds.left(kind, self._call.scalars, listener.plan.left_because)
             else:
                 self._was_followed(kind, listener)
 
@@ -239,9 +239,9 @@ class RunningStep:
         ready = kind.phase.ready
         if ready is None:
             return
-        kind.is_watched = kind.is_watched or (ready.sums_in_place and execution.is_watched)
-        if execution.clock is not None:
-            kind.take(TimedOps(execution.timed, execution.clock.seconds()))
+        kind.is_watched = kind.is_watched or (ready.sums_in_place and bool(execution.is_watched))
+        if execution.times is not None:
+            kind.take(TimedOps(execution.times.names, execution.times.seconds()))
         elif self._watch is not None:
             self.owner.read_later(self._reader(kind, ready.prepared.predicted, execution, self._watch))
 
@@ -252,7 +252,7 @@ class RunningStep:
         num_restarts = self.owner.memory.num_restarts() - watch.num_restarts
 
         def read() -> None:
-            stall_s, recompute_s = execution.measured_s()
+            stall_s, recompute_s = execution.actions.measured_s()
             kind.measured = replace(
                 predicted,
                 measured=True,
@@ -277,7 +277,7 @@ class RunningStep:
         kind, preparer = self._kind, self.owner.preparer
         if kind is None or kind.trace is None:
             memory = format_bytes(preparer.budget.device_bytes)
-            stuck_bytes = self.listener.stuck_bytes if isinstance(self.listener, Recorder) else 0
+            stuck_bytes = self.listener.saves.stuck_bytes if isinstance(self.listener, Recorder) else 0
             otherwise = ", or use planner='hybrid', which makes values again" if preparer.planner in AS_IT_IS else ""
             error.add_note(
                 f"outcore: {format_bytes(stuck_bytes)} of what this first step saves found no room beside the device; "

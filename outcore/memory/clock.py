@@ -103,3 +103,21 @@ def _empty_pair_s(device: torch.device) -> float:
     ]
     stream.synchronize()
     return float(statistics.median(start.elapsed_time(end) / 1e3 for start, end in pairs))
+
+
+class OpTimes:
+    """Seconds of each op of a step, beside the names of the ops."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.names: list[str] = []
+        self._clock = clock
+
+    def start(self, name: str) -> Any:
+        self.names.append(name)
+        return self._clock.start()
+
+    def stop(self, started: Any) -> None:
+        self._clock.stop(started)
+
+    def seconds(self) -> list[float]:
+        return self._clock.seconds()

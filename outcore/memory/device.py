@@ -20,7 +20,8 @@ from outcore.memory import cuda_allocator
 from outcore.memory.cuda_allocator import HostPacing, Refusals
 from outcore.memory.gradient_pool import GradientPool
 from outcore.memory.meter import LiveBytes, Optimizers, resident_bytes, storages_there
-from outcore.planning.allocator.model import Places
+from outcore.memory.workspace import AllocatorWorkspaces, NoWorkspaces, WorkspaceMeter
+from outcore.planning.allocator.model import ROUND_BYTES, Places
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,20 @@ class DeviceMemory(Protocol):
     device: torch.device
     has_caching_allocator: bool  # it reserves more than it hands out: plans must leave headroom, found by trying
     counts_op_by_op: bool  # the peak is known only where Python sees every op, also those of the backward
+    is_slow_to_pin: bool  # fresh host memory is pinned before a copy: a recorded step drops what is quickly made again
     refusals: Refusals  # a context manager around a step
+
+    def block_bytes(self, num_bytes: int) -> int:
+        """What the allocator counts for a storage of that many bytes."""
+        ...
+
+    def allocated_bytes(self) -> int:
+        """What the allocator has handed out; 0 where there is none to ask."""
+        ...
+
+    def workspaces(self, before_bytes: int) -> WorkspaceMeter:
+        """Reads what each op of a step allocates beyond its storages. `before_bytes`: allocated when the step began."""
+        ...
 
     def before_step_bytes(self, inputs: Sequence[torch.Tensor]) -> int:
         """What is allocated when a step begins: parameters, gradients, optimizer state, inputs."""
@@ -105,6 +119,7 @@ def memory_of(model: torch.nn.Module, device: torch.device, budget_bytes: int) -
 
 class CudaMemory:
     has_caching_allocator, counts_op_by_op = True, False
+    is_slow_to_pin = True
 
     def __init__(self, model: torch.nn.Module, device: torch.device, budget_bytes: int) -> None:
         self.device = device
@@ -113,8 +128,17 @@ class CudaMemory:
         self._pacing = HostPacing(device)
         cuda_allocator.make_ready(device)
 
-    def before_step_bytes(self, inputs: Sequence[torch.Tensor]) -> int:
+    def block_bytes(self, num_bytes: int) -> int:
+        return -(-num_bytes // ROUND_BYTES) * ROUND_BYTES
+
+    def allocated_bytes(self) -> int:
         return cuda_allocator.allocated_bytes(self.device)
+
+    def workspaces(self, before_bytes: int) -> WorkspaceMeter:
+        return AllocatorWorkspaces(self.device, before_bytes)
+
+    def before_step_bytes(self, inputs: Sequence[torch.Tensor]) -> int:
+        return self.allocated_bytes()
 
     def watch_peak(self, before_bytes: int, inputs: Sequence[torch.Tensor], *, has_unseen: bool) -> PeakWatch:
         return _AllocatorPeak(self.device)
@@ -170,13 +194,22 @@ class _AllocatorPeak:
 
 class CpuMemory:
     has_caching_allocator, counts_op_by_op = False, True
-    host_waits = False
+    host_waits = is_slow_to_pin = False
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self.device = device
         self.refusals = Refusals(device)
         self.optimizers = Optimizers(model)
         self._model = model
+
+    def block_bytes(self, num_bytes: int) -> int:
+        return num_bytes
+
+    def allocated_bytes(self) -> int:
+        return 0
+
+    def workspaces(self, before_bytes: int) -> WorkspaceMeter:
+        return NoWorkspaces()
 
     def before_step_bytes(self, inputs: Sequence[torch.Tensor]) -> int:
         resident = resident_bytes(self._model, self.optimizers, self.device)

@@ -76,10 +76,10 @@ class LiveBytes:
         _RUNNING.clear()
 
 
-def see_brought(tensor: torch.Tensor) -> None:
+def see_brought(tensor: torch.Tensor | None) -> None:
     """Tells the meter of the running step, if it has one, of what was brought back, whichever step saved it."""
     for mark in _RUNNING:
-        if (meter := mark()) is not None:
+        if tensor is not None and (meter := mark()) is not None:
             meter.see(tensor)
 
 

@@ -5,7 +5,7 @@ from outcore.values.plan import MADE_AGAIN, Budget, Decision, Plan
 from outcore.values.prepared import PreparedStep
 from outcore.values.schedule import Action, Schedule
 from outcore.values.timeline import Span, Timeline
-from outcore.values.trace import Op, Storage, Tick, Trace, Value
+from outcore.values.trace import Op, Replay, Storage, Tick, Trace, Value
 
 __all__ = [
     "MADE_AGAIN",
@@ -16,6 +16,7 @@ __all__ = [
     "Op",
     "Plan",
     "PreparedStep",
+    "Replay",
     "Schedule",
     "Span",
     "Storage",

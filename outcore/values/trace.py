@@ -18,6 +18,8 @@ from typing import ClassVar, Literal
 
 from outcore.values.codec import Saved
 
+Replay = Literal["no", "pure", "random"]  # may an op be run again: never, as it is, with its generator's state
+
 
 @dataclass(frozen=True)
 class Op:
@@ -32,7 +34,7 @@ class Op:
     reads: tuple[int, ...]  # values; a value the op overwrites is among them
     writes: tuple[int, ...]  # values it makes: fresh storages, and next versions of what it overwrote
     workspace_bytes: int = 0  # allocated at the op's peak beyond every storage that lives during its slot
-    replay: Literal["no", "pure", "random"] = "no"  # may be run again: never, as it is, with its generator state
+    replay: Replay = "no"
     module: str = ""  # "layer1.0.conv2"
     norm_replay: bool = (
         False  # a norm applied again from its saved statistics has the same bits: checked while recording

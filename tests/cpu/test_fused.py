@@ -11,10 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from outcore.eager import execution as execute
+from outcore.eager import captures, norm_replay, passes, recorded_ops, replay
 from outcore.eager import fused_replay as fused
-from outcore.eager import norm_replay, passes, replay
-from outcore.eager import recorder as record
 from outcore.eager.norm_replay import NormReplay
 from outcore.eager.replay import Saved
 from outcore.eager.signatures import signature_of
@@ -122,7 +120,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     monkeypatch.setattr(
         NormReplay, "_seconds", lambda one, clock: 1.0 if clock is one._clock else 1.0 + kernels.longer_s
     )
-    monkeypatch.setattr(record, "has_norm_replay", lambda func, args: bool(signature_of(func).scratch(args)))
+    monkeypatch.setattr(recorded_ops, "has_norm_replay", lambda func, args: bool(signature_of(func).scratch(args)))
     for room in (norm_replay, replay):
         monkeypatch.setattr(room, "normalise_again", kernels.normalise_again)
     return kernels
@@ -232,7 +230,7 @@ def test_statistics_go_with_the_backward_that_used_them(kernels: Kernels, monkey
             super().__init__(tensor)
             found.append(self)
 
-    monkeypatch.setattr(execute, "Saved", Seen)
+    monkeypatch.setattr(captures, "Saved", Seen)
     model = Branches()
     with recomputed(model) as ooc:
         for _ in range(4):

@@ -14,10 +14,10 @@ from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
-from outcore.eager.recorder import Recorder
 from outcore.eager.remaking import checksum, has_same_bytes
 from outcore.errors import ReplayError
 from outcore.limit import limit
+from outcore.memory.device import CpuMemory
 from outcore.memory.store import Store
 from tests.cpu.test_silent_faults import assert_same, data, gradients
 
@@ -27,7 +27,7 @@ PLANNERS = ["recompute-all", "swap-all", "keep-all"]
 @pytest.fixture
 def drops(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: while a step is recorded, what is quickly made again is not swapped."""
-    monkeypatch.setattr(Recorder, "_drops", property(lambda self: True, lambda self, given: None), raising=False)
+    monkeypatch.setattr(CpuMemory, "is_slow_to_pin", True)
 
 
 def state_after(model: nn.Module) -> list[Tensor]:

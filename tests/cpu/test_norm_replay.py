@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from outcore.eager import fused_replay as fused
-from outcore.eager import norm_replay, replay
-from outcore.eager import recorder as record
+from outcore.eager import norm_replay, recorded_ops, replay
 from outcore.eager.norm_replay import NormReplay, Proofs
 from outcore.eager.signatures import signature_of
 from tests.cpu.blocks import Block
@@ -22,7 +21,7 @@ __all__ = ["kernels"]  # the fixture
 
 
 def norm_replay_of(
-    *, pieces: int = 1, room_bytes: float = math.inf, proofs: Proofs | None = None, num_made: int = 3
+    *, pieces: int = 1, free_bytes: float = math.inf, proofs: Proofs | None = None, num_made: int = 3
 ) -> tuple[NormReplay, list[bool]]:
     source = torch.randn(4, 6, 8, 8)
     refused: list[bool] = []
@@ -32,7 +31,7 @@ def norm_replay_of(
         args,
         torch.native_batch_norm(*args)[:num_made],
         piece_bytes=source.nbytes // pieces,
-        room_bytes=room_bytes,
+        free_bytes=free_bytes,
         proofs={} if proofs is None else proofs,
         on_refused=lambda: refused.append(True),
     )
@@ -49,7 +48,7 @@ def test_a_piece_that_cannot_be_compared_is_not_fused(kernels: Kernels, monkeypa
 
     monkeypatch.setattr(norm_replay, "normalise_again", normalise_again)
     found, refused = norm_replay_of(pieces=4)
-    assert found.verdict() == {"norm_replay": True, "norm_replay_s": 1.0}
+    assert found.seconds() == 1.0
     assert found.fused_s() == math.inf
     assert refused == [True]
     assert norm_replay_of()[0].fused_s() == 1.0
@@ -57,7 +56,7 @@ def test_a_piece_that_cannot_be_compared_is_not_fused(kernels: Kernels, monkeypa
 
 def test_a_norm_that_saves_no_statistics_has_no_norm_replay(kernels: Kernels) -> None:
     found, refused = norm_replay_of(num_made=2)
-    assert found.verdict() == {}
+    assert found.seconds() is None
     assert found.fused_s() == math.inf
     assert not refused
 
@@ -65,16 +64,16 @@ def test_a_norm_that_saves_no_statistics_has_no_norm_replay(kernels: Kernels) ->
 def test_weights_are_drawn_once_and_only_where_there_is_room(kernels: Kernels) -> None:
     num_bytes = 4 * 6 * 8 * 8 * 4
     proofs: Proofs = {}
-    for room_bytes in (num_bytes, 5 * num_bytes - 1):
-        found, _ = norm_replay_of(room_bytes=room_bytes, proofs=proofs)
-        assert found.verdict() == {}
+    for free_bytes in (num_bytes, 5 * num_bytes - 1):
+        found, _ = norm_replay_of(free_bytes=free_bytes, proofs=proofs)
+        assert found.seconds() is None
         assert found.fused_s() == math.inf
     assert not proofs
-    assert norm_replay_of(room_bytes=5 * num_bytes, proofs=proofs)[0].verdict()
+    assert norm_replay_of(free_bytes=5 * num_bytes, proofs=proofs)[0].seconds() is not None
     assert len(proofs) == 1
-    assert norm_replay_of(room_bytes=0, proofs=proofs)[0].verdict()  # known by now
-    for room_bytes, fits in ((2 * num_bytes - 1, False), (2 * num_bytes, True)):  # four rows: no piece is smaller
-        assert bool(norm_replay_of(pieces=64, room_bytes=room_bytes)[0].verdict()) == fits
+    assert norm_replay_of(free_bytes=0, proofs=proofs)[0].seconds() is not None  # known by now
+    for free_bytes, fits in ((2 * num_bytes - 1, False), (2 * num_bytes, True)):  # four rows: no piece is smaller
+        assert (norm_replay_of(pieces=64, free_bytes=free_bytes)[0].seconds() is not None) == fits
 
 
 def test_what_may_be_another_kernel_is_proven_by_itself(kernels: Kernels) -> None:
@@ -95,7 +94,7 @@ def test_what_may_be_another_kernel_is_proven_by_itself(kernels: Kernels) -> Non
     for _ in range(2):
         for func, given, weight, bias in calls:
             args = (given, weight, bias, torch.zeros_like(weight), torch.ones_like(weight), True, 0.1, 1e-5)
-            room = {"piece_bytes": given.nbytes, "room_bytes": math.inf, "proofs": proofs, "on_refused": lambda: None}
+            room = {"piece_bytes": given.nbytes, "free_bytes": math.inf, "proofs": proofs, "on_refused": lambda: None}
             NormReplay(func, args, func(*args), **cast("Any", room))
     assert len(proofs) == len(calls)
 
@@ -107,7 +106,7 @@ def test_all_norms_of_a_step_share_what_was_proven(kernels: Kernels, monkeypatch
         given.append(more["proofs"])
         return NormReplay(*args, **more)
 
-    monkeypatch.setattr(record, "NormReplay", make)
+    monkeypatch.setattr(recorded_ops, "NormReplay", make)
     compare(Block)
     assert len(given) > 1
     assert all(proofs is given[0] for proofs in given)
@@ -125,14 +124,14 @@ def test_a_proof_that_could_not_be_fused_fuses_nobody(kernels: Kernels, monkeypa
     proofs: Proofs = {}
     for _ in range(2):
         found, _ = norm_replay_of(proofs=proofs)
-        assert found.verdict()
+        assert found.seconds() is not None
         assert found.fused_s() == math.inf
 
 
 def test_what_cannot_be_normalised_again_has_no_norm_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norm_replay, "normalise_again", lambda *args, **more: None)
     found, refused = norm_replay_of()
-    assert found.verdict() == {}
+    assert found.seconds() is None
     assert not refused
 
 
@@ -205,11 +204,11 @@ def test_rounding_to_half_precision_hides_no_other_order(
             args,
             op(*args),
             piece_bytes=source.nbytes // 2,
-            room_bytes=math.inf,
+            free_bytes=math.inf,
             proofs={},
             on_refused=lambda: None,
         )
-        assert bool(found.verdict()) == (order == 0)
+        assert (found.seconds() is not None) == (order == 0)
 
 
 def test_statistics_that_a_pass_starts_from_are_kept_however_wide(kernels: Kernels) -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from outcore.eager import execution as execute
+from outcore.eager import held_places
 from outcore.eager.execution import Execution
+from outcore.eager.held_places import HeldPlaces
 from outcore.eager.program import Moves
 from outcore.errors import BudgetTooSmall
 from outcore.fitting import preparing
@@ -211,36 +212,30 @@ def test_every_place_is_taken_and_given_back_at_its_gate(pretend: Pretend, monke
         return AllocatorHints(tuple(chosen))
 
     monkeypatch.setattr(Headroom, "arrange", arrange)
-    told: list[list[tuple[str, int]]] = []
-    really, close = Execution._move, Execution.close
+    told: dict[HeldPlaces, list[tuple[str, int]]] = {}  # by step, in order
+    really = HeldPlaces.move
 
-    def move(self: Execution, moves: Moves) -> None:
+    def move(self: HeldPlaces, moves: Moves) -> None:
         given, taken = moves
-        if not hasattr(self, "_told"):
-            self._told = list[tuple[str, int]]()  # type: ignore[attr-defined]
-        assert all(self._places[at].nbytes() == self.program.placeholders[at].num_bytes for at in given)
+        assert all(self.blocks[at].nbytes() == self.placeholders[at].num_bytes for at in given)
         really(self, moves)
-        assert set(taken) <= set(self._places)
-        assert not set(given) & set(self._places)
-        self._told += [("give", at) for at in given] + [("take", at) for at in taken]  # type: ignore[attr-defined]
+        assert set(taken) <= set(self.blocks)
+        assert not set(given) & set(self.blocks)
+        if self.placeholders:
+            told.setdefault(self, []).extend([*(("give", at) for at in given), *(("take", at) for at in taken)])
 
-    def closed(self: Execution) -> None:
-        if self.program.placeholders:
-            told.append(self._told)  # type: ignore[attr-defined]
-        close(self)
-
-    monkeypatch.setattr(Execution, "_move", move)
-    monkeypatch.setattr(Execution, "close", closed)
+    monkeypatch.setattr(HeldPlaces, "move", move)
     expected = train(*build("autocast"), num_steps=6)
     model, loss_of, ooc = tight("autocast", pretend)
     expected.assert_same(train(model, loss_of, ooc, num_steps=6))
     ooc.close()
     assert len(told) >= 4
+    last = list(told.values())[-1]
     for number in range(len(chosen)):
-        gives = [told[-1].index(("give", number)) for number in range(number + 1)]
+        gives = [last.index(("give", number)) for number in range(number + 1)]
         assert gives == sorted(gives)
-        assert told[-1].index(("take", number)) < gives[-1]
-    assert len(told[-1]) == 2 * len(chosen)
+        assert last.index(("take", number)) < gives[-1]
+    assert len(last) == 2 * len(chosen)
 
 
 @pytest.mark.parametrize("at", [0, 5], ids=["first", "later"])
@@ -252,13 +247,13 @@ def test_a_place_that_is_refused_is_excused_and_none_is_asked_for_again(
     model, loss_of, ooc = tight("autocast", pretend)
     excused, asked, refused = list[int](), list[int](), list[dict[int, Any]]()
     monkeypatch.setattr(gpu_of(ooc).refusals, "excuse", lambda: excused.append(1))
-    really = Execution._move
+    really = HeldPlaces.move
 
-    def move(self: Execution, moves: Moves) -> None:
-        had_places = self._keeps_places
+    def move(self: HeldPlaces, moves: Moves) -> None:
+        was_refused = self.is_refused
         really(self, moves)
-        if had_places and not self._keeps_places:
-            refused.append(dict(self._places))
+        if self.is_refused and not was_refused:
+            refused.append(dict(self.blocks))
 
     class Storage(torch.UntypedStorage):
         def __new__(cls, num_bytes: int, **given: Any) -> Any:
@@ -267,9 +262,9 @@ def test_a_place_that_is_refused_is_excused_and_none_is_asked_for_again(
                 raise torch.OutOfMemoryError("refused")
             return torch.UntypedStorage(num_bytes, **given)
 
-    monkeypatch.setattr(Execution, "_move", move)
+    monkeypatch.setattr(HeldPlaces, "move", move)
     pretended = SimpleNamespace(**{**vars(torch), "UntypedStorage": Storage})
-    monkeypatch.setattr(execute, "torch", pretended)
+    monkeypatch.setattr(held_places, "torch", pretended)
     expected.assert_same(train(model, loss_of, ooc, num_steps=5))
     ooc.close()
     assert refused
@@ -286,7 +281,7 @@ def test_places_go_with_a_step_that_fails(pretend: Pretend, monkeypatch: pytest.
 
     def fail(*_: Any) -> None:
         kept.append(running_execution())
-        assert kept[0]._places
+        assert kept[0].plan.places.blocks
         raise KeyError("the user's own")
 
     model.zero_grad()
@@ -294,19 +289,19 @@ def test_places_go_with_a_step_that_fails(pretend: Pretend, monkeypatch: pytest.
     with pytest.raises(KeyError), ooc.step():
         loss_of(model, 0)
     hook.remove()
-    assert not kept[0]._places
+    assert not kept[0].plan.places.blocks
     ooc.close()
 
 
 def test_starting_over_while_places_are_taken_is_noticed(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     fragmented(monkeypatch)
-    num_restarts, really = [0], Execution._move
+    num_restarts, really = [0], HeldPlaces.move
 
-    def move(self: Execution, moves: Moves) -> None:
+    def move(self: HeldPlaces, moves: Moves) -> None:
         num_restarts[0] += len(moves[1]) > 2  # a step's beginning
         really(self, moves)
 
-    monkeypatch.setattr(Execution, "_move", move)
+    monkeypatch.setattr(HeldPlaces, "move", move)
     model, loss_of, ooc = tight("autocast", pretend)
     monkeypatch.setattr(gpu_of(ooc), "begin_step", lambda *, fits: num_restarts[0])
     monkeypatch.setattr(gpu_of(ooc), "num_restarts", lambda: num_restarts[0])
@@ -331,7 +326,7 @@ def test_a_step_that_leaves_its_plan_keeps_no_place(pretend: Pretend, monkeypatc
             for number, layer in enumerate(self.layers):
                 x = layer(x) if number != 2 or not leaving[0] else layer(x).sin()
             if leaving[0]:
-                there.append(len(running_execution()._places))
+                there.append(len(running_execution().plan.places.blocks))
             return x
 
     model, x = Branching(), torch.randn(512, 256)

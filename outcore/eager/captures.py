@@ -1,0 +1,118 @@
+"""Ops of a planned step that the schedule reruns -> their recipes, captured as they run."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from outcore.eager.cells import Cell, cell_of, state_of
+from outcore.eager.followed_plan import NOBODY, FollowedPlan
+from outcore.eager.replay import Call, Held, Recipe, Saved, capture
+from outcore.eager.signatures import OpOverload, Signature, outputs_of, signature_of
+from outcore.eager.switches import Switches, changed, switches
+from outcore.memory.tensors import PLAIN
+
+_UNKNOWN = Cell.__new__(Cell)  # the cell of a tensor that is not looked at any more
+
+
+class Captures:
+    """The captured ops of one step, and those whose result stands for later ones. `switches` are those that the step
+    began with."""
+
+    def __init__(self, plan: FollowedPlan) -> None:
+        self.switches: Switches = switches()
+        self._plan, self._program = plan, plan.program
+        self.calls: dict[int, Call] = {}  # of ops that later ops repeat
+
+    def run(self, index: int, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs op `index`, which is captured, or repeats another or is repeated."""
+        if index in self._program.repeated or index in self._program.merged_ops:
+            return self._repeat(index, func, args, kwargs)
+        return self._capture(index, func, args, kwargs)
+
+    def _capture(self, index: int, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        plan, op = self._plan, self._program.captured[index]
+        recipe = capture(index, func, args, kwargs, partial(self.source, iter(op.reads)))
+        if changed(self.switches, recipe.switches):
+            plan.leave(f"op {index} ({func}) runs under other switches than the step began with")
+        if recipe.signature.writes:
+            plan.write(func, args, kwargs)
+        result = recipe.signature.call(*args, **kwargs)
+        if not plan.on_plan:
+            return result
+        fresh, overwritten = outputs_of(func, args, kwargs, result, len(op.writes))
+        if len(fresh) + len(overwritten) != len(op.writes):
+            plan.leave(f"op {index} ({func}) made {len(fresh) + len(overwritten)} values, not {len(op.writes)}")
+            return result
+        if index in self._program.norm_replays:
+            recipe.statistics = Saved(fresh[1]), Saved(fresh[2])
+        if fresh:
+            recipe.made = [plan.add_output(value, tensor, recipe) for value, tensor in zip(op.writes, fresh)]
+        if overwritten:
+            changed_by_it = zip(op.writes[len(fresh) :], overwritten)
+            recipe.overwrote = [self._overwritten(value, tensor, recipe) for value, tensor in changed_by_it]
+        plan.recipes[index] = weakref.ref(recipe)
+        if op.fused and not recipe.fuse([plan.recipe(inner) for inner in op.fused], (fresh or overwritten)[0]):
+            plan.leave(f"op {index} ({func}) reads other tensors than recorded")
+        return result
+
+    def _overwritten(self, value: int, tensor: torch.Tensor, recipe: Recipe) -> weakref.ref[Cell]:
+        if value in self._program.outside:
+            return NOBODY
+        return self._plan.add_output(value, tensor, recipe, overwritten=True)
+
+    def source(self, reads: Iterator[int], tensor: torch.Tensor) -> Cell | Held:
+        """What stands for the tensor that a captured op reads next. What is not known yet is held: it was made by
+        something that is no op, or will be saved later."""
+        plan, value = self._plan, next(reads, -1)
+        if type(tensor) not in PLAIN:  # whose alias may have a version counter of its own
+            plan.leave(f"value {value} is a {type(tensor).__name__}, not a plain tensor as recorded")
+            return _UNKNOWN
+        if value in self._program.held:
+            held = Held(tensor)
+            if not plan.contents.will_read(held):
+                plan.leave(f"value {value} lies in memory that somebody else may write into")
+            return held
+        cell = plan.find(value)
+        if cell is not None and cell_of(tensor) is cell:
+            return cell
+        if cell is not None:
+            plan.leave(f"value {value} is another tensor than recorded")
+        cell = Cell(value, tensor)
+        cell.hold(tensor, plan.contents.marks)
+        if plan.on_plan:
+            plan.add(cell)
+        return cell
+
+    # -- ops that repeat others ---------------------------------------------------------------------------------------
+
+    def _repeat(self, index: int, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A merged op, whose result an earlier op made, or the op that it repeats."""
+        plan, program = self._plan, self._program
+        first = program.merged_ops.get(index, index)
+        value, call = program.repeated[first], self.calls.get(first)
+        if index != first:
+            result = signature_of(func).call(*args, **kwargs)
+            if call is None or not call.is_same(args, kwargs):
+                plan.leave(f"op {index} ({func}) does not repeat op {first} any more")
+            elif (cell := plan.find(value)) is not None:
+                cell.name(result, plan.contents.marks)
+            return result
+        self.calls[index] = Call(func, args, kwargs)
+        if index in program.captured:
+            return self._capture(index, func, args, kwargs)
+        result = signature_of(func).call(*args, **kwargs)
+        cell = Cell(value, result)
+        cell.name(result, plan.contents.marks)
+        plan.add(cell)
+        return result
+
+    def forget(self, signature: Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """An op whose arguments are written into is not repeated any more. Versions do not always tell: `x.data` has a
+        counter of its own."""
+        storages = {state_of(tensor)[1] for tensor in signature.written_of(args, kwargs)}
+        self.calls = {first: call for first, call in self.calls.items() if not call.reads(storages)}

@@ -1,0 +1,207 @@
+"""Ops of a step as they run -> what the trace says of them: seconds, workspace, module, and how they can run again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from outcore.eager.cells import View
+from outcore.eager.intercept import called_by_engine
+from outcore.eager.module_names import ModuleNames
+from outcore.eager.norm_replay import NormReplay, Proofs
+from outcore.eager.passes import Passes
+from outcore.eager.recorded_storages import RecordedStorages
+from outcore.eager.replay import Recipe, has_norm_replay
+from outcore.eager.signatures import OpOverload
+from outcore.memory.clock import Clock
+from outcore.memory.device import DeviceMemory
+from outcore.values import Op, Replay
+
+PIECE_SHARE = 64  # a norm replay is compared in pieces of the budget divided by this (guessed)
+
+
+@dataclass(slots=True)
+class RecordedOp:
+    """An op in the making: the fields of `outcore.values.Op`, all but its seconds."""
+
+    slot: int
+    name: str
+    phase: Literal["forward", "backward"]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    workspace_bytes: int
+    replay: Replay
+    module: str
+    norm_replay_s: float | None = None
+    fused: tuple[int, ...] = ()
+    fused_s: float = 0.0
+    repeats: int = -1
+    joins: bool = False
+
+    def finish(self, seconds: float) -> Op:
+        return Op(
+            self.slot,
+            self.name,
+            self.phase,
+            seconds,
+            self.reads,
+            self.writes,
+            workspace_bytes=self.workspace_bytes,
+            replay=self.replay,
+            module=self.module,
+            norm_replay=self.norm_replay_s is not None,
+            norm_replay_s=self.norm_replay_s or 0.0,
+            fused=self.fused,
+            fused_s=self.fused_s,
+            repeats=self.repeats,
+            joins=self.joins,
+        )
+
+
+class Running(NamedTuple):
+    """An op that runs."""
+
+    live_bytes: int  # in known storages when it began
+    unseen_bytes: int  # the workspace of what ran since the op before, and is no op
+    started: Any
+
+
+class RecordedOps:
+    """The ops of one recorded step, in the order they ran in."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        storages: RecordedStorages,
+        memory: DeviceMemory,
+        before_bytes: int,
+        budget_bytes: int,
+    ) -> None:
+        self.ops: list[RecordedOp] = []
+        self.workspaces = memory.workspaces(before_bytes)
+        self.repeats = Repeats()
+        self.sums = EngineSums()
+        self._modules = ModuleNames(model)
+        self._storages = storages
+        self._clock = Clock(memory.device)
+        self._memory = memory
+        self._passes = Passes(memory.device, memory.refusals.excuse)
+        self._norm_replays: dict[int, NormReplay] = {}
+        self._proofs: Proofs = {}
+        self._budget_bytes = budget_bytes
+        self.reset_peak()
+
+    @property
+    def module(self) -> str:
+        """The name of the module that runs."""
+        return self._modules.current
+
+    def reset_peak(self) -> None:
+        """What the recorder itself allocated since the last op is not the step's."""
+        self.workspaces.reset(self._storages.live_bytes)
+
+    def start(self) -> Running:
+        live_bytes = self._storages.live_bytes
+        return Running(live_bytes, self.workspaces.read_unseen(live_bytes), self._clock.start())
+
+    def stop(self, running: Running) -> None:
+        self._clock.stop(running.started)
+
+    def workspace_bytes(self, running: Running, fresh: Sequence[torch.Tensor]) -> int:
+        """What the op that ran allocated beyond every storage. `fresh`: the tensors that it made."""
+        live_bytes = self._storages.live_bytes
+        made_bytes = sum(self._storages.count_bytes(tensor) for tensor in fresh)
+        return self.workspaces.read(max(running.live_bytes, live_bytes) + made_bytes, live_bytes)
+
+    def add_results(self, fresh: Sequence[torch.Tensor], overwritten: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """The values that the op which ran last made: new storages, then next versions."""
+        storages, index = self._storages, len(self.ops)
+        writes = [storages.add_made(tensor, index) for tensor in fresh]
+        writes += [storages.add_version(tensor, index) for tensor in overwritten]
+        self.workspaces.made(storages.live_bytes)
+        return tuple(writes)
+
+    def try_norm_replay(self, func: OpOverload, args: Sequence[Any], fresh: list[torch.Tensor]) -> None:
+        """Compares the norm that ran last, if it is one, with the same norm applied from its saved statistics."""
+        if not has_norm_replay(func, args):
+            return
+        self._norm_replays[len(self.ops)] = NormReplay(
+            func,
+            args,
+            fresh,
+            piece_bytes=self._budget_bytes // PIECE_SHARE,
+            free_bytes=self._budget_bytes - self._memory.allocated_bytes(),
+            proofs=self._proofs,
+            on_refused=self._memory.refusals.excuse,
+        )
+        self.reset_peak()
+
+    def see_for_passes(self, recipe: Recipe, args: Sequence[Any], made: torch.Tensor) -> None:
+        """The op that ran last may be part of a pass."""
+        index = len(self.ops)
+        self._passes.see(index, recipe, args, made, is_norm=index in self._norm_replays)
+
+    def close(self) -> None:
+        self._modules.close()
+
+    def finish(
+        self, saved: set[int], written_into: set[int], is_lost: Callable[[Sequence[int], Sequence[int]], bool]
+    ) -> tuple[Op, ...]:
+        """`saved`: the values that autograd saved. `written_into`: those that custom functions may write into.
+        `is_lost`: whether an op that reads and writes these values must never run again."""
+        seconds = self._clock.seconds()
+        for index, norm_replay in self._norm_replays.items():
+            self.ops[index].norm_replay_s = norm_replay.seconds()
+        for op in self.ops:
+            if is_lost(op.reads, op.writes):
+                op.replay, op.repeats = "no", -1
+        passes = self._passes.find(self.ops, self._storages.values, saved, seconds, self._norm_replays)
+        for index, (inner, took_s) in passes.items():
+            self.ops[index].fused, self.ops[index].fused_s = inner, took_s
+        self.repeats.forget(self.ops, written_into)
+        return tuple(op.finish(took_s) for took_s, op in zip(seconds, self.ops, strict=True))
+
+
+class Repeats:
+    """Finds ops that call the same operator on the same values as an op before them."""
+
+    def __init__(self) -> None:
+        self._calls: dict[Hashable, int] = {}  # what was called on which values -> the op that did it first
+
+    def first(self, index: int, recipe: Recipe, made: torch.Tensor) -> int:
+        """The op that made the same call first; -1: this one, or nobody can tell. The result is compared, too, because
+        a call does not say everything: the default dtype, for one."""
+        try:
+            first = self._calls.setdefault((recipe.call(), View(made).key()), index)
+        except TypeError:  # an argument that has no hash
+            return -1
+        return first if first != index else -1
+
+    def forget(self, ops: Sequence[RecordedOp], written_into: set[int]) -> None:
+        """Custom (and compiled) backwards may use what they saved as memory: no op that repeats it is merged."""
+        for op in ops:
+            if op.repeats >= 0 and not written_into.isdisjoint((op.writes[0], ops[op.repeats].writes[0])):
+                op.repeats = -1
+
+
+class EngineSums:
+    """Finds the sums with which autograd's engine adds up the gradients of a value that is used several times."""
+
+    def __init__(self) -> None:
+        self._node = -1  # of autograd's graph, whose ops are running, by its number
+        self._node_values: set[int] = set()  # what they read and made
+
+    def joins(self, func: OpOverload, args: Sequence[Any], reads: Sequence[int], writes: Sequence[int]) -> bool:
+        """Is this autograd's own sum, and one that it makes in place where nobody looks? The engine adds after its node
+        is done: the first gradient came from another node, this one's formula has not looked at it, and no Python (a
+        formula's or a hook's) is running. Into a view it never adds: the base holds the storage too."""
+        node = torch._C._current_autograd_node()
+        number = -1 if node is None else node._sequence_nr()
+        if number != self._node:
+            self._node, self._node_values = number, set()
+        joins = func is torch.ops.aten.add.Tensor and len(reads) == 2 and reads[0] not in self._node_values
+        self._node_values.update(reads, writes)
+        return joins and not args[0]._is_view() and called_by_engine()

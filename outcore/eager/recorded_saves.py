@@ -1,0 +1,199 @@
+"""Packs and unpacks of a step that is being recorded -> its ticks; what is packed leaves the device on the spot.
+
+On a GPU a value is dropped if a handful of ops make it again from what was swapped, else it is swapped: running ops
+again costs less than touching fresh host memory for the first time. When the host has no more room, whatever can be
+dropped is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from outcore.eager.cells import Cell, Handle, Kept, cells_on, check_unchanged, shape_of
+from outcore.eager.intercept import called_by_function
+from outcore.eager.overwriting import Contents
+from outcore.eager.recorded_cells import RecordedCells
+from outcore.eager.recorded_ops import RecordedOps
+from outcore.eager.recorded_storages import RecordedStorages
+from outcore.eager.remaking import MANY, MANY_PRODUCTS, quickly_made, rerunnable
+from outcore.eager.replay import below_everything
+from outcore.eager.replay_safety import ReplaySafety
+from outcore.eager.restoring import SMALL_BYTES, bring, swap_out_now
+from outcore.eager.signatures import UNFILLED
+from outcore.memory.meter import see_brought
+from outcore.memory.store import Store
+from outcore.values import Tick
+
+H = TypeVar("H", Handle, Kept)
+
+
+@dataclass(slots=True)
+class RecordedTick:
+    """A tick in the making: the fields of `outcore.values.Tick`. `dies` is -1 until what autograd holds dies."""
+
+    slot: int
+    kind: Literal["pack", "unpack"]
+    value: int
+    pack: int
+    dies: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    def end(self, slot: int) -> None:
+        self.dies = slot
+
+    def finish(self, last_slot: int) -> Tick:
+        """What outlives the step dies with it: its graph is still there, or what it gave is, as a gradient say."""
+        dies = last_slot if self.dies < 0 else self.dies
+        return Tick(self.slot, self.kind, self.value, self.pack, dies, self.shape, self.dtype)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Where a recorded step puts what it saves. `drops`: what is quickly made again is not swapped. `reruns`: nothing
+    is made again unless the user allows it."""
+
+    store: Store
+    budget_bytes: int
+    drops: bool
+    reruns: bool
+
+    def is_dropped(self, cell: Cell) -> bool:
+        """To pin fresh host memory takes half a second per GiB, in which many ops run again. So a value that more than
+        a few ops would make is swapped only where about as much is pinned already as a plan would use."""
+        if not (self.drops and self.reruns):
+            return False
+        if quickly_made(cell, self.budget_bytes):
+            return True
+        is_pinned = self.store.pinned_bytes >= self.budget_bytes
+        return not is_pinned and quickly_made(cell, self.budget_bytes, MANY_PRODUCTS, MANY)
+
+
+class RecordedSaves:
+    """What autograd saves in one recorded step, and asks back."""
+
+    def __init__(
+        self,
+        storages: RecordedStorages,
+        ops: RecordedOps,
+        cells: RecordedCells,
+        contents: Contents,
+        safety: ReplaySafety,
+        beside: Beside,
+    ) -> None:
+        self.ticks: list[RecordedTick] = []
+        self.stuck_bytes = 0  # no tier had room for them, and they cannot be made again
+        self.asked_late: set[int] = set()  # values that autograd wants after the step
+        self._is_over = False
+        self._storages, self._ops, self._cells = storages, ops, cells
+        self._contents, self._safety, self._beside = contents, safety, beside
+        self._pack_values: list[int] = []
+        self._handle_refs: list[weakref.ref[Handle] | weakref.ref[Kept]] = []
+
+    def pack(self, tensor: torch.Tensor, run: Any) -> Handle | Kept:
+        """`run`: the recorder, which the handle will ask for its tensor."""
+        storages = self._storages
+        storages.slot += 1
+        strided = tensor.layout is torch.strided and not tensor.is_nested
+        value = storages.value_of(tensor) if strided else storages.add_without_storage()
+        pack = len(self._pack_values)
+        self._pack_values.append(value)
+        tick = self._add_tick("pack", value, pack, tensor)
+        storage = storages.storage_of(value)
+        if storage.external or not storage.movable or storage.bytes < SMALL_BYTES or self._is_unfilled(value):
+            return self._watch_handle(Kept(tensor, pack, run), tick)
+        cell = self._cells.cell_of(tensor)
+        if called_by_function() and not self._cells.can_be_made(cell, tensor):
+            cell = self._cells.replace(value, tensor)
+        if cell not in cells_on(tensor.untyped_storage()):  # which was brought back: what is written into it is seen
+            cell.name(tensor, self._contents.marks)
+        handle = self._watch_handle(Handle(cell, tensor, pack, run), tick)
+        if cell.parcel is None:
+            with below_everything():
+                self._put_away(cell, tensor)
+        self._ops.reset_peak()
+        return handle
+
+    def _is_unfilled(self, value: int) -> bool:
+        """Whether its content comes later: RReLU saves the noise that it is about to draw."""
+        producer = self._storages.values[value].producer
+        return producer >= 0 and "::".join(self._ops.ops[producer].name.split(".")[:2]) in UNFILLED
+
+    def _watch_handle(self, handle: H, tick: RecordedTick) -> H:
+        self._handle_refs.append(weakref.ref(handle, partial(self._let_go, tick)))
+        return handle
+
+    def _let_go(self, tick: RecordedTick, _: object) -> None:
+        """The handle that autograd held since this tick is gone."""
+        tick.end(self._storages.slot)
+
+    def _put_away(self, cell: Cell, tensor: torch.Tensor) -> None:
+        if self._beside.is_dropped(cell):
+            return
+        cell.hold(tensor, self._contents.marks)
+        if swap_out_now(cell, self._beside.store):
+            cell.recipe = None
+            cell.name(tensor, self._contents.marks)
+        elif self._beside.reruns and rerunnable(cell):
+            cell.data = None
+            cell.name(tensor, self._contents.marks)
+        else:
+            self.stuck_bytes += tensor.untyped_storage().nbytes()
+
+    def unpack(self, handle: Handle | Kept, function: Any = None) -> torch.Tensor:
+        """`function`: the custom function that asks, which may write into what it gets without saying so."""
+        self._storages.slot += 1
+        value = self._pack_values[handle.pack]
+        if self._is_over:
+            self.asked_late.add(value)
+            return _unpack_late(handle)
+        if isinstance(handle, Kept):
+            if function is not None:
+                self._safety.written_into.add(value)
+            self._add_tick("unpack", value, handle.pack, handle.tensor)
+            check_unchanged(handle.version, handle.tensor)
+            self._contents.hand(handle.tensor)
+            return handle.tensor
+        with below_everything():
+            present = handle.cell.data is not None
+            data = bring(handle.cell)
+            tensor = handle.of(data)
+        tick = self._add_tick("unpack", value, handle.pack, tensor)
+        if function is not None:
+            self._safety.see_given(function, value, tensor)
+        if not present:
+            tick.dies = -1  # until it is seen to die
+            self._storages.watch_brought(data.untyped_storage(), value, tick.end)
+            handle.cell.let_go()
+        self._ops.reset_peak()
+        return tensor
+
+    def _add_tick(self, kind: Literal["pack", "unpack"], value: int, pack: int, tensor: torch.Tensor) -> RecordedTick:
+        slot = self._storages.slot
+        dies, dtype = -1 if kind == "pack" else slot, str(tensor.dtype).removeprefix("torch.")
+        tick = RecordedTick(slot, kind, value, pack, dies, tuple(shape_of(tensor)), dtype)
+        self.ticks.append(tick)
+        return tick
+
+    def close(self) -> None:
+        """The step is over: what is unpacked from now on is no part of its trace."""
+        self._is_over = True
+        self._handle_refs.clear()
+
+
+def _unpack_late(handle: Handle | Kept) -> torch.Tensor:
+    """The step is over, and its trace is made."""
+    if isinstance(handle, Kept):
+        check_unchanged(handle.version, handle.tensor)
+        return handle.tensor
+    with below_everything():
+        is_absent = handle.cell.data is None
+        tensor = handle.of(bring(handle.cell, see_brought))
+        if is_absent:
+            handle.cell.let_go()
+    return tensor

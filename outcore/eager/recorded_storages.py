@@ -1,0 +1,172 @@
+"""Tensors that a recorded step meets -> its storages and values, numbered, with their lifetimes in slots.
+
+A storage carries a mark with its number. What was there before the step is marked in advance, without a number: a
+storage that has no mark when the recorder first meets it was made by something that is no op.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+
+from outcore.memory.device import DeviceMemory
+from outcore.memory.tensors import is_plain
+from outcore.values import Storage, Value
+
+_MARK, _WATCH = "_outcore_recorded", "_outcore_watched"
+
+
+class RecordedStorage:
+    """A storage as it is being recorded."""
+
+    __slots__ = ("born", "bytes", "current", "dies", "external", "movable", "num_versions")
+
+    def __init__(self, num_bytes: int, born: int, *, external: bool, movable: bool) -> None:
+        self.bytes = num_bytes
+        self.born = born
+        self.dies = -1
+        self.external = external
+        self.movable = movable
+        self.current = -1  # the value of its newest version
+        self.num_versions = 0
+
+
+class RecordedStorages:
+    """The storages and values of one recorded step. `slot` is the step's clock: the op or tick that runs."""
+
+    def __init__(
+        self,
+        there: Iterable[torch.UntypedStorage],
+        memory: DeviceMemory,
+        is_exposed: Callable[[torch.Tensor], bool],
+    ) -> None:
+        """`there`: the storages that exist before the step. `is_exposed`: whether somebody may write into a tensor's
+        memory without any op."""
+        self.slot = -1
+        self.values: list[Value] = []
+        self.live_bytes = 0
+        self.exposed: set[int] = set()  # storages that somebody may write into without any op
+        self._memory, self._device_type = memory, memory.device.type
+        self._is_exposed = is_exposed
+        self._storages: list[RecordedStorage] = []
+        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._next_ref = 0
+        self._serial = object()
+        for storage in there:
+            storage.__dict__[_MARK] = (self._serial, None)
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether its storage is one of the step's, or was there before."""
+        mark = tensor.untyped_storage().__dict__.get(_MARK)
+        return mark is not None and mark[0] is self._serial
+
+    def number_of(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor's storage; an unknown one gets the next number."""
+        known = self.knows(tensor)
+        if known and (number := tensor.untyped_storage().__dict__[_MARK][1]) is not None:
+            return int(number)
+        here = tensor.device.type == self._device_type
+        return self._add(tensor, external=known or not here, producer=-1)
+
+    def value_of(self, tensor: torch.Tensor) -> int:
+        """The value that a tensor is a view of."""
+        return self._storages[self.number_of(tensor)].current
+
+    def storage_of(self, value: int) -> RecordedStorage:
+        return self._storages[self.values[value].storage]
+
+    def count_bytes(self, tensor: torch.Tensor) -> int:
+        """Bytes of its storage, as the allocator counts them."""
+        if tensor.device.type != self._device_type or tensor._is_zerotensor():  # which has bytes and no memory
+            return 0
+        return self._memory.block_bytes(tensor.untyped_storage().nbytes())
+
+    # -- new storages, and new versions of known ones -----------------------------------------------------------------
+
+    def add_made(self, tensor: torch.Tensor, producer: int) -> int:
+        """An op made this tensor, with a storage of its own: its value."""
+        return self._storages[self._add(tensor, external=False, producer=producer)].current
+
+    def add_version(self, tensor: torch.Tensor, producer: int) -> int:
+        """The storage of this tensor was written into: the value of its next version."""
+        return self._add_value(self.number_of(tensor), producer)
+
+    def add_without_storage(self) -> int:
+        """A sparse tensor, or another that has no storage: a value of its own, which nobody moves."""
+        self._storages.append(RecordedStorage(0, self.slot, external=True, movable=False))
+        return self._add_value(len(self._storages) - 1, -1)
+
+    def _add(self, tensor: torch.Tensor, *, external: bool, producer: int) -> int:
+        storage = tensor.untyped_storage()
+        number = len(self._storages)
+        movable = is_plain(tensor) and tensor.device.type == self._device_type
+        added = RecordedStorage(self.count_bytes(tensor), max(self.slot, 0), external=external, movable=movable)
+        self._storages.append(added)
+        storage.__dict__[_MARK] = (self._serial, number)
+        if self._is_exposed(tensor) or not storage.resizable():
+            added.movable = False
+            self.exposed.add(number)
+        if not external:
+            self._watch(storage, added.bytes, partial(self._ended, added))
+        self._add_value(number, producer)
+        return number
+
+    def _add_value(self, number: int, producer: int) -> int:
+        storage = self._storages[number]
+        self.values.append(Value(number, storage.num_versions, producer))
+        storage.num_versions += 1
+        storage.current = len(self.values) - 1
+        return storage.current
+
+    # -- how long they live -------------------------------------------------------------------------------------------
+
+    def _watch(self, storage: torch.UntypedStorage, num_bytes: int, on_death: Callable[[], None]) -> int:
+        number, self._next_ref = self._next_ref, self._next_ref + 1
+        self.live_bytes += num_bytes
+        self._refs[number] = weakref.ref(storage, partial(self._died, number, num_bytes, on_death))
+        return number
+
+    def _died(self, number: int, num_bytes: int, on_death: Callable[[], None], _: object) -> None:
+        if self._refs.pop(number, None) is not None:
+            self.live_bytes -= num_bytes
+            on_death()
+
+    def _ended(self, storage: RecordedStorage) -> None:
+        storage.dies = self.slot
+
+    def watch_brought(self, storage: torch.UntypedStorage, value: int, on_death: Callable[[int], None]) -> None:
+        """The data of a value is on the device again, in another storage. `on_death` is told the last slot in which
+        that is there."""
+        number = self.values[value].storage
+        storage.__dict__[_MARK] = (self._serial, number)
+        num_bytes = self._storages[number].bytes
+        watched = self._watch(storage, num_bytes, lambda: on_death(self.slot))
+        storage.__dict__[_WATCH] = watched, num_bytes, on_death
+
+    def give_over(self, tensor: torch.Tensor) -> None:
+        """The memory of what was brought back becomes that of another value, which a launch is about to make."""
+        marks = tensor.untyped_storage().__dict__
+        marks.pop(_MARK, None)
+        number, num_bytes, on_death = marks.pop(_WATCH, (-1, 0, None))
+        if self._refs.pop(number, None) is not None:
+            self.live_bytes -= num_bytes
+            on_death(self.slot - 1)  # that value begins with the launch
+
+    def expose(self, storage: torch.UntypedStorage) -> None:
+        """Somebody may write into it without any op from now on, so it stays where it is."""
+        mark: Any = storage.__dict__.get(_MARK)
+        if mark is not None and mark[0] is self._serial and mark[1] is not None:
+            self._storages[mark[1]].movable = False
+            self.exposed.add(mark[1])
+
+    def close(self) -> None:
+        self._refs.clear()
+
+    def finish(self, last_slot: int) -> tuple[Storage, ...]:
+        return tuple(
+            Storage(s.bytes, s.born, last_slot if s.dies < 0 else s.dies, s.external, s.movable) for s in self._storages
+        )

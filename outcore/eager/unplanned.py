@@ -1,0 +1,54 @@
+"""A tensor that autograd saves in a step without a plan -> its handle: what is worth a copy is swapped at once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from outcore.eager.cells import Cell, Handle, Kept, View, cell_of
+from outcore.eager.overwriting import Contents
+from outcore.eager.replay import below_everything
+from outcore.eager.restoring import SMALL_BYTES, swap_out_now
+from outcore.memory.store import Store
+from outcore.memory.tensors import is_plain
+
+
+class UnplannedSaves:
+    """`find_outside`: the storages that were there before the step: parameters, buffers, inputs."""
+
+    def __init__(self, store: Store, contents: Contents, find_outside: Callable[[], frozenset[int]]) -> None:
+        self._store, self._contents = store, contents
+        self._find_outside = find_outside
+        self._outside: frozenset[int] | None = None
+        self._views: weakref.WeakKeyDictionary[Cell, Hashable] = weakref.WeakKeyDictionary()
+
+    def pack(self, tensor: torch.Tensor, run: Any) -> Handle | Kept:
+        """`run`: the execution, which the handle will ask for its tensor."""
+        if not is_plain(tensor) or tensor.device.type != self._store.device.type or self._is_outside(tensor):
+            return Kept(tensor, -1, run)
+        if not tensor.requires_grad and tensor.is_floating_point():  # noise, say, that is saved before it is drawn
+            return Kept(tensor, -1, run)
+        if self._contents.is_exposed(tensor):
+            return Kept(tensor, -1, run)
+        # No cell of another view: those that share a storage may count versions for themselves (`unsafe_chunk`, of
+        # which recurrent networks are made), and what was written through one since the cell was put away is not in it.
+        cell, view = cell_of(tensor), View(tensor).key()
+        if cell is None or self._views.get(cell) != view:
+            cell = Cell(-1, tensor)
+            cell.hold(tensor, self._contents.marks)
+            self._views[cell] = view
+        handle = Handle(cell, tensor, -1, run)
+        if cell.data is not None and cell.parcel is None:
+            with below_everything():
+                swap_out_now(cell, self._store)
+        return handle
+
+    def _is_outside(self, tensor: torch.Tensor) -> bool:
+        """Whether it is too small to be worth a copy, or was there before the step, where swapping it wins nothing."""
+        if self._outside is None:
+            self._outside = self._find_outside()
+        storage = tensor.untyped_storage()
+        return storage.nbytes() < SMALL_BYTES or storage._cdata in self._outside
