@@ -331,10 +331,10 @@ class _Reader:
             roles.setdefault(self._view(node).buffer, set()).update(role)
         for number, found in roles.items():
             self._use(launch, number, found)
-        launch.scalars = self._scalars_of(launch)
+        launch.scalars = tuple(sorted(_names_in(launch, self.program.buffers) & self.scalars))
         self.program.launches.append(launch)
         if target:
-            if self._is_tuple(launch):
+            if _is_tuple(launch):
                 self.tuples[target] = launch
             else:
                 self.bound[target] = _Bound(View(self._result(target, launch, None)))
@@ -391,13 +391,6 @@ class _Reader:
             return [part for element in node.elts for part in self._parts(element, role)]
         return [(node, role)] if self._has_tensor(node) else []
 
-    def _is_tuple(self, launch: Launch) -> bool:
-        operator = operator_of(launch.operator) if launch.operator else None
-        if operator is None or launch.name.startswith(_EXTERN):
-            return False
-        returns = operator._schema.returns
-        return len(returns) > 1 or (len(returns) == 1 and "[]" in str(returns[0].type))
-
     def _give_own_memory(self, used: Sequence[tuple[ast.expr, Role]]) -> None:
         """Names that are only written, and whose memory held something of another name, become buffers of their own."""
         roles: dict[str, set[str]] = {}
@@ -408,16 +401,7 @@ class _Reader:
             bound = self.bound.get(name)
             if bound is None or not bound.is_reuse or found != {"w"} or self._has_other_name(name):
                 continue
-            old = self.program.buffers[bound.view.buffer]
-            sizes = list(bound.view.steps[-1][:2]) if bound.view.steps else []
-            new = Buffer("allocated", name)
-            if isinstance(old.allocation, ast.Call) and old.like < 0:
-                arguments = [*sizes, *old.allocation.args[len(sizes) :]]
-                new.allocation = ast.Call(old.allocation.func, arguments, old.allocation.keywords)
-            else:
-                new.like = bound.view.buffer if old.like < 0 else old.like
-                own = old.allocation.elts if isinstance(old.allocation, ast.Tuple) else []
-                new.allocation = ast.Tuple(sizes or list(own), ast.Load())
+            new = _of_its_own(name, self.program.buffers[bound.view.buffer], bound.view)
             self.bound[name] = _Bound(View(self._add(new)))
 
     def _has_other_name(self, name: str) -> bool:
@@ -435,12 +419,35 @@ class _Reader:
             buffer.written_by, buffer.holds = launch.number, True
             (launch.changes if is_input else launch.overwrites if held else launch.fresh).append(number)
 
-    def _scalars_of(self, launch: Launch) -> tuple[str, ...]:
-        buffers = self.program.buffers
-        nodes: list[ast.AST] = [launch.call]
-        nodes += [step for view in launch.views.values() for arguments in view.steps for step in arguments]
-        nodes += [node for number in launch.fresh if (node := buffers[number].allocation) is not None]
-        return tuple(sorted({name for node in nodes for name in _names(node)} & self.scalars))
+
+def _names_in(launch: Launch, buffers: Sequence[Buffer]) -> set[str]:
+    """Every name that the call of a launch, its views and what it allocates depend on."""
+    nodes: list[ast.AST] = [launch.call]
+    nodes += [step for view in launch.views.values() for arguments in view.steps for step in arguments]
+    nodes += [node for number in launch.fresh if (node := buffers[number].allocation) is not None]
+    return {name for node in nodes for name in _names(node)}
+
+
+def _of_its_own(name: str, old: Buffer, view: View) -> Buffer:
+    """A buffer like an old one (or a view of it), in memory of its own."""
+    sizes = list(view.steps[-1][:2]) if view.steps else []
+    new = Buffer("allocated", name)
+    if isinstance(old.allocation, ast.Call) and old.like < 0:
+        arguments = [*sizes, *old.allocation.args[len(sizes) :]]
+        new.allocation = ast.Call(old.allocation.func, arguments, old.allocation.keywords)
+    else:
+        new.like = view.buffer if old.like < 0 else old.like
+        own = old.allocation.elts if isinstance(old.allocation, ast.Tuple) else []
+        new.allocation = ast.Tuple(sizes or list(own), ast.Load())
+    return new
+
+
+def _is_tuple(launch: Launch) -> bool:
+    operator = operator_of(launch.operator) if launch.operator else None
+    if operator is None or launch.name.startswith(_EXTERN):
+        return False
+    returns = operator._schema.returns
+    return len(returns) > 1 or (len(returns) == 1 and "[]" in str(returns[0].type))
 
 
 def _name(node: ast.AST) -> str:

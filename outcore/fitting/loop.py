@@ -43,7 +43,7 @@ class Loop:
         measure: bool = False,
         settings: FittingSettings = FITTING,
     ) -> None:
-        self.model, self.memory, self.store, self.measure = model, memory, store, measure
+        self.model, self.memory, self.measure = model, memory, measure
         self.preparer = Preparer(machine, budget, planner, memory, store, given, settings)
         self.kinds = Kinds(self.preparer)
         self.families = Families(self.preparer)
@@ -58,6 +58,10 @@ class Loop:
         self._hook.add(self, model)
         self._detach = weakref.finalize(self, _detach, self._hook, memory)
         self._detach.atexit = False
+
+    @property
+    def store(self) -> Store:
+        return self.preparer.store
 
     @contextmanager
     def step(self, target: T) -> Iterator[T]:

@@ -40,7 +40,7 @@ class Preparer:
         self.machine, self.budget, self.planner, self.memory = machine, budget, planner, memory
         self.settings = settings
         self.uses_given = False  # a step came that the given plan was made for
-        self._given, self._store = given, store
+        self._given, self.store = given, store
 
     def is_given_for(self, trace: Trace) -> bool:
         return self._given is not None and self._given.fingerprint == trace.fingerprint
@@ -147,16 +147,16 @@ class Preparer:
 
     def reserve(self, predicted: Timeline) -> None:
         """Pins what a plan will swap to before its first step."""
-        self._store.reserve(predicted.host_peak_bytes)
+        self.store.reserve(predicted.host_peak_bytes)
 
     def reserve_beside(self, predicted: Timeline) -> Future[None]:
         """The same, while training goes on."""
-        return self._store.reserve_beside(predicted.host_peak_bytes)
+        return self.store.reserve_beside(predicted.host_peak_bytes)
 
     @property
     def pinned_bytes(self) -> int:
         """Host memory that plans may swap to without pinning more."""
-        return self._store.pinned_bytes
+        return self.store.pinned_bytes
 
     def slow_copies_down(self) -> None:
         """Copies go slower beside compute than they went alone."""

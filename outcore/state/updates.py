@@ -63,7 +63,8 @@ class Updates:
         self.flush()
         self._window.settle_all()
         by_element = type(self.optimizer) in ELEMENTWISE
-        if not self.splitting.by_parameter or (closure is not None and not by_element) or self._is_mixed():
+        is_divided = self.splitting.by_parameter and (closure is None or by_element)
+        if not is_divided or _is_mixed(self.optimizer, self._window.homes.device):
             return plainly() if closure is None else plainly(closure)
         args = call_pre_hooks(self.optimizer, (closure,) if closure is not None else ())
         loss = None
@@ -74,15 +75,6 @@ class Updates:
         self._update_all()
         call_post_hooks(self.optimizer, args)
         return loss
-
-    def _is_mixed(self) -> bool:
-        """Whether a gradient lies otherwise than its parameter. On CUDA, torch's implementations for many tensors then
-        take another way for all of them, and parts would not."""
-        return self._window.homes.device.type == "cuda" and any(
-            parameter.grad is not None and parameter.grad.stride() != parameter.stride()
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-        )
 
     def _update_all(self) -> None:
         substep = Substep(self.optimizer)
@@ -173,7 +165,8 @@ class Updates:
             try:
                 self._fetch(piece)
                 self._window.make_room(piece.new_bytes)
-                self._fetch_ahead(piece.new_bytes, [following for _, _, following in work[at + 1 : at + 1 + AHEAD]])
+                following = [after for _, _, after in work[at + 1 : at + 1 + AHEAD]]
+                _fetch_ahead(self._window, piece.new_bytes, following)
                 self._update(substep, group, piece)
             except BaseException:
                 piece.give_up()
@@ -187,20 +180,6 @@ class Updates:
         except torch.OutOfMemoryError:
             self._window.clear()
             piece.fetch()
-
-    def _fetch_ahead(self, new_bytes: int, pieces: Sequence[Piece]) -> None:
-        window = self._window
-        for piece in pieces:
-            window.settle_over()
-            if not window.has_room(new_bytes + piece.missing_bytes()):
-                return
-            if piece not in window.ahead:
-                try:
-                    piece.fetch()
-                except torch.OutOfMemoryError:
-                    piece.give_up()
-                    return
-                window.ahead[piece] = None
 
     def _update(self, substep: Substep, group: int, piece: Piece) -> None:
         unit, parameter = piece.unit, piece.unit.parameter
@@ -293,3 +272,27 @@ class Updates:
             for name, item in unit.kept.items():
                 if state.get(name) is item.home:
                     state[name] = item.home.clone()
+
+
+def _is_mixed(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether a gradient lies otherwise than its parameter. On CUDA, torch's implementations for many tensors then
+    take another way for all of them, and parts would not."""
+    return device.type == "cuda" and any(
+        parameter.grad is not None and parameter.grad.stride() != parameter.stride()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
+
+
+def _fetch_ahead(window: Window, new_bytes: int, pieces: Sequence[Piece]) -> None:
+    for piece in pieces:
+        window.settle_over()
+        if not window.has_room(new_bytes + piece.missing_bytes()):
+            return
+        if piece not in window.ahead:
+            try:
+                piece.fetch()
+            except torch.OutOfMemoryError:
+                piece.give_up()
+                return
+            window.ahead[piece] = None

@@ -82,7 +82,7 @@ class _Search:
     def __init__(
         self, trace: Trace, machine: Machine, plan: Plan, memory_bytes: int, there: Places, keeps_places: bool
     ) -> None:
-        self.trace = trace = as_planned(trace, plan)
+        trace = as_planned(trace, plan)
         self.machine, self.budget = machine, plan.budget
         self.memory_bytes, self.there = memory_bytes, there
         self.trace_index = index_of(trace)
@@ -157,7 +157,7 @@ class _Search:
 
     def _wanted_bytes(self, scored: Scored) -> int:
         events = self._events(scored)
-        return wanted_bytes(self.trace, events, self._hints(events, scored.peak_bytes), self.there)
+        return wanted_bytes(self.trace_index.trace, events, self._hints(events, scored.peak_bytes), self.there)
 
     def _lost_s(self, scored: Scored, page_bytes: int) -> float:
         """Expected seconds of allocator restarts in a step; infinite where memory runs out."""
@@ -165,11 +165,13 @@ class _Search:
             return 0.0
         events = self._events(scored)
         hints = self._hints(events, scored.peak_bytes)
-        found = mapped(self.trace, events, self.memory_bytes, hints, self.there)
+        found = mapped(self.trace_index.trace, events, self.memory_bytes, hints, self.there)
         return RESTART_S * (DOUBT + found.num_restarts) if found is not None else float("inf")
 
     def _events(self, scored: Scored) -> list[Event]:
-        return list(allocations(self.trace, as_schedule(self.trace, scored.decisions, scored.steps)))
+        return list(
+            allocations(self.trace_index.trace, as_schedule(self.trace_index.trace, scored.decisions, scored.steps))
+        )
 
     def _hints(self, events: list[Event], peak_bytes: int) -> AllocatorHints:
-        return arranged(self.trace, events, self.memory_bytes, peak_bytes, self.giant_share)
+        return arranged(self.trace_index.trace, events, self.memory_bytes, peak_bytes, self.giant_share)

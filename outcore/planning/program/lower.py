@@ -135,6 +135,87 @@ class _Flight:
     dies: int  # the last slot in which something else holds the storage anyway
 
 
+class _Flights:
+    """The swap-outs under way, the oldest first."""
+
+    def __init__(self) -> None:
+        self.queue: deque[_Flight] = deque()
+        self.values: set[int] = set()
+        self.num_bytes = 0
+        self.shared: list[_Flight] = []  # those whose storage something else still held at the tick before
+        self.alone_bytes = 0  # of those that only we hold
+
+    def add(self, flight: _Flight) -> None:
+        self.queue.append(flight)
+        self.values.add(flight.value)
+        self.shared.append(flight)
+        self.num_bytes += flight.num_bytes
+
+    def pop(self) -> _Flight:
+        flight = self.queue.popleft()
+        self.values.remove(flight.value)
+        self.num_bytes -= flight.num_bytes
+        if flight in self.shared:
+            self.shared.remove(flight)
+        else:
+            self.alone_bytes -= flight.num_bytes
+        return flight
+
+    def note_deaths(self, slot: int) -> None:
+        """Notes whose storage nothing else holds any more in this slot."""
+        for flight in [flight for flight in self.shared if flight.dies < slot]:
+            self.shared.remove(flight)
+            self.alone_bytes += flight.num_bytes
+
+
+class _Space:
+    """Bytes of the device per slot and tick: the lean program's, and those of swap-ins that begin before their need."""
+
+    def __init__(self, trace_index: TraceIndex, lean: Lean) -> None:
+        self._trace_index = trace_index
+        self._slot_bytes, self._before_in = lean.slot_bytes.copy(), lean.before_in
+        starts = np.array(trace_index.tick_slots, dtype=np.int64)
+        self._range_bytes: Int64s = np.maximum.reduceat(self._slot_bytes, starts)  # from a tick up to the next one
+        self._ahead_bytes: Int64s = np.zeros(len(starts), dtype=np.int64)  # swap-ins started before their need
+        self._early_bytes: dict[int, int] = {}  # tick -> those needed in it that are there before
+
+    def until_next(self, tick: int, flights: _Flights, budget_bytes: int) -> int:
+        """The highest memory from this tick up to the next, with what is in flight. It is not looked at closely where
+        even the bound is over the budget."""
+        slots = self._trace_index.tick_slots
+        first, end = slots[tick], slots[tick + 1] if tick + 1 < len(slots) else self._trace_index.trace.num_slots
+        known_bytes = int(self._ahead_bytes[tick]) + flights.alone_bytes
+        most_bytes = int(self._range_bytes[tick]) + known_bytes
+        dying = [flight for flight in flights.shared if flight.dies + 1 < end]
+        if not dying or most_bytes > budget_bytes:
+            return most_bytes
+        level = self._slot_bytes[first:end] + known_bytes
+        for flight in dying:
+            level[max(flight.dies + 1 - first, 0) :] += flight.num_bytes
+        return int(level.max())
+
+    def with_copy(self, tick: int, need: int, value: int) -> int:
+        """The highest memory with a copy that is there from one tick on, and not only when it is needed: before that in
+        its tick, too."""
+        taken = self._range_bytes[tick:need] + self._ahead_bytes[tick:need]
+        most_bytes = int(taken.max(initial=0))
+        if tick < need:
+            before_bytes = self._before_in[value, need] + self._early_bytes.get(need, 0) + int(self._ahead_bytes[need])
+            most_bytes = max(most_bytes, before_bytes)
+        return most_bytes + self._trace_index.value_bytes[value]
+
+    def take(self, tick: int, need: int, value: int) -> None:
+        """A copy of `value` is there from one tick on, for its need in a later one."""
+        num_bytes = self._trace_index.value_bytes[value]
+        self._ahead_bytes[tick:need] += num_bytes
+        if tick < need:
+            self._early_bytes[need] = self._early_bytes.get(need, 0) + num_bytes
+            level = self._before_in[value, need] + self._early_bytes[need]
+            slot = self._trace_index.tick_slots[need]
+            self._slot_bytes[slot] = max(int(self._slot_bytes[slot]), level)
+            self._range_bytes[need] = max(int(self._range_bytes[need]), level)
+
+
 class _Sweep:
     """Walks the ticks once, deciding where copies are waited for and where swap-ins start."""
 
@@ -150,38 +231,30 @@ class _Sweep:
         self.budget_bytes = budget.device_bytes
         self.unrolled = lean.unrolled
         self.packs = {trace_index.packs[value][0]: value for value in decisions if decisions[value] != "keep"}
-        self.slot_bytes, self.before_in = lean.slot_bytes.copy(), lean.before_in
-        starts = np.array(trace_index.tick_slots, dtype=np.int64)
-        self.range_bytes: Int64s = np.maximum.reduceat(self.slot_bytes, starts)  # from a tick up to the next one
-        self.ahead_bytes: Int64s = np.zeros(len(starts), dtype=np.int64)  # swap-ins started before their need
-        self.early_bytes: dict[int, int] = {}  # tick -> those needed in it that are there before
-        self.flights: deque[_Flight] = deque()
-        self.flying: set[int] = set()
-        self.flight_bytes = 0
-        self.shared: list[_Flight] = []  # those whose storage something else still held at the tick before
-        self.alone_bytes = 0  # of those that only we hold
+        self.space = _Space(trace_index, lean)
+        self.flights = _Flights()
         self.lanes = Lanes(machine.duplex_share)
         self.delay_s = 0.0
         self.steps: list[Step] = []
         self.begun: set[tuple[int, int]] = set()  # (value, tick of need)
-        self.stays_on: set[tuple[int, int]] = set()  # (value, tick): not freed there, because the next need is near
-        self.still_there: set[tuple[int, int]] = set()  # (value, tick of need): there since the need before
+        self.kept_on: set[tuple[str, int, int]] = set()  # (kind, value, tick): steps that a stay in between saves
         self.stays = self._join_stays()
         self.queue = self._plan_swap_ins()
 
     def run(self) -> list[Step]:
+        flights = self.flights
         for tick in range(len(self.trace_index.tick_slots)):
-            if self.flights:
+            if flights.queue:
                 self._release_done(tick)
             if tick in self.packs:
                 self._pack(tick, self.packs[tick])
-            if self.flights:
+            if flights.queue:
                 self._release_for_room(tick)
             for step in self.unrolled.steps.get(tick, ()):
                 self._perform(step)
             if self.queue and self.queue[0][0] <= tick:
                 self._begin_swap_ins(tick)
-        while self.flights:  # nobody asks for these again
+        while flights.queue:  # nobody asks for these again
             self._release(len(self.trace_index.tick_slots) - 1)
         return self.steps
 
@@ -197,53 +270,24 @@ class _Sweep:
             work_s = self.machine.out_s(num_bytes, self.tiers[value])
             self.lanes.issue(OUT, value, self._now_s(tick), work_s)
             dies = self.trace_index.dies[self.trace_index.storage[value]]
-            self.flights.append(_Flight(value, num_bytes, dies))
-            self.flying.add(value)
-            self.shared.append(self.flights[-1])
-            self.flight_bytes += num_bytes
+            self.flights.add(_Flight(value, num_bytes, dies))
 
     def _release_done(self, tick: int) -> None:
         self.lanes.advance(self._now_s(tick))
-        while self.flights and self.flights[0].value in self.lanes.end_s[OUT]:
+        while self.flights.queue and self.flights.queue[0].value in self.lanes.end_s[OUT]:
             self._release(tick)
 
     def _release(self, tick: int) -> None:
         """Wait for the oldest swap-out and free its storage."""
-        flight = self.flights.popleft()
-        self.flying.remove(flight.value)
-        self.flight_bytes -= flight.num_bytes
-        if flight in self.shared:
-            self.shared.remove(flight)
-        else:
-            self.alone_bytes -= flight.num_bytes
+        flight = self.flights.pop()
         self.delay_s += max(0.0, self.lanes.finish(OUT, flight.value) - self._now_s(tick))
         self.steps += _release(tick, flight.value)
 
     def _release_for_room(self, tick: int) -> None:
-        self._sort_flights(tick)
-        while self.flights and self._bytes_until_next(tick) > self.budget_bytes:
+        flights = self.flights
+        flights.note_deaths(self.trace_index.tick_slots[tick])
+        while flights.queue and self.space.until_next(tick, flights, self.budget_bytes) > self.budget_bytes:
             self._release(tick)
-
-    def _bytes_until_next(self, tick: int) -> int:
-        """The highest memory from this tick up to the next, with what is in flight."""
-        slots = self.trace_index.tick_slots
-        first, end = slots[tick], slots[tick + 1] if tick + 1 < len(slots) else self.trace_index.trace.num_slots
-        known_bytes = int(self.ahead_bytes[tick]) + self.alone_bytes
-        most_bytes = int(self.range_bytes[tick]) + known_bytes
-        dying = [flight for flight in self.shared if flight.dies + 1 < end]
-        if not dying or most_bytes > self.budget_bytes:
-            return most_bytes
-        level = self.slot_bytes[first:end] + known_bytes
-        for flight in dying:
-            level[max(flight.dies + 1 - first, 0) :] += flight.num_bytes
-        return int(level.max())
-
-    def _sort_flights(self, tick: int) -> None:
-        """Note whose storage died naturally since the last tick."""
-        slot = self.trace_index.tick_slots[tick]
-        for flight in [flight for flight in self.shared if flight.dies < slot]:
-            self.shared.remove(flight)
-            self.alone_bytes += flight.num_bytes
 
     # --- swap-ins
 
@@ -254,32 +298,15 @@ class _Sweep:
             first_needs.append((stays[0][0], value))
             gaps += [(after[0] - before[1], before[1], after[0], value) for before, after in pairwise(stays)]
         for _, last, need, value in sorted(gaps):  # the shortest first: they cost least
-            if self._room(last, need, value):
-                self._take(last, need, value)
-                self.stays_on.add((value, last))
-                self.still_there.add((value, need))
+            if self._has_room(last, need, value):
+                self.space.take(last, need, value)
+                self.kept_on |= {("free", value, last), ("wait_in", value, need)}
             else:
                 first_needs.append((need, value))
         return sorted(first_needs)
 
-    def _room(self, tick: int, need: int, value: int) -> bool:
-        """For a copy that is there from one tick on, and not only when it is needed: before that in its tick, too."""
-        taken = self.range_bytes[tick:need] + self.ahead_bytes[tick:need]
-        most_bytes = int(taken.max(initial=0))
-        if tick < need:
-            before_bytes = self.before_in[value, need] + self.early_bytes.get(need, 0) + int(self.ahead_bytes[need])
-            most_bytes = max(most_bytes, before_bytes)
-        return most_bytes + self.flight_bytes + self.trace_index.value_bytes[value] <= self.budget_bytes
-
-    def _take(self, tick: int, need: int, value: int) -> None:
-        num_bytes = self.trace_index.value_bytes[value]
-        self.ahead_bytes[tick:need] += num_bytes
-        if tick < need:
-            self.early_bytes[need] = self.early_bytes.get(need, 0) + num_bytes
-            level = self.before_in[value, need] + self.early_bytes[need]
-            slot = self.trace_index.tick_slots[need]
-            self.slot_bytes[slot] = max(int(self.slot_bytes[slot]), level)
-            self.range_bytes[need] = max(int(self.range_bytes[need]), level)
+    def _has_room(self, tick: int, need: int, value: int) -> bool:
+        return self.space.with_copy(tick, need, value) + self.flights.num_bytes <= self.budget_bytes
 
     def _plan_swap_ins(self) -> deque[tuple[int, int, int]]:
         """(tick to start at, tick of need, value) in order of need, as late as the lane allows."""
@@ -315,9 +342,9 @@ class _Sweep:
         while self.queue and self.queue[0][0] <= tick:
             _, need, value = self.queue[0]
             if (value, need) not in self.begun:
-                if not self._room(tick, need, value) or value in self.flying:
+                if not self._has_room(tick, need, value) or value in self.flights.values:
                     return
-                self._take(tick, need, value)
+                self.space.take(tick, need, value)
                 self._swap_in(tick, need, value)
             self.queue.popleft()
 
@@ -330,10 +357,10 @@ class _Sweep:
     def _perform(self, step: Step) -> None:
         """One step of the lean program, with the clock running along."""
         tick, kind, subject = step[:3]
-        if (subject, tick) in (self.still_there if kind == "wait_in" else self.stays_on if kind == "free" else ()):
+        if (kind, subject, tick) in self.kept_on:
             return
         if kind == "wait_in":
-            while subject in self.flying:
+            while subject in self.flights.values:
                 self._release(tick)
             if (subject, tick) not in self.begun:
                 self._swap_in(tick, tick, subject)

@@ -1,0 +1,68 @@
+"""The size of things in the core, measured from the source: what grows past these bounds is to be split by what it
+knows, not by its length."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import outcore
+
+PACKAGE = Path(outcore.__file__).parent
+ROOMS = ("values", "planning", "memory", "eager", "compiled", "state", "fitting")
+FILES = [path for room in ROOMS for path in sorted((PACKAGE / room).rglob("*.py"))] + [PACKAGE / "limit.py"]
+MOST_LINES = {"class": 250, "function": 60, "file": 600, "limit.py": 200}
+MOST_ATTRIBUTES = 15
+
+
+def length(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    return (node.end_lineno or first) - first + 1
+
+
+def is_frozen_record(node: ast.ClassDef) -> bool:
+    """A frozen dataclass is a row of a table (a trace's op, a file's fields, settings): it has no state to keep."""
+    return any(
+        isinstance(decorator, ast.Call)
+        and any(word.arg == "frozen" and ast.literal_eval(word.value) for word in decorator.keywords)
+        for decorator in node.decorator_list
+    )
+
+
+def attributes(node: ast.ClassDef) -> set[str]:
+    """Names that instances carry: assigned to `self` anywhere in the class, or fields of a dataclass."""
+    names = {
+        inner.attr
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Attribute)
+        and isinstance(inner.ctx, ast.Store)
+        and isinstance(inner.value, ast.Name)
+        and inner.value.id == "self"
+    }
+    if node.decorator_list:
+        fields = [one.target for one in node.body if isinstance(one, ast.AnnAssign)]
+        names |= {target.id for target in fields if isinstance(target, ast.Name)}
+    return names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_classes_functions_and_files_of_the_core_are_small(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= MOST_LINES.get(path.name, MOST_LINES["file"])
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef):
+            names = attributes(node)
+            assert length(node) <= MOST_LINES["class"], f"{node.name} has {length(node)} lines"
+            assert is_frozen_record(node) or len(names) <= MOST_ATTRIBUTES, f"{node.name} has {sorted(names)}"
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert length(node) <= MOST_LINES["function"], f"{node.name} has {length(node)} lines"
+
+
+def test_what_is_measured_can_fail() -> None:
+    source = "class Large:\n" + "".join(f"    def f{n}(self): self.a{n} = {n}\n" for n in range(260))
+    (node,) = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+    assert length(node) > MOST_LINES["class"]
+    assert len(attributes(node)) > MOST_ATTRIBUTES
+    assert not is_frozen_record(node)
