@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 import outcore
-from outcore.eager import execution, recorder
+from outcore.eager import recorded_saves, unplanned
 from tests.fuzz.explore import explore
 
 PLANNERS = ("recompute-all", "swap-all")
@@ -117,7 +117,7 @@ def _copy(item: Any) -> Any:
 @contextmanager
 def everything_moves() -> Iterator[None]:
     """Samples are a few bytes long, and would be kept."""
-    with patch.object(execution, "SMALL_BYTES", 1), patch.object(recorder, "SMALL_BYTES", 1):
+    with patch.object(recorded_saves, "SMALL_BYTES", 1), patch.object(unplanned, "SMALL_BYTES", 1):
         yield
 
 
