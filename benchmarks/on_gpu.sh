@@ -3,6 +3,7 @@
 #
 #   bash benchmarks/on_gpu.sh check exact speed pieces floors host recording curve1 curve2 curve3 peers fit cores matmul tuning accuracy
 #   seconds, about:           190   230   480   40     25     60   150       490    400    400    420   130 290   100    290    340
+#   and: tiled_training (120), predicted_workers (120), claims:0 claims:1 claims:2 (up to 580 each; 16 cores, no GPU)
 #
 # `peers:vit_l` (or another network) is `peers` for that one. Nothing is timed in `exact`, `tests` (but its last part) and
 # `compiled` (what `peers` would wait for the compiler): `for part in tests compiled; do bash benchmarks/on_gpu.sh $part & done`.
@@ -114,6 +115,17 @@ for part in "${@:-check}"; do
     cores)
         run elastic 290 python benchmarks/elastic.py --data "$data/mnist" \
             --only cores,messages,scaling,levels,partition --out "$out/elastic.json"
+        ;;
+    claims:[0-9]*) # to 98.5 % of MNIST, one seed a part; then `elastic_claims.py merge --parts` on the three files
+        run "claims_${part#*:}" 590 python benchmarks/elastic_claims.py mnist --data "$data/mnist" --seeds 1 \
+            --first-seed "${part#*:}" --limit-s 580 --out "$out/claims-${part#*:}.json"
+        ;;
+    predicted_workers)
+        run predicted_workers 150 python benchmarks/elastic_claims.py prediction --data "$data/mnist" --limit-s 140 \
+            --out "$out/predicted_workers.json"
+        ;;
+    tiled_training)
+        run tiled_training 240 python -m benchmarks.tiled_training --limit-s 200 --out "$out/tiled_training.json"
         ;;
     matmul)
         run matmul 100 python benchmarks/matmul.py --only green,linear,fp32,bf16,tf32,links --limit-s 85 \

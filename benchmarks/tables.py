@@ -17,14 +17,13 @@ from typing import Any
 
 import click
 
+from benchmarks import claim_tables
+from benchmarks.markdown import NONE_YET, Result, Row, markdown
 from benchmarks.prediction import judged
 from outcore.units import format_bytes, format_seconds
 
 ROOT = Path(__file__).parents[1]
 OURS = ("hybrid", "swap", "pooch", "swap-all", "exact")
-NONE_YET = "no results yet"
-Result = dict[str, Any]
-Row = dict[str, Any]
 
 
 @click.command()
@@ -45,6 +44,8 @@ def main(results: Path, readme: Path, plot: Path, figures: Path, check: bool) ->
         parts = [f"{text}\n\n{conditions(result)}" for text, result in shown if text]
         after[figures] = fill(after[figures], name, "\n\n".join(parts) or NONE_YET)
     after[figures] = fill(after[figures], "accuracy", accuracy_tables(results))
+    for name, (file, table) in claim_tables.NAMED.items():
+        after[figures] = fill(after[figures], name, claim_tables.of_file(results / file, table))
     if check:
         stale = [path.name for path in before if before[path] != after[path]]
         sys.exit(f"{' and '.join(stale)} is not what the results say; run `make tables`" if stale else 0)
@@ -163,11 +164,6 @@ def tables(found: list[Result], plot: Path, page: Path) -> str:
         link = plot.resolve().relative_to(page.resolve().parent).as_posix()
         parts.insert(0, f"![step time against memory]({link})")
     return "\n\n".join(parts)
-
-
-def markdown(headings: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
-    lines = [headings, ("---",) * len(headings), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _slowdown(result: Result) -> str:
@@ -482,6 +478,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str]]] = {
     "host": ("host", _host),
     "fit": ("fit", _fit),
     "exactness": ("exactness", _exactness),
+    **claim_tables.SECTIONS,
 }
 FIGURES = tuple(dict.fromkeys(question for question, _ in SECTIONS.values()))
 

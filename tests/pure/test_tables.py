@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.claim_tables import NAMED
 from benchmarks.tables import SECTIONS, TABLES, _draw_panel, _name_dots, main, measured_curves, newest
 
 BARE = "# x\n<!-- headline -->\n<!-- /headline -->\ntext\n<!-- summary -->\nold\n<!-- /summary -->\nend\n"
@@ -37,7 +38,7 @@ def run(folder: Path, *args: str) -> tuple[int, str]:
     figures = folder / "results.md"
     if not figures.exists():
         figures.write_text(
-            "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in (*SECTIONS, "accuracy", "results"))
+            "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in (*SECTIONS, *NAMED, "accuracy", "results"))
         )
     options = ["--results", str(folder), "--readme", str(readme), "--plot", str(plot), "--figures", str(figures), *args]
     return CliRunner().invoke(main, options).exit_code, readme.read_text()

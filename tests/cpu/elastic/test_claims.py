@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.claim_tables import SECTIONS
 from benchmarks.elastic_claims import (
     LEVEL_3,
     METHODS,
@@ -68,6 +69,10 @@ def test_medians_are_over_seeds_and_ratios_within_one() -> None:
     short = summarize(rows)
     assert short[LEVEL_3]["seconds_to_target"] is None
     assert [bar["holds"] for bar in bars_of(short, 0.985)] == [False, True, True]
+    told: dict[str, Any] = {"num_workers": 8, "target": 0.985, "rows": rows}
+    page = SECTIONS["elastic-claims"][1](told | {"medians": short, "bars": bars_of(short, 0.985)})
+    assert "| sync-easgd level 3 | not reached |  | 99.00 % | 10.0 % | 10.0 % | 5.0 % |" in page
+    assert "5.3 x | not reached | **SHORT** |" in page
 
 
 def test_every_seed_runs_every_method_and_begins_with_another() -> None:
