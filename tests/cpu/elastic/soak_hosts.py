@@ -14,12 +14,14 @@ import argparse
 import hashlib
 import json
 import os
+import platform
 import random
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from datetime import date
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -195,6 +197,20 @@ def soak(hosts: list[Host], method: str, kills: int, seed: int, kinds: list[str]
         return {"method": method, "seed": seed, "deaths": run.deaths, "problems": run.problems, "said": said}
 
 
+def told_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """What goes into the results file."""
+    return {
+        "question": "elastic-soak",
+        "hardware": f"{platform.machine()}-{len(os.sched_getaffinity(0))}cpu",
+        "date": date.today().isoformat(),
+        "hosts": "two network namespaces, two ranks each, a launcher on each",
+        "command": " ".join(["python -m tests.cpu.elastic.soak_hosts", *sys.argv[1:]]),
+        "num_deaths": sum(len(run["deaths"]) for run in runs),
+        "num_problems": sum(len(run["problems"]) for run in runs),
+        "runs": runs,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10, help="deaths in each training")
@@ -217,7 +233,7 @@ def main() -> None:
         found.append(one)
         print(f"{method}: {len(one['deaths'])} deaths, {one['problems'] or 'well'}", flush=True)
         if args.out:
-            args.out.write_text(json.dumps({"question": "elastic-soak", "runs": found}, indent=1))
+            args.out.write_text(json.dumps(told_of(found), indent=1))
     sys.exit(any(one["problems"] for one in found))
 
 

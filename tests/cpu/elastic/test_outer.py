@@ -117,6 +117,14 @@ def test_a_diverged_worker_starts_again_in_all_fragments() -> None:
     assert np.isfinite(town.together(act)).all()
 
 
+@pytest.mark.parametrize("method", ["diloco", "streaming-diloco"])
+def test_the_outer_state_on_the_host_changes_no_number(method: str) -> None:
+    """On a GPU it takes less memory, too: tests/gpu/elastic/test_outer_state.py."""
+    plain, on_host = (run_sync(2, 7, method=method, period=4, outer_state=where) for where in ("device", "host"))
+    np.testing.assert_array_equal(plain[0], on_host[0])
+    np.testing.assert_array_equal(plain[1], on_host[1])
+
+
 @pytest.mark.parametrize(
     ("chosen", "words"),
     [
