@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from outcore.tiling.embedding import TiledEmbedding
     from outcore.tiling.linear import TiledLinear
     from outcore.tiling.model import tile, untile
+    from outcore.tiling.operands import FileMatrix
     from outcore.tiling.product import matmul
     from outcore.tuning.advice import Advice
     from outcore.tuning.tune import tune
@@ -52,6 +53,7 @@ _HOMES: dict[str, str] = {
     "Timeline": "outcore.values",
     "Trace": "outcore.values",
     "matmul": "outcore.tiling.product",
+    "FileMatrix": "outcore.tiling.operands",
     "TiledAdamW": "outcore.tiling.adamw",
     "TiledEmbedding": "outcore.tiling.embedding",
     "TiledLinear": "outcore.tiling.linear",
@@ -71,6 +73,7 @@ __all__ = [
     "BadSize",
     "Budget",
     "BudgetTooSmall",
+    "FileMatrix",
     "Limited",
     "Machine",
     "OutcoreError",

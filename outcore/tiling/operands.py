@@ -87,7 +87,12 @@ class TensorStore:
 
 
 class FileMatrix:
-    """A matrix in a file, stored by rows after `offset_bytes`. `.t()` is its transpose, no byte moved."""
+    """A matrix in a file, stored by rows after `offset_bytes`. `.t()` is its transpose, no byte moved.
+
+    a = outcore.FileMatrix("a.bin", (100_000, 50_000), torch.float32)
+    c = outcore.FileMatrix.create("c.bin", (100_000, 100_000), torch.float32)
+    outcore.matmul(a, a.t(), out=c, memory="8GiB")
+    """
 
     def __init__(
         self, path: str | os.PathLike[str], shape: tuple[int, int], dtype: torch.dtype, *, offset_bytes: int = 0
@@ -118,8 +123,10 @@ class FileMatrix:
 
     @classmethod
     def save(cls, path: str | os.PathLike[str], tensor: torch.Tensor) -> FileMatrix:
+        """A file that holds the numbers of `tensor`, whatever it held before."""
         matrix = cls.create(path, (tensor.shape[0], tensor.shape[1]), tensor.dtype)
         matrix.write_from(tensor.detach().contiguous(), (0, tensor.shape[0], 0, tensor.shape[1]))
+        matrix.unfinished_path.unlink(missing_ok=True)
         return matrix
 
     @property

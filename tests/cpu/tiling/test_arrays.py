@@ -109,6 +109,9 @@ def test_a_file_that_a_product_left_unfinished_is_refused(tmp_path: Path) -> Non
         multiply(other, other, add=matrix)
     multiply(other, other, out=matrix)  # written anew, it is whole again
     torch.testing.assert_close(multiply(matrix, other), other @ other @ other)
+    matrix.unfinished_path.touch()
+    saved = outcore.FileMatrix.save(matrix.path, other)
+    torch.testing.assert_close(multiply(saved, other), other @ other)
 
 
 def test_a_product_that_takes_hours_says_so_before_it_begins() -> None:
