@@ -30,7 +30,7 @@ class Frozen:
         tensor = self.tensors[number]
         host = torch.empty(tensor.shape, dtype=tensor.dtype)
         as_bytes(host).copy_(source)
-        tensor.copy_(host)
+        once(tensor).copy_(once(host, like=tensor))
 
     def share(self, group: Group, root: int, *, is_newcomer: bool) -> None:
         """Newcomers take the bytes over from member `root`; the others pass them on. One tensor at a time: a frozen
@@ -43,6 +43,14 @@ class Frozen:
             group.tree_broadcast(travelling, root=root)
             if is_newcomer and group.index != root:
                 self.write(number, travelling)
+
+
+def once(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """Of elements that `like` (by default the tensor) repeats by `expand`, the first: memory is written once."""
+    for dim, stride in enumerate((tensor if like is None else like).stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -325,10 +325,12 @@ def join(
         raise ElasticError("backend='nccl' needs the model on a CUDA device; move it there first, or use 'gloo'")
     if place is not None:
         return Worker(model, optimizer, chosen, place)
-    if name in _open_names or not name or "/" in name:
+    if not name or "/" in name:
+        raise ElasticError(f"name {name!r} must be one character or more, and have no slash")
+    if name in _open_names:
         raise ElasticError(
-            f"this process takes part in the training {name!r} already, or that is no name; close the first worker, or "
-            "give the second model a name of its own: join(..., name='discriminator')"
+            f"this process takes part in the training {name!r} already; close the first worker, or give the second "
+            "model a name of its own: join(..., name='discriminator')"
         )
     place = find_place(chosen.limit_s, name, partial(find_shard, model, chosen.check()))
     if place.shard is not None and chosen.checkpoint is not None:

@@ -311,6 +311,8 @@ class Partly(nn.Module):
         self.trained = nn.Linear(3, 1)
         self.register_buffer("num_seen", torch.tensor(10 + rank))
         self.register_buffer("mask", torch.rand(5) > 0.5)
+        self.register_buffer("ids", torch.tensor([rank]).expand(4))  # one element of memory
+        self.register_buffer("empty", torch.zeros(0, dtype=torch.int64))
         self.register_buffer("phase", torch.randn(2, dtype=torch.complex64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
