@@ -155,25 +155,54 @@ class _StreamedProduct(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: TiledLinear) -> torch.Tensor:
         streamed = layer.weight_as(x.dtype)
         ctx.save_for_backward(x, weight)
-        ctx.layer, ctx.version = layer, weight._version
+        ctx.layer = layer
         return layer.multiply("forward", x, streamed.t())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x, weight = ctx.saved_tensors
+        with torch.no_grad():
+            dx, gradient = _StreamedProduct.differentiate(ctx, grads[0], x, weight)
+        if not torch.is_grad_enabled():
+            return dx, gradient, None
+        # Under create_graph=True: dx and dW depend on all of these, in a way that no graph knows.
+        once = [None if d is None else _Once.apply(d, grads[0], x, weight) for d in (dx, gradient)]  # type: ignore[no-untyped-call]
+        return once[0], once[1], None
+
+    @staticmethod
+    def differentiate(
+        ctx: Any, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """dx and dW as far as they are asked for; dW is None as well where it has updated the weight."""
         layer: TiledLinear = ctx.layer
-        dy, streamed = grads[0], layer.weight_as(x.dtype)
+        streamed = layer.weight_as(x.dtype)
         if ctx.needs_input_grad[1] and x.numel() and (update := layer.make_update(layer)) is not None:
             dx = layer.multiply("backward input", dy, streamed) if ctx.needs_input_grad[0] else None
             layer.update(dy, x, update)  # after dx, which reads the weight
-            return dx, None, None
+            return dx, None
         if all(ctx.needs_input_grad[:2]):
             dx, gradient = layer.differentiate(dy, x, streamed)
-            return dx, gradient.to(weight.dtype), None
+            return dx, gradient.to(weight.dtype)
         if ctx.needs_input_grad[0]:
-            return layer.multiply("backward input", dy, streamed), None, None
+            return layer.multiply("backward input", dy, streamed), None
         gradient = layer.multiply("backward weight", dy.t(), x, out=layer.empty_like_weight(x.dtype))
-        return None, gradient.to(weight.dtype), None
+        return None, gradient.to(weight.dtype)
+
+
+class _Once(torch.autograd.Function):
+    """A first derivative, unchanged, of which no second one can be taken. Without it, one that is asked for would lack
+    this layer's part without a word."""
+
+    @staticmethod
+    def forward(ctx: Any, derivative: torch.Tensor, *depends_on: torch.Tensor) -> torch.Tensor:
+        return derivative.view_as(derivative)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise TilingError(
+            "a second derivative of a TiledLinear was asked for, and its products have a first one only; call "
+            "outcore.untile(model), or leave layers out of outcore.tile by a higher larger_than"
+        )
 
 
 def _no_update(layer: TiledLinear) -> Update | None:

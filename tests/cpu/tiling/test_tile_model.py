@@ -187,6 +187,18 @@ def test_autocast_sees_a_weight_that_changed() -> None:
         torch.testing.assert_close(layer(x), 2 * before)
 
 
+def test_a_second_derivative_is_refused_where_plain_layers_hide_that_a_part_is_missing() -> None:
+    """A gradient penalty: the graph of the small layer alone would give it a gradient, a wrong one."""
+    plain = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 512))
+    model: Any = outcore.tile(copy.deepcopy(plain), memory="16KB", larger_than="1KB", devices=["cpu"])
+    assert [type(layer) for layer in (model[0], model[2])] == [nn.Linear, TiledLinear]
+    x = torch.randn(3, 8, requires_grad=True)
+    (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)  # the first derivative is there
+    torch.testing.assert_close(slope, torch.autograd.grad(plain(x).square().sum(), x)[0])
+    with pytest.raises(TilingError, match="a second derivative of a TiledLinear was asked for"):
+        slope.square().sum().backward()
+
+
 def test_state_goes_from_one_form_to_the_other() -> None:
     plain, model = model_of(1), tiled(model_of(2))
     assert list(plain.state_dict()) == list(model.state_dict())
