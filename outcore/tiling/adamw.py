@@ -30,6 +30,9 @@ class TiledAdamW(torch.optim.AdamW):
     """torch's fused AdamW, with the same settings, state and state dictionary; weights of `TiledLinear` layers are
     updated during the backward. Weights that several layers share are stepped with the others.
 
+    A tiled weight has no gradient after the backward: `clip_grad_norm_` does not see it. A GradScaler is refused; train
+    in bfloat16 instead, which needs none.
+
         optimizer = outcore.TiledAdamW(model, lr=1e-4)
         loss.backward()          # updates the tiled weights
         optimizer.step()         # updates everything else
@@ -67,6 +70,12 @@ class TiledAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Everything but the tiled weights, which the backward has updated."""
+        if getattr(self, "found_inf", None) is not None:  # what a GradScaler leaves with a fused optimizer
+            raise TilingError(
+                "TiledAdamW has updated the tiled weights with gradients that a GradScaler scaled, infinite ones too: "
+                "load the weights again, and train in bfloat16 without a GradScaler, or step tiled layers on the host "
+                "with torch.optim.AdamW(model.parameters(), fused=True)"
+            )
         if closure is not None:
             raise TilingError("TiledAdamW updates during the backward; run it before step(), without a closure")
         super().step()

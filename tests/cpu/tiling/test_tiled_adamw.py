@@ -170,6 +170,17 @@ def test_what_it_cannot_do_is_refused() -> None:
         TiledAdamW(model, amsgrad=True)
 
 
+def test_a_gradient_scaler_is_refused() -> None:
+    """Scaled gradients would have updated the weights before the scaler looks whether they are finite."""
+    model = tiled(network())
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=2.0**30), TiledAdamW(model, **SETTINGS)
+    with torch.autocast("cpu", torch.float16):
+        loss = nn.functional.cross_entropy(model(DATA).float(), LABELS)
+    scaler.scale(loss).backward()
+    with pytest.raises(TilingError, match="gradients that a GradScaler scaled"):
+        scaler.step(optimizer)
+
+
 def test_without_its_optimizer_a_layer_keeps_gradients_again() -> None:
     model = tiled(network())
     optimizer = TiledAdamW(model, **SETTINGS)
