@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -146,8 +146,9 @@ class FileMatrix:
     @classmethod
     def of_memmap(cls, array: np.memmap[Any, Any]) -> FileMatrix | None:
         """The file behind a mapped array, which is then read and written by many threads instead of page by page; None
-        where the array is not rows after rows of it (or, transposed, columns after columns)."""
-        if array.ndim != 2 or array.filename is None or array.dtype.byteorder == ">":
+        where the array is not rows after rows of it (or, transposed, columns after columns), where changes stay in
+        memory (mode 'c'), and where another file has that name by now."""
+        if array.ndim != 2 or array.filename is None or array.dtype.byteorder == ">" or array.mode == "c":
             return None
         dtype = _TORCH_DTYPES.get(array.dtype.name)
         by_columns = array.flags.f_contiguous and not array.flags.c_contiguous
@@ -156,6 +157,10 @@ class FileMatrix:
             return None
         mapped: Any = array._mmap  # type: ignore[attr-defined]
         start = np.frombuffer(mapped, np.uint8).ctypes.data
+        where = _mapping_at(start)
+        # Since then the file may have been removed or replaced; where nobody can tell, it has not.
+        if where is not None and not (os.path.exists(array.filename) and os.stat(array.filename).st_ino == where.inode):
+            return None
         first_bytes = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY  # where the mapping begins in the file
         offset_bytes = first_bytes + stored.ctypes.data - start
         matrix = cls(array.filename, (stored.shape[0], stored.shape[1]), dtype, offset_bytes=offset_bytes)
@@ -276,7 +281,13 @@ def as_matrix(given: Any, name: str, *, is_written: bool = False) -> torch.Tenso
             raise TilingError(f"{name} is an array that cannot be written; give one that can")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that a read-only array must not be written: it is not
-            return torch.from_numpy(given)
+            try:
+                return torch.from_numpy(given)
+            except ValueError:
+                raise TilingError(
+                    f"{name} is an array of {given.dtype} with strides {given.strides}; a product takes this machine's "
+                    "byte order and strides of zero or more: copy it, x.astype(x.dtype.newbyteorder('='), order='C')"
+                ) from None
     raise TilingError(f"{name} is a {type(given).__name__}; give a tensor, a FileMatrix or a NumPy array")
 
 
@@ -297,16 +308,29 @@ def as_operand(matrix: torch.Tensor | FileMatrix, name: str) -> Operand:
 
 
 def overlaps(one: torch.Tensor | FileMatrix | None, other: torch.Tensor | FileMatrix | None) -> bool:
-    if isinstance(one, FileMatrix) and isinstance(other, FileMatrix):
-        apart = one.stop_bytes <= other.offset_bytes or other.stop_bytes <= one.offset_bytes
-        return one.path.samefile(other.path) and not apart
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+    if one is None or other is None:
         return False
+    if isinstance(one, FileMatrix) or isinstance(other, FileMatrix):
+        return _meet(_in_file(one), _in_file(other))
     if one.device != other.device or not one.numel() or not other.numel():
         return False
-    first, stop = _addresses(one)
-    other_first, other_stop = _addresses(other)
-    return first < other_stop and other_first < stop
+    return _meet((0, *_addresses(one)), (0, *_addresses(other)))
+
+
+def _meet(one: tuple[int, int, int] | None, other: tuple[int, int, int] | None) -> bool:
+    """Whether two spans (file, first, stop) have a byte in common."""
+    return one is not None and other is not None and one[0] == other[0] and one[1] < other[2] and other[1] < one[2]
+
+
+def _in_file(matrix: torch.Tensor | FileMatrix) -> tuple[int, int, int] | None:
+    """Inode and bytes of the file in which a matrix lies, also one that is mapped; None where it lies in none."""
+    if isinstance(matrix, FileMatrix):
+        return matrix.path.stat().st_ino, matrix.offset_bytes, matrix.stop_bytes
+    where = _mapping_at(matrix.data_ptr()) if matrix.device.type == "cpu" and matrix.numel() else None
+    if where is None or not where.inode:
+        return None
+    first, stop = (address - where.address + where.offset_bytes for address in _addresses(matrix))
+    return where.inode, first, stop
 
 
 def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
@@ -316,7 +340,21 @@ def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
 
 def is_file_mapping(tensor: torch.Tensor) -> bool:
     """Whether the tensor's memory is a mapped file: locking it would read all of the file into memory."""
-    address = tensor.data_ptr()
+    where = _mapping_at(tensor.data_ptr())
+    return where is not None and where.inode != 0 and not where.path.startswith(("/dev/shm", "/memfd", "/dev/zero"))
+
+
+class _Mapping(NamedTuple):
+    """A stretch of this process's memory, and the part of a file that it shows; inode 0 where it shows none."""
+
+    address: int
+    offset_bytes: int
+    inode: int
+    path: str
+
+
+def _mapping_at(address: int) -> _Mapping | None:
+    """As Linux tells it; None elsewhere."""
     try:
         with open("/proc/self/maps") as maps:
             for line in maps:
@@ -324,7 +362,7 @@ def is_file_mapping(tensor: torch.Tensor) -> bool:
                 first, _, stop = fields[0].partition("-")
                 if int(first, 16) <= address < int(stop, 16):
                     path = fields[5].strip() if len(fields) > 5 else ""
-                    return fields[4] != "0" and not path.startswith(("/dev/shm", "/memfd", "/dev/zero"))
+                    return _Mapping(int(first, 16), int(fields[2], 16), int(fields[4]), path)
     except OSError:
-        return False
-    return False
+        pass
+    return None

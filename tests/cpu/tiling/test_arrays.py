@@ -78,6 +78,8 @@ def test_two_parts_of_one_file_are_apart(tmp_path: Path) -> None:
     np.testing.assert_allclose(file[48:], file[:24] @ file[24:48], rtol=1e-4, atol=1e-4)
     with pytest.raises(TilingError, match="out shares memory with an operand"):
         multiply(file[:24], file[24:48], out=file[40:64])
+    with pytest.raises(TilingError, match="out shares memory with an operand"):  # `a` has gaps: through the mapping
+        multiply(file[:24, :8], numbers(8, 24), out=file[16:40])
 
 
 def test_arrays_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
@@ -93,8 +95,25 @@ def test_arrays_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     assert multiply(frozen, a).shape == (8, 8)  # but read
     with pytest.raises(TilingError, match="a is a list; give a tensor, a FileMatrix or a NumPy array"):
         multiply([[1.0]], a)
+    for unusual in (a[::-1], a.astype(">f4")):
+        with pytest.raises(TilingError, match="byte order and strides of zero or more: copy it"):
+            multiply(unusual, a)
     with pytest.raises(TilingError, match="products are of float32"):
         multiply(a.astype("int32"), a.astype("int32"))
+
+
+def test_an_array_is_not_read_from_a_file_that_holds_other_numbers(tmp_path: Path) -> None:
+    """Changed in memory only, removed, and replaced by another file of that name."""
+    a, b = numbers(12, 10), numbers(10, 8)
+    mapped(tmp_path / "a", a).flush()
+    private: np.memmap[Any, Any] = np.memmap(tmp_path / "a", "float32", "c", shape=(12, 10))
+    private[0] = 7.0
+    np.testing.assert_allclose(multiply(private, b).numpy(), np.asarray(private) @ b, rtol=1e-4, atol=1e-4)
+    whole = mapped(tmp_path / "b", a)
+    (tmp_path / "b").unlink()
+    np.testing.assert_allclose(multiply(whole, b).numpy(), a @ b, rtol=1e-4, atol=1e-4)
+    (tmp_path / "b").write_bytes(bytes(a.nbytes))
+    np.testing.assert_allclose(multiply(whole, b).numpy(), a @ b, rtol=1e-4, atol=1e-4)
 
 
 def test_a_file_that_a_product_left_unfinished_is_refused(tmp_path: Path) -> None:
