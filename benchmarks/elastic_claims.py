@@ -81,7 +81,12 @@ def claim_trials(args: argparse.Namespace, num_workers: int, seed: int) -> list[
     names = [name for name in METHODS if args.methods is None or name in args.methods.split(";")]
     turned = names[seed % len(names) :] + names[: seed % len(names)]
     fields: dict[str, Any] = {"batch": args.batch, "epochs": args.epochs, "anneals": True, "seed": seed}
-    fields |= {"num_snapshots": args.snapshots, "snapshots_from": 0.25, "num_judged": args.judged, "limit_s": 400.0}
+    fields |= {
+        "num_snapshots": args.snapshots,
+        "snapshots_from": 0.25,
+        "num_judged": args.judged,
+        "limit_s": args.limit_s,
+    }
     return [
         make_trial(
             METHODS[name][0],

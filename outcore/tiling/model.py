@@ -36,6 +36,10 @@ def tile(
 
         model = outcore.tile(model, memory="2GiB").to("cuda")
 
+    It is for layers of which a single one, with its gradient and optimizer state, is too large for the device. Where
+    each layer fits and only the step as a whole does not, use `outcore.limit`: it leaves the layers as they are, and
+    the numbers are plain PyTorch's bit for bit. Tiled products add up in blocks, so the last bits differ.
+
     Subclasses of these layers are left alone: whoever made them may use their weights in another way.
     """
     memory_bytes = parse_bytes(memory)

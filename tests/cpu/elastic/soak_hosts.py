@@ -35,7 +35,9 @@ RETURN_S = (
     60.0  # within which all ranks must exchange again after a death: two limits, a start of Python, a busy machine
 )
 QUIET = {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-METHODS = ("sync-easgd", "async-easgd", "diloco", "sync-sgd", "hogwild-easgd", "original-easgd")
+METHODS = (
+    "sync-easgd", "async-easgd", "diloco", "streaming-diloco", "sync-sgd", "hogwild-easgd", "original-easgd",
+)  # fmt: skip
 
 
 class PlainSgd:
@@ -68,7 +70,8 @@ def replica(folder: Path, method: str) -> None:
     rank = os.environ["RANK"]
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = PlainSgd(net.parameters())
-    chosen: dict[str, Any] = {"period": 1 if method == "sync-sgd" else 2, "limit_s": 4, "join_limit_s": RETURN_S}
+    period = {"sync-sgd": 1, "streaming-diloco": 4}.get(method, 2)
+    chosen: dict[str, Any] = {"period": period, "limit_s": 4, "join_limit_s": RETURN_S}
     with join(net, optimizer, method, **chosen) as worker:  # type: ignore[arg-type]
         with (folder / f"log-{rank}").open("a", buffering=1) as log:
             # All stop after the same step: an exchange is for everybody, or for those who have not finished.

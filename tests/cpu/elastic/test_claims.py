@@ -76,7 +76,7 @@ def test_medians_are_over_seeds_and_ratios_within_one() -> None:
 
 
 def test_every_seed_runs_every_method_and_begins_with_another() -> None:
-    args = Namespace(methods=None, batch=16, epochs=2.0, snapshots=3, judged=100, rate_factor=0.5)
+    args = Namespace(methods=None, batch=16, epochs=2.0, snapshots=3, judged=100, rate_factor=0.5, limit_s=60.0)
     orders = [[trial.name for trial in claim_trials(args, 8, seed)] for seed in range(3)]
     assert all(sorted(order) == sorted(METHODS) for order in orders)
     assert len({order[0] for order in orders}) == 3
