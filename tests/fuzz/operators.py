@@ -29,6 +29,7 @@ from tests.fuzz.explore import explore
 
 PLANNERS = ("recompute-all", "swap-all")
 NUM_STEPS = 2  # recorded, planned
+NUM_REPEATS = 60  # of a sample that differs, in plain PyTorch
 # Operators whose samples cannot be steps, each with the reason. None may stand here because outcore fails on it.
 NO_STEP = {
     "empty_like": "its numbers are whatever lies in memory",
@@ -147,7 +148,18 @@ def _check_sample(steps: Steps, limits: Sequence[outcore.Limited]) -> Iterator[t
         yield "plain", "plain differs"
         return
     for ooc in limits:
-        yield ooc.planner, _check_limited(steps, expected[0], ooc)
+        outcome = _check_limited(steps, expected[0], ooc)
+        yield ooc.planner, "plain differs" if outcome.startswith("differs") and _varies(steps) else outcome
+
+
+def _varies(steps: Steps) -> bool:
+    """Some libraries' results depend on where their memory lies: least squares' do, about every tenth time."""
+    model, seen = Sample(), set()
+    for number in range(NUM_REPEATS):
+        held = [torch.full((7 * size + 3,), float(number)) for size in range(number)]
+        seen.add(tuple(steps.run(model, nullcontext)))
+        del held
+    return len(seen) > 1
 
 
 def _check_limited(steps: Steps, expected: Bits, ooc: outcore.Limited) -> str:
