@@ -93,9 +93,14 @@ class Limited(LoopView):
         options |= {"planner": planner, "given": plan, "measure": measure}
         self._loop = Loop(model, self.device_memory, self.store, machine, budget, **options)
 
-    def step(self) -> AbstractContextManager[Limited]:
-        """One training step: forward(s) and backward(s). The optimizer may step inside or after it."""
-        return self._loop.step(self)
+    def step(self, batch: Any = None) -> AbstractContextManager[Limited]:
+        """One training step: forward(s) and backward(s). The optimizer may step inside or after it.
+
+        Steps with other shapes have other plans. Shapes are read from what the model is called with. Where only parts
+        of the model are called, as in `model.encoder(x)`, pass what the step works on as `batch`: a tensor, or tensors
+        in lists and dictionaries.
+        """
+        return self._loop.step(self, batch)
 
     def stats(self) -> dict[str, int]:
         """How many steps were recorded, followed a plan, left one, and ran unplanned, so far."""
@@ -107,6 +112,11 @@ class Limited(LoopView):
         A step that turns out otherwise leaves the plan safely, like any other, and is recorded when it comes again.
         """
         self._loop.expect(trace)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close()` was called, or another limit of the same model took its place."""
+        return self._loop.is_closed
 
     def close(self) -> None:
         """Takes the hooks off the model and gives host memory and the swap file back."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,11 @@ class Call:
 def no_forward(*, seen_from_the_start: bool) -> Call:
     """Of a step in which something is saved before the model is called: parts of it are used alone. Its first op is in
     the recording where ops are seen from the start, as in steps with compiled functions, and not in others."""
-    return Call((), ("no forward", seen_from_the_start))
+    return Call((), _mark(seen_from_the_start))
+
+
+def _mark(seen_from_the_start: bool) -> Hashable:
+    return "no forward", seen_from_the_start
 
 
 class Calls:
@@ -56,6 +60,14 @@ class Calls:
         )
         sizes = tuple(size for tensor in inputs for size in tensor.shape)
         return Call(inputs, (structure, sizes), scalars, structure, sizes)
+
+    def of_parts(self, batch: Any, *, seen_from_the_start: bool) -> Call:
+        """The same of a step in which parts of the model are used alone, and that was told what it works on: `batch`,
+        None if it was not."""
+        if batch is None:
+            return no_forward(seen_from_the_start=seen_from_the_start)
+        mark, call = _mark(seen_from_the_start), self.of((batch,), {})
+        return replace(call, signature=(mark, call.signature), structure=(mark, call.structure))
 
     def _has_gradients(self) -> bool:
         if any(known() is None for known in self._parameters):

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -64,12 +64,13 @@ class Loop:
         return self.preparer.store
 
     @contextmanager
-    def step(self, target: T) -> Iterator[T]:
-        """One step: forward(s) and backward(s). `leave` stands at two levels: an interrupt may end the inner one."""
+    def step(self, target: T, batch: Any = None) -> Iterator[T]:
+        """One step: forward(s) and backward(s), working on `batch`. `leave` stands at two levels: an interrupt may end
+        the inner one."""
         if self.is_closed:
             raise OutcoreError("this limit is closed; call outcore.limit() again for the model")
         self.read_measured()
-        step = RunningStep(self)
+        step = RunningStep(self, batch)
         try:
             try:
                 step.enter()

@@ -73,8 +73,8 @@ class _Watch:
 class RunningStep:
     """A step of one loop while it runs."""
 
-    def __init__(self, owner: Owner) -> None:
-        self.owner, self.model = owner, owner.model
+    def __init__(self, owner: Owner, batch: Any = None) -> None:
+        self.owner, self.model, self._batch = owner, owner.model, batch
         self._thread = threading.get_ident()  # hooks and modes are a thread's own
         self._collects = gc.isenabled()
         self._call = no_forward(seen_from_the_start=False)
@@ -91,8 +91,7 @@ class RunningStep:
         gc.disable()  # a step makes and frees thousands of objects: every look at them all takes a tenth of a second
         has_compiler = graphs.listen(self._graph_session)
         compiles = has_compiler and self.owner.has_graphs is not False
-        alone = no_forward(seen_from_the_start=compiles)
-        self.owner.interception.start(lambda: self._begin(alone), compiles=compiles)
+        self.owner.interception.start(lambda: self._begin_alone(compiles), compiles=compiles)
 
     def leave(self) -> None:
         """Undoes `enter`, and whatever came after it. The second time there is nothing left to do."""
@@ -123,6 +122,10 @@ class RunningStep:
             )
             return
         self._begin(self.owner.calls.of(args, kwargs))
+
+    def _begin_alone(self, compiles: bool) -> None:
+        """Something is saved before the model is called."""
+        self._begin(self.owner.calls.of_parts(self._batch, seen_from_the_start=compiles))
 
     def _graph_session(self, first: Sequence[Any] | None) -> Recorder | Execution | None:
         """Who is told of the launches of a compiled graph that is called now. What is compiled as a whole calls no

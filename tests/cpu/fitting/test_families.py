@@ -121,3 +121,27 @@ def test_a_limit_that_is_closed_leaves_no_planning_process() -> None:
     memory = int(0.6 * in_core_bytes(TiedTransformer, (8, 96)))
     list(train(TiedTransformer, drawn(8), lambda model: outcore.limit(model, memory)))
     assert not [child for child in psutil.Process().children() if "outcore.planning" in " ".join(child.cmdline())]
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["as a whole", "in parts"])
+def test_a_step_is_told_what_it_works_on_where_only_parts_of_the_model_are_called(whole: bool) -> None:
+    """The hook sees no shapes then: without a batch, steps with other shapes are called alike and run unplanned."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    with outcore.limit(model, "100%", planner="swap-all") as ooc:
+        for step in range(12):
+            batch = {"x": torch.randn(16 + 8 * (step % 4), 8), "name": f"batch {step}"}
+            found = []
+            for around in (torch.enable_grad(), ooc.step(batch)):
+                model.zero_grad()
+                with around:
+                    x = batch["x"]
+                    for part in [model] if whole else model:
+                        x = part(x)
+                    assert isinstance(x, Tensor)
+                    x.square().mean().backward()
+                found.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+            assert all(map(torch.equal, *found))
+        stats = ooc.stats()
+    assert stats["planned"] >= 8
+    assert stats["left"] == stats["unplanned"] == 0
