@@ -23,7 +23,7 @@ LEVELS = [
     {"eager", "compiled", "state", "tiling", "elastic"},
     {"fitting"},
     {"limit"},
-    {"tuning"},  # it tries out whole training steps
+    {"integrations", "tuning"},  # tuning tries out whole training steps
     {"demo"},
     {"cli"},
     {"__init__", "__main__"},

@@ -1,0 +1,63 @@
+"""Hugging Face trainers whose training steps stay within a memory budget: LimitedTrainer, MemoryLimitMixin.
+
+A `TrainerCallback` cannot do this. A step must begin before the forward and end after the backward of one micro-batch,
+also when one of them raises. Callbacks are called once for all micro-batches of an update (`on_step_begin`), after the
+gradients were clipped (`on_pre_optimizer_step`), and never when there is an exception. `training_step` is exactly one
+forward and backward, so that is what the mixin wraps.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer
+
+from outcore.integrations.model_limit import ModelLimit
+from outcore.limit import Limited
+
+__all__ = ["LimitedTrainer", "MemoryLimitMixin"]
+
+
+class MemoryLimitMixin:
+    """Keeps the training steps of a Hugging Face trainer within `memory`. It goes first among the base classes:
+
+    ```python
+    from outcore.integrations.hugging_face import MemoryLimitMixin
+    from trl import SFTTrainer
+
+    class LimitedSFTTrainer(MemoryLimitMixin, SFTTrainer):
+        pass
+    ```
+
+    The trainer takes three more keyword arguments, `memory`, `host` and `disk`, which mean what they mean for
+    `outcore.limit`. In data-parallel training they hold for each process.
+    """
+
+    def __init__(
+        self, *args: Any, memory: int | str, host: int | str = "auto", disk: str | Path | None = None, **kwargs: Any
+    ) -> None:
+        self._memory_limit = ModelLimit(memory, host=host, disk=disk)
+        super().__init__(*args, **kwargs)
+
+    @property
+    def ooc(self) -> Limited | None:
+        """The limit of the model, for `print(trainer.ooc)`; None until the first training step."""
+        return self._memory_limit.ooc
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._memory_limit.of(self.model).step(inputs):  # type: ignore[attr-defined]
+            return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+
+
+class LimitedTrainer(MemoryLimitMixin, Trainer):  # type: ignore[misc]
+    """A `transformers.Trainer` whose training steps stay within `memory`, with the same numbers.
+
+    ```python
+    from outcore.integrations.hugging_face import LimitedTrainer
+
+    trainer = LimitedTrainer(model=model, args=arguments, train_dataset=dataset, memory="16GiB")
+    trainer.train()
+    print(trainer.ooc)  # what was planned and what was measured
+    ```
+    """
