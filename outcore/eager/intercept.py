@@ -305,6 +305,10 @@ _pack_in_transforms: Callable[[torch.Tensor], Any] | None = None  # of the step 
 _taken_off = threading.local()  # `pack`: of the hooks that a transform in this thread runs without
 
 
+def in_transform() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def _let_transforms_run(pack: Callable[[torch.Tensor], Any] | None) -> None:
     """While a step runs, whose hooks begin with `pack`."""
     global _pack_in_transforms

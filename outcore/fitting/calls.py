@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from outcore.fitting.kinds import Scalars
+from outcore.memory.tensors import gradient_of
 from outcore.planning.families.sizes import Sizes
 
 
@@ -72,4 +73,5 @@ class Calls:
     def _has_gradients(self) -> bool:
         if any(known() is None for known in self._parameters):
             self.know_parameters()
-        return any(getattr(known(), "grad", None) is not None for known in self._parameters)
+        parameters = (known() for known in self._parameters)
+        return any(parameter is not None and gradient_of(parameter) is not None for parameter in parameters)

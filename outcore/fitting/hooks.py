@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from outcore.errors import warn
+from outcore.memory.tensors import gradient_of
 
 
 class Step(Protocol):
@@ -93,7 +94,7 @@ class _Outside:
                 return
             self._parameter = weakref.ref(parameter)
         version, self._version = self._version, parameter._version
-        if version >= 0 and (parameter._version != version or parameter.grad is not None):
+        if version >= 0 and (parameter._version != version or gradient_of(parameter) is not None):
             self._num += 1
         if self._num >= most:
             self._is_told = True

@@ -19,7 +19,7 @@ import torch
 
 from outcore.compiled import graphs
 from outcore.eager.execution import Execution
-from outcore.eager.intercept import Interception, in_backward
+from outcore.eager.intercept import Interception, in_backward, in_transform
 from outcore.eager.program import Program
 from outcore.eager.recorder import Recorder
 from outcore.errors import OutcoreError, warn
@@ -79,6 +79,7 @@ class RunningStep:
         self._collects = gc.isenabled()
         self._call = no_forward(seen_from_the_start=False)
         self._kind: Kind | None = None
+        self._is_transformed = False  # the model was called inside a transform of torch.func
         self.listener: Recorder | Execution | None = None
         self._watch: _Watch | None = None
 
@@ -114,6 +115,9 @@ class RunningStep:
     def on_forward(self, args: Any, kwargs: Any) -> None:
         """The model is called."""
         if self.listener is not None or not torch.is_grad_enabled():
+            return
+        if in_transform():  # what a transform calls it with has no memory of its own
+            self._is_transformed = True
             return
         if threading.get_ident() != self._thread:
             warn(
@@ -217,6 +221,12 @@ class RunningStep:
         self.leave()
         kind, listener, kinds = self._kind, self.listener, self.owner.kinds
         if kind is None:
+            if self._is_transformed:
+                warn(
+                    "the model ran inside a transform of torch.func, which saves its tensors by itself, and nothing "
+                    "else of the step was saved: the step is not limited; call loss.backward() in its place, or use "
+                    "transforms for parts of the model"
+                )
             return
         if isinstance(listener, Recorder):
             self.owner.counts["recorded"] += 1

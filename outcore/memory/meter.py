@@ -17,7 +17,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from outcore.memory.tensors import PLAIN
+from outcore.memory.tensors import PLAIN, gradient_of, innermost
 
 _SEEN = "_outcore_metered"
 _RUNNING: list[weakref.ref[LiveBytes]] = []  # the one of the step that is running, if it has one
@@ -28,7 +28,7 @@ def storages_there(model: torch.nn.Module, inputs: Iterable[torch.Tensor]) -> It
     it."""
     seen = gc.get_objects()  # hundreds of thousands
     tensors = compress(seen, map(PLAIN.__contains__, map(type, seen)))
-    gradients = (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    gradients = (gradient for known in model.parameters() if (gradient := gradient_of(known)) is not None)
     for tensor in chain(model.parameters(), model.buffers(), gradients, inputs, tensors):
         if type(tensor) in PLAIN and tensor.layout is torch.strided:
             try:
@@ -39,7 +39,7 @@ def storages_there(model: torch.nn.Module, inputs: Iterable[torch.Tensor]) -> It
 
 def outside(model: torch.nn.Module, inputs: Iterable[torch.Tensor]) -> frozenset[int]:
     """Which storages a model and its inputs have, by number: nothing is won by swapping those."""
-    there = chain(model.parameters(), model.buffers(), inputs)
+    there = map(innermost, chain(model.parameters(), model.buffers(), inputs))
     return frozenset(tensor.untyped_storage()._cdata for tensor in there if tensor.layout is torch.strided)
 
 
@@ -121,8 +121,8 @@ def resident_bytes(model: torch.nn.Module, optimizers: Iterable[torch.optim.Opti
     tensors: list[torch.Tensor] = []
     for parameter in model.parameters():
         tensors.append(parameter)
-        if parameter.grad is not None:
-            tensors.append(parameter.grad)
+        if (gradient := gradient_of(parameter)) is not None:
+            tensors.append(gradient)
     tensors.extend(model.buffers())
     for optimizer in optimizers:
         for state in optimizer.state.values():
@@ -131,7 +131,7 @@ def resident_bytes(model: torch.nn.Module, optimizers: Iterable[torch.optim.Opti
                 tensors.extend(part for part in parts if isinstance(part, torch.Tensor))
     sizes = {
         tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
-        for tensor in tensors
+        for tensor in map(innermost, tensors)
         if tensor.device.type == device.type and tensor.layout is torch.strided and not is_lazy(tensor)
     }
     return sum(sizes.values())

@@ -40,6 +40,21 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+def innermost(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with memory of its own inside the wrappers of torch.func, which have none."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
+_functorch: Any = torch._C._functorch
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """None for what `torch.func.functional_call` put in the place of a parameter: PyTorch warns of asking it."""
+    return parameter.grad if parameter.is_leaf else None
+
+
 def as_bytes(data: torch.Tensor) -> torch.Tensor:
     """The whole storage of a tensor as a byte tensor."""
     storage = data.untyped_storage()
