@@ -1,4 +1,6 @@
-"""The Hugging Face Trainer under a budget: one method is wrapped, everything else stays.
+"""The Hugging Face Trainer under a budget: `LimitedTrainer` in the place of `Trainer`, and `memory=`.
+
+Other trainers, such as TRL's, take a mixin: `class LimitedSFTTrainer(MemoryLimitMixin, SFTTrainer): pass`.
 
 Needs `pip install transformers accelerate`. The model is made from a small config, so nothing is downloaded.
 
@@ -8,27 +10,16 @@ Needs `pip install transformers accelerate`. The model is made from a small conf
 from __future__ import annotations
 
 import tempfile
-from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import outcore
+from outcore.integrations.hugging_face import LimitedTrainer
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
-
-
-class LimitedTrainer(Trainer):
-    """A Trainer whose steps stay within `memory`."""
-
-    def __init__(self, *args: Any, memory: int | str, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.ooc = outcore.limit(self.model, memory=memory)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self.ooc.step():
-            return super().training_step(*args, **kwargs)
+MEMORY = "300MiB" if torch.cuda.is_available() else "10MiB"  # cuBLAS alone takes some 64 MiB
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
@@ -40,9 +31,8 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def trainer(kind: type[Trainer] = LimitedTrainer, **more: Any) -> Trainer:
+def main(memory: str = MEMORY) -> outcore.Limited:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **SHAPE))
     arguments = TrainingArguments(
         output_dir=tempfile.mkdtemp(),
         per_device_train_batch_size=8,
@@ -54,17 +44,12 @@ def trainer(kind: type[Trainer] = LimitedTrainer, **more: Any) -> Trainer:
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
     )
-    return kind(model=model, args=arguments, train_dataset=Tokens(), **more)
-
-
-MEMORY = "300MiB" if torch.cuda.is_available() else "10MiB"  # cuBLAS alone takes some 64 MiB
-
-
-def main(memory: str = MEMORY) -> outcore.Limited:
-    made = trainer(memory=memory)
-    made.train()
-    print(made.ooc)
-    return made.ooc  # type: ignore[no-any-return]
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **SHAPE))
+    trainer = LimitedTrainer(model=model, args=arguments, train_dataset=Tokens(), memory=memory)
+    trainer.train()
+    print(trainer.ooc)
+    assert trainer.ooc is not None
+    return trainer.ooc
 
 
 if __name__ == "__main__":
