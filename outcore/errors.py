@@ -25,19 +25,63 @@ _NOT_THE_USERS = {"outcore", "torch", "contextlib"}  # packages whose lines say 
 
 
 class OutcoreError(Exception):
-    """The root: `except outcore.OutcoreError` catches everything outcore raises on purpose."""
+    """The root: `except outcore.OutcoreError` catches everything outcore raises on purpose.
+
+    ```python
+    import outcore
+    import torch
+
+    try:
+        ooc = outcore.limit(torch.nn.Linear(8, 8), memory="16 parsecs")
+    except outcore.OutcoreError as error:
+        print(error)
+    ```
+    """
 
 
 class BadSize(OutcoreError, ValueError):
-    """A size, rate or time that cannot be read."""
+    """A size, rate or time that cannot be read. Sizes are written as `"16GiB"`, `"500MB"` or a number of bytes.
+
+    ```python
+    import outcore
+    import torch
+
+    try:
+        ooc = outcore.limit(torch.nn.Linear(8, 8), memory="16 parsecs")
+    except outcore.BadSize as error:
+        print(error)
+    ```
+    """
 
 
 class BadFile(OutcoreError, ValueError):
-    """A JSON file that is broken, of another kind, or of a future version."""
+    """A JSON file that is broken, of another kind, or of a future version.
+
+    ```python
+    import outcore
+
+    try:
+        plan = outcore.Plan.load("step.trace.json")  # a trace
+    except outcore.BadFile as error:
+        print(error)
+    ```
+    """
 
 
 class BudgetTooSmall(OutcoreError):
-    """No plan fits the budget. `needed_bytes` is the smallest budget that would."""
+    """No plan fits the budget. `needed_bytes` is the smallest budget that would.
+
+    ```python
+    import outcore
+
+    trace = outcore.Trace.load("step.trace.json")
+    machine = outcore.Machine.load("here.machine.json")
+    try:
+        plan = outcore.plan(trace, machine, outcore.Budget(device_bytes=1000))
+    except outcore.BudgetTooSmall as error:
+        plan = outcore.plan(trace, machine, outcore.Budget(error.needed_bytes, disk_bytes=10**12))
+    ```
+    """
 
     def __init__(self, needed_bytes: int, budget_bytes: int, at_op: str, *, where: str = "device") -> None:
         from outcore.units import format_bytes
@@ -60,19 +104,75 @@ def _remake_budget_too_small(needed_bytes: int, budget_bytes: int, at_op: str, w
 
 
 class PlanMismatch(OutcoreError):
-    """A plan made for another step."""
+    """A plan made for another step.
+
+    ```python
+    from dataclasses import replace
+
+    import outcore
+
+    trace = outcore.Trace.load("step.trace.json")
+    machine = outcore.Machine.load("here.machine.json")
+    plan = outcore.Plan.load("step.plan.json")
+    try:
+        schedule = outcore.lower(trace, replace(plan, fingerprint="of another step"), machine)
+    except outcore.PlanMismatch as error:
+        print(error)
+    ```
+    """
 
 
 class ScheduleError(OutcoreError):
-    """`verify` found a use after free or an unordered access between streams."""
+    """`verify` found a use after free or an unordered access between streams.
+
+    ```python
+    from dataclasses import replace
+
+    import outcore
+
+    trace = outcore.Trace.load("step.trace.json")
+    schedule = outcore.lower(trace, outcore.Plan.load("step.plan.json"), outcore.Machine.load("here.machine.json"))
+    broken = replace(schedule, actions=schedule.actions[:-1])
+    try:
+        outcore.verify(trace, broken)
+    except outcore.ScheduleError as error:
+        print(error)
+    ```
+    """
 
 
 class StoreError(OutcoreError):
-    """Pinned host memory or the swap file failed."""
+    """Pinned host memory or the swap file failed.
+
+    ```python
+    import outcore
+    import torch
+
+    try:
+        ooc = outcore.limit(torch.nn.Linear(8, 8), memory="1MiB", disk="a folder that is not there")
+    except outcore.StoreError as error:
+        print(error)
+    ```
+    """
 
 
 class ReplayError(OutcoreError):
-    """A value cannot be recomputed exactly."""
+    """A value cannot be recomputed exactly. Plans recompute nothing of which that is known, so this is rare.
+
+    ```python
+    import outcore
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
+    with outcore.limit(model, memory="1MiB") as ooc:
+        for _ in range(3):
+            try:
+                with ooc.step():
+                    model(torch.randn(4, 8)).sum().backward()
+            except outcore.ReplayError:
+                model.zero_grad()  # the step is lost, the next ones are not
+    ```
+    """
 
 
 class TilingError(OutcoreError):

@@ -48,6 +48,20 @@ def limit(
     keeps measuring every step; without it only the first planned steps are measured closely.
 
     A model has one limit at a time: an earlier one is closed.
+
+    ```python
+    import outcore
+    import torch
+
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(8)))
+    ooc = outcore.limit(model, memory="4MiB")
+    for _ in range(3):
+        with ooc.step():
+            model(torch.randn(1024, 64)).square().mean().backward()
+        model.zero_grad()
+    print(ooc)  # what was planned and what was measured
+    ooc.close()
+    ```
     """
     earlier = open_loops(model)
     if any(loop.is_running for loop in earlier):
@@ -65,7 +79,21 @@ def limit(
 
 class Limited(LoopView):
     """A model under a memory budget. Wrap each training step: `with ooc.step(): ...`. It is closed by `close()`, or at
-    the end of `with outcore.limit(...) as ooc:`."""
+    the end of `with outcore.limit(...) as ooc:`.
+
+    ```python
+    import outcore
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
+    with outcore.limit(model, memory="2MiB") as ooc:
+        for _ in range(3):
+            with ooc.step():
+                model(torch.randn(1024, 64)).square().mean().backward()
+            model.zero_grad()
+        print(ooc.stats(), ooc.plan.predicted_peak_bytes, ooc.timeline.peak_bytes)
+    ```
+    """
 
     def __init__(
         self,

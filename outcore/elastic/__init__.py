@@ -3,6 +3,19 @@
 `join` is the front door; `METHODS` lists what it can do. Follows arXiv 1708.02983 (You, Buluc, Demmel, SC17) and arXiv
 1412.6651 (Zhang, Choromanska, LeCun); see docs/design/005-elastic.md for where it differs. Names are loaded when first
 used: launching and simulating need no torch in the process that asks.
+
+```python
+import outcore
+import torch
+
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with outcore.elastic.join(model, optimizer, method="sync-easgd", period=4) as worker:  # every worker does this
+    for _ in range(8):
+        model(torch.randn(16, 8)).square().mean().backward()
+        worker.step()  # in the place of the optimizer's step and zero_grad
+    model.load_state_dict(worker.center_state_dict())
+```
 """
 
 from __future__ import annotations

@@ -54,10 +54,18 @@ class LimitedTrainer(MemoryLimitMixin, Trainer):  # type: ignore[misc]
     """A `transformers.Trainer` whose training steps stay within `memory`, with the same numbers.
 
     ```python
+    import torch
     from outcore.integrations.hugging_face import LimitedTrainer
+    from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
-    trainer = LimitedTrainer(model=model, args=arguments, train_dataset=dataset, memory="16GiB")
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=128, n_embd=64, n_layer=2, n_head=2))
+    tokens = torch.randint(0, 128, (16, 32))
+    dataset = [{"input_ids": each, "labels": each} for each in tokens]
+    arguments = TrainingArguments(output_dir="out", max_steps=3, per_device_train_batch_size=4, report_to=[])
+    trainer = LimitedTrainer(model=model, args=arguments, train_dataset=dataset, memory="8MiB")
     trainer.train()
     print(trainer.ooc)  # what was planned and what was measured
     ```
+
+    On a GPU give it more: cuBLAS alone takes some 64 MiB.
     """

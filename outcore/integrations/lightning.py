@@ -44,11 +44,23 @@ class MemoryLimit(Callback):  # type: ignore[misc]
 
     ```python
     import lightning
+    import torch
     from outcore.integrations.lightning import MemoryLimit
 
-    limit = MemoryLimit("16GiB")
-    trainer = lightning.Trainer(callbacks=[limit], max_epochs=1)
-    trainer.fit(module, loader)
+    class Regression(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
+
+        def training_step(self, batch, index):
+            return self.net(batch).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    limit = MemoryLimit("2MiB")
+    trainer = lightning.Trainer(callbacks=[limit], max_epochs=1, logger=False, enable_checkpointing=False)
+    trainer.fit(Regression(), torch.utils.data.DataLoader(torch.randn(4096, 64), batch_size=1024))
     print(limit.ooc)  # what was planned and what was measured
     ```
 

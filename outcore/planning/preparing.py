@@ -28,17 +28,46 @@ def prepare(trace: Trace, plan: Plan, machine: Machine, *, detail: bool = False)
 
 
 def lower(trace: Trace, plan: Plan, machine: Machine) -> Schedule:
-    """The plan of a recorded step as a program for this machine."""
+    """The plan of a recorded step as a program for this machine.
+
+    ```python
+    import outcore
+
+    trace, machine = outcore.Trace.load("step.trace.json"), outcore.Machine.load("here.machine.json")
+    schedule = outcore.lower(trace, outcore.Plan.load("step.plan.json"), machine)
+    print(len(schedule.actions), "actions")
+    ```
+    """
     return lowering.lower(as_planned(trace, plan), plan, machine)
 
 
 def verify(trace: Trace, schedule: Schedule) -> None:
-    """Raises ScheduleError at the first action that could read or overwrite the wrong bytes."""
+    """Raises ScheduleError at the first action that could read or overwrite the wrong bytes.
+
+    ```python
+    import outcore
+
+    trace, machine = outcore.Trace.load("step.trace.json"), outcore.Machine.load("here.machine.json")
+    schedule = outcore.lower(trace, outcore.Plan.load("step.plan.json"), machine)
+    outcore.verify(trace, schedule)
+    ```
+    """
     verifying.verify(as_planned(trace, schedule), schedule)
 
 
 def simulate(trace: Trace, schedule: Schedule, machine: Machine, *, detail: bool = False) -> Timeline:
-    """The time and memory that the schedule of a recorded step takes; `detail` adds the spans and the memory curve."""
+    """The time and memory that the schedule of a recorded step takes; `detail` adds the spans and the memory curve.
+
+    ```python
+    import outcore
+
+    trace, machine = outcore.Trace.load("step.trace.json"), outcore.Machine.load("here.machine.json")
+    schedule = outcore.lower(trace, outcore.Plan.load("step.plan.json"), machine)
+    timeline = outcore.simulate(trace, schedule, machine, detail=True)
+    for span in timeline.spans[:5]:
+        print(span.stream, span.start_s, span.what)
+    ```
+    """
     return simulating.simulate(as_planned(trace, schedule), schedule, machine, detail=detail)
 
 

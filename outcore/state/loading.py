@@ -51,9 +51,16 @@ def load(
     folder `disk`; small ones are on the device. The model can be called at once, and is fast where
     `outcore.state.state.State` brings its weights. Weights are cast to the model's own types.
 
-        with torch.device("meta"):
-            model = Net()
-        outcore.load(model, "checkpoint")
+    ```python
+    import outcore
+    import torch
+
+    outcore.save(torch.nn.Linear(64, 64), "linear.safetensors")
+    with torch.device("meta"):
+        model = torch.nn.Linear(64, 64)  # takes no memory
+    outcore.load(model, "linear.safetensors")
+    out = model(torch.randn(8, 64))
+    ```
     """
     where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     if where.type == "cuda" and where.index is None:
@@ -77,7 +84,15 @@ def load(
 
 def save(model: nn.Module, file: str | Path) -> None:
     """Writes the model's state dictionary into one safetensors file, tensor by tensor. Weights that share memory are
-    written once, under their first name, as `safetensors.torch.save_model` does."""
+    written once, under their first name, as `safetensors.torch.save_model` does.
+
+    ```python
+    import outcore
+    import torch
+
+    outcore.save(torch.nn.Linear(64, 64), "linear.safetensors")
+    ```
+    """
     state: dict[str, torch.Tensor] = {}
     seen: set[tuple[int, int, torch.Size]] = set()
     for name, tensor in model.state_dict().items():

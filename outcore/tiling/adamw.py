@@ -33,10 +33,16 @@ class TiledAdamW(torch.optim.AdamW):
     A tiled weight has no gradient after the backward: `clip_grad_norm_` does not see it. A GradScaler is refused; train
     in bfloat16 instead, which needs none.
 
-        optimizer = outcore.TiledAdamW(model, lr=1e-4)
-        loss.backward()          # updates the tiled weights
-        optimizer.step()         # updates everything else
-        optimizer.zero_grad()
+    ```python
+    import outcore
+    import torch
+
+    model = torch.nn.Sequential(outcore.TiledLinear(64, 256, memory="1MiB"), torch.nn.Tanh(), torch.nn.Linear(256, 1))
+    optimizer = outcore.TiledAdamW(model, lr=1e-4)
+    model(torch.randn(32, 64)).square().mean().backward()  # updates the tiled weight
+    optimizer.step()  # updates everything else
+    optimizer.zero_grad()
+    ```
     """
 
     def __init__(self, model: nn.Module, lr: float = 1e-3, **options: Any) -> None:

@@ -21,6 +21,15 @@ class TiledEmbedding(HostWeight):
 
     Takes the options of `nn.Embedding`. `sparse=True` keeps gradients of the rows that were used only, which is what a
     table of many gigabytes wants.
+
+    ```python
+    import outcore
+    import torch
+
+    table = outcore.TiledEmbedding(10_000, 64, sparse=True)
+    out = table(torch.tensor([[1, 2, 3], [4, 5, 6]]))  # (2, 3, 64)
+    out.sum().backward()
+    ```
     """
 
     def __init__(

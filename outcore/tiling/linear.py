@@ -35,6 +35,15 @@ class TiledLinear(HostWeight):
     host; device inputs are multiplied where they are. `memory` bounds the device bytes used for tiles, activations not
     counted. Moving the model (`.to()`, `.cuda()`) moves the bias and leaves the weight on the host; a change of type
     (`.half()`) changes both. Under autocast products take autocast's type, with a copy of the weight in it on the host.
+
+    ```python
+    import outcore
+    import torch
+
+    layer = outcore.TiledLinear(256, 1024, memory="1MiB")
+    out = layer(torch.randn(32, 256))  # (32, 1024)
+    out.sum().backward()
+    ```
     """
 
     bias: nn.Parameter | None

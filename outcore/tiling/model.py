@@ -34,7 +34,14 @@ def tile(
     device; `.to()` and `.cuda()` then leave those weights where they are. Returns the model, changed in place (a model
     that is such a layer itself is returned as its replacement). `untile` undoes it.
 
-        model = outcore.tile(model, memory="2GiB").to("cuda")
+    ```python
+    import outcore
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(64, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 8))
+    model = outcore.tile(model, memory="512KiB")  # then .to("cuda"), where there is one
+    print(type(model[0]).__name__, type(model[2]).__name__)  # TiledLinear Linear
+    ```
 
     It is for layers of which a single one, with its gradient and optimizer state, is too large for the device. Where
     each layer fits and only the step as a whole does not, use `outcore.limit`: it leaves the layers as they are, and
@@ -71,7 +78,17 @@ def tile(
 
 def untile(model: nn.Module) -> nn.Module:
     """Replaces tiled layers by torch's own, which share their parameters. Those are still on the host: move the model
-    with `.to()` where its weights fit the device. Returns the model, changed in place."""
+    with `.to()` where its weights fit the device. Returns the model, changed in place.
+
+    ```python
+    import outcore
+    import torch
+
+    model = outcore.tile(torch.nn.Sequential(torch.nn.Linear(64, 1024)), memory="512KiB")
+    model = outcore.untile(model)
+    print(type(model[0]).__name__)  # Linear
+    ```
+    """
 
     def replacement(module: nn.Module) -> nn.Module | None:
         if isinstance(module, TiledLinear):

@@ -133,6 +133,14 @@ def matmul(
     as an operand. `pin=True` page-locks unpinned operands in place for this call, `pin=False` copies them through
     pinned slabs, None takes the quicker by prediction. A product that is predicted to take hours says so, by a warning,
     before it begins. No gradient flows through it: `TiledLinear` is the layer that trains.
+
+    ```python
+    import outcore
+    import torch
+
+    a, b = torch.randn(300, 200), torch.randn(200, 100)
+    c = outcore.matmul(a, b, memory="1MiB")  # (300, 100)
+    ```
     """
     a, b = as_matrix(a, "a"), as_matrix(b, "b")
     written = None if out is None else as_matrix(out, "out", is_written=True)

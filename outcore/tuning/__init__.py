@@ -4,6 +4,20 @@
 made of `measure_noise` and `range_test`; `untouched` puts everything back after a trial. `Batch`, `Data`, `Effort`,
 `Goal`, `LearningRate`, `Memory` and `Workers` are what `outcore.tune` takes beside plain values. Names are loaded when
 they are first used.
+
+```python
+import outcore
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+model = torch.nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+dataset = TensorDataset(torch.randn(256, 8), torch.randint(0, 4, (256,)))
+adaptive = outcore.tuning.Adaptive(model, optimizer, batch=32, micro_batch=32)
+for x, y in adaptive.batches(DataLoader(dataset, batch_size=32)):
+    torch.nn.functional.cross_entropy(model(x), y).backward()
+    adaptive.step()  # in the place of the optimizer's step and zero_grad
+```
 """
 
 from __future__ import annotations

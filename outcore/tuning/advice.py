@@ -54,6 +54,18 @@ class Advice(Saved, HasSchedule):
 
     Advice that could not be checked is today's setting: `unchecked` then says why, and `proposal` what would have been
     advised.
+
+    ```python
+    import outcore
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4))
+    dataset = TensorDataset(torch.randn(512, 16), torch.randint(0, 4, (512,)))
+    advice = outcore.tune(model, torch.nn.functional.cross_entropy, dataset, memory="16MiB")
+    loader = DataLoader(dataset, batch_size=advice.micro_batch)  # the optimizer steps after advice.accumulation of them
+    advice.save("advice.json")
+    ```
     """
 
     KIND: ClassVar[str] = "advice"

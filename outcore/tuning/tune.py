@@ -107,6 +107,17 @@ def tune(
     micro-batch and curve. Outside, `workers=Workers(8, communication_s=0.02)`, or speeds relative to this device such
     as `Workers([1, 1, 0.5], ...)`, plans for workers that are not here; the advice's micro-batch is then the first
     one's. `progress(what, part)` is called with what is being done.
+
+    ```python
+    import outcore
+    import torch
+    from torch.utils.data import TensorDataset
+
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4))
+    dataset = TensorDataset(torch.randn(512, 16), torch.randint(0, 4, (512,)))
+    advice = outcore.tune(model, torch.nn.functional.cross_entropy, dataset, memory="16MiB")
+    print(advice)
+    ```
     """
     if moved:
         name = next(iter(moved))

@@ -14,6 +14,13 @@ class Machine(Saved):
 
     The tiers: `device` is where the step computes (a GPU's memory, or RAM when there is no GPU); `host` is pinned RAM
     (zero bytes when the device is the CPU: its next tier is the disk); `disk` is a swap file.
+
+    ```python
+    import outcore
+
+    machine = outcore.Machine.load("here.machine.json")  # written by `outcore machine -o here.machine.json`
+    print(machine.device, machine.out_s(2**30, "disk"), "seconds to swap 1 GiB out")
+    ```
     """
 
     KIND: ClassVar[str] = "machine"

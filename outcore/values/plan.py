@@ -13,7 +13,14 @@ MADE_AGAIN: tuple[Decision, ...] = ("recompute", "remake")  # made again: once, 
 
 @dataclass(frozen=True)
 class Budget(Saved):
-    """Limits in bytes, one per tier. `device_bytes` means the peak over the whole step, everything included."""
+    """Limits in bytes, one per tier. `device_bytes` means the peak over the whole step, everything included.
+
+    ```python
+    import outcore
+
+    budget = outcore.Budget(device_bytes=16 * 2**30, host_bytes=64 * 2**30)
+    ```
+    """
 
     KIND: ClassVar[str] = "budget"
 
@@ -24,7 +31,16 @@ class Budget(Saved):
 
 @dataclass(frozen=True)
 class Plan(Saved):
-    """keep, swap, recompute or remake for every value that autograd saves and the step itself made."""
+    """keep, swap, recompute or remake for every value that autograd saves and the step itself made.
+
+    ```python
+    import outcore
+
+    plan = outcore.Plan.load("step.plan.json")  # written by `outcore plan`
+    print(plan.count("keep"), "values are kept,", plan.count("swap"), "swapped")
+    print(plan.predicted_peak_bytes, "bytes instead of", plan.in_core_peak_bytes)
+    ```
+    """
 
     KIND: ClassVar[str] = "plan"
 

@@ -46,6 +46,18 @@ class Action:
 
 @dataclass(frozen=True)
 class Schedule(Saved):
+    """What happens in a step besides its own ops, in order: copies, waits, reruns and frees, each at its tick.
+
+    ```python
+    import outcore
+
+    trace = outcore.Trace.load("step.trace.json")
+    schedule = outcore.lower(trace, outcore.Plan.load("step.plan.json"), outcore.Machine.load("here.machine.json"))
+    for action in schedule.actions[:5]:
+        print(action)
+    ```
+    """
+
     KIND: ClassVar[str] = "schedule"
 
     fingerprint: str

@@ -18,6 +18,18 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline(Saved):
+    """The time and memory of one step, predicted by `simulate` or measured: `ooc.predicted` and `ooc.timeline`.
+
+    ```python
+    import outcore
+
+    trace, machine = outcore.Trace.load("step.trace.json"), outcore.Machine.load("here.machine.json")
+    schedule = outcore.lower(trace, outcore.Plan.load("step.plan.json"), machine)
+    timeline = outcore.simulate(trace, schedule, machine)
+    print(timeline.step_s, timeline.peak_bytes, timeline.swapped_bytes)
+    ```
+    """
+
     KIND: ClassVar[str] = "timeline"
 
     measured: bool

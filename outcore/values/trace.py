@@ -93,7 +93,16 @@ class Tick:
 
 @dataclass(frozen=True)
 class Trace(Saved):
-    """One recorded step."""
+    """One recorded step: its ops, the values they make, and when autograd saves and asks for them.
+
+    ```python
+    import outcore
+
+    trace = outcore.Trace.load("step.trace.json")  # written by `outcore record train.py:step`, or `ooc.trace.save(...)`
+    for op in trace.ops[:5]:
+        print(op.name, op.seconds)
+    ```
+    """
 
     KIND: ClassVar[str] = "trace"
 

@@ -44,7 +44,19 @@ def plan(
     brief: bool = False,
 ) -> Plan:
     """Keep, swap or recompute each saved value so that the step fits `budget`. Raises BudgetTooSmall. `brief`: the
-    default planner searches no longer than to tell about what the step will take, as for a curve of many."""
+    default planner searches no longer than to tell about what the step will take, as for a curve of many.
+
+    ```python
+    import outcore
+
+    trace = outcore.Trace.load("step.trace.json")
+    machine = outcore.Machine.load("here.machine.json")
+    in_core = outcore.plan(trace, machine, outcore.Budget(10**15)).in_core_peak_bytes
+    plan = outcore.plan(trace, machine, outcore.Budget(int(0.9 * in_core), disk_bytes=10**12))
+    print(plan.predicted_step_s / plan.in_core_step_s, "times as long as in-core")
+    plan.save("smaller.plan.json")
+    ```
+    """
     return plans(trace, machine, budget, planner, progress, most=1, brief=brief)[0]
 
 
