@@ -121,14 +121,17 @@ class Limited(LoopView):
         options |= {"planner": planner, "given": plan, "measure": measure}
         self._loop = Loop(model, self.device_memory, self.store, machine, budget, **options)
 
-    def step(self, batch: Any = None) -> AbstractContextManager[Limited]:
+    def step(self, name: str | None = None, *, batch: Any = None) -> AbstractContextManager[Limited]:
         """One training step: forward(s) and backward(s). The optimizer may step inside or after it.
 
-        Steps with other shapes have other plans. Shapes are read from what the model is called with. Where only parts
-        of the model are called, as in `model.encoder(x)`, pass what the step works on as `batch`: a tensor, or tensors
-        in lists and dictionaries.
+        Steps that do different work, such as those of a generator and of a critic, get plans of their own at once where
+        they have names: `with ooc.step("critic"): ...`. Without names they are told apart as the loop goes on.
+
+        Steps with other shapes have other plans, too. Shapes are read from what the model is called with. Where only
+        parts of the model are called, as in `model.encoder(x)`, pass what the step works on as `batch`: a tensor, or
+        tensors in lists and dictionaries.
         """
-        return self._loop.step(self, batch)
+        return self._loop.step(self, name, batch)
 
     def stats(self) -> dict[str, int]:
         """How many steps were recorded, followed a plan, left one, and ran unplanned, so far."""

@@ -27,14 +27,14 @@ class Call:
     sizes: Sizes = ()  # every dimension of every input
 
 
-def no_forward(*, seen_from_the_start: bool) -> Call:
+def no_forward(name: str | None, *, seen_from_the_start: bool) -> Call:
     """Of a step in which something is saved before the model is called: parts of it are used alone. Its first op is in
     the recording where ops are seen from the start, as in steps with compiled functions, and not in others."""
-    return Call((), _mark(seen_from_the_start))
+    return Call((), _mark(name, seen_from_the_start))
 
 
-def _mark(seen_from_the_start: bool) -> Hashable:
-    return "no forward", seen_from_the_start
+def _mark(name: str | None, seen_from_the_start: bool) -> Hashable:
+    return "no forward", name, seen_from_the_start
 
 
 class Calls:
@@ -48,11 +48,13 @@ class Calls:
         """Walking through the modules every step takes milliseconds. Weakly: what the user replaces may go."""
         self._parameters = tuple(weakref.ref(parameter) for parameter in self._model.parameters())
 
-    def of(self, args: Any, kwargs: Any) -> Call:
+    def of(self, args: Any, kwargs: Any, name: str | None = None) -> Call:
+        """`name`: what the user calls steps like this one."""
         leaves = tree_leaves((args, kwargs))
         inputs = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         scalars = tuple(leaf for leaf in leaves if isinstance(leaf, bool | int | str | type(None)))
         structure = (
+            name,
             tuple((tensor.dim(), tensor.dtype, tensor.requires_grad) for tensor in inputs),
             tuple(map(type, scalars)),
             self._model.training,
@@ -62,12 +64,12 @@ class Calls:
         sizes = tuple(size for tensor in inputs for size in tensor.shape)
         return Call(inputs, (structure, sizes), scalars, structure, sizes)
 
-    def of_parts(self, batch: Any, *, seen_from_the_start: bool) -> Call:
+    def of_parts(self, batch: Any, name: str | None, *, seen_from_the_start: bool) -> Call:
         """The same of a step in which parts of the model are used alone, and that was told what it works on: `batch`,
         None if it was not."""
         if batch is None:
-            return no_forward(seen_from_the_start=seen_from_the_start)
-        mark, call = _mark(seen_from_the_start), self.of((batch,), {})
+            return no_forward(name, seen_from_the_start=seen_from_the_start)
+        mark, call = _mark(name, seen_from_the_start), self.of((batch,), {})
         return replace(call, signature=(mark, call.signature), structure=(mark, call.structure))
 
     def _has_gradients(self) -> bool:

@@ -67,7 +67,7 @@ class Kind:
         if isinstance(shown, LeftPlan) and self.is_given_up and not was_given_up:
             warn(
                 f"steps called alike keep doing different work ({shown.because}); they run unplanned from here on, "
-                "everything swapped: correct, but slow (if only parts of the model are called, let ooc.step(batch) "
+                "everything swapped: correct, but slow (if only parts of the model are called, let ooc.step(batch=batch) "
                 "know the shapes)"
             )
 

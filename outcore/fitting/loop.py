@@ -64,13 +64,13 @@ class Loop:
         return self.preparer.store
 
     @contextmanager
-    def step(self, target: T, batch: Any = None) -> Iterator[T]:
-        """One step: forward(s) and backward(s), working on `batch`. `leave` stands at two levels: an interrupt may end
-        the inner one."""
+    def step(self, target: T, name: str | None = None, batch: Any = None) -> Iterator[T]:
+        """One step: forward(s) and backward(s), working on `batch`. Steps of other names have plans of their own.
+        `leave` stands at two levels: an interrupt may end the inner one."""
         if self.is_closed:
             raise OutcoreError("this limit is closed; call outcore.limit() again for the model")
         self.read_measured()
-        step = RunningStep(self, batch)
+        step = RunningStep(self, name, batch)
         try:
             try:
                 step.enter()

@@ -73,11 +73,11 @@ class _Watch:
 class RunningStep:
     """A step of one loop while it runs."""
 
-    def __init__(self, owner: Owner, batch: Any = None) -> None:
-        self.owner, self.model, self._batch = owner, owner.model, batch
+    def __init__(self, owner: Owner, name: str | None = None, batch: Any = None) -> None:
+        self.owner, self.model, self._name, self._batch = owner, owner.model, name, batch
         self._thread = threading.get_ident()  # hooks and modes are a thread's own
         self._collects = gc.isenabled()
-        self._call = no_forward(seen_from_the_start=False)
+        self._call = no_forward(name, seen_from_the_start=False)
         self._kind: Kind | None = None
         self._is_transformed = False  # the model was called inside a transform of torch.func
         self.listener: Recorder | Execution | None = None
@@ -125,11 +125,11 @@ class RunningStep:
                 "limited (enter the step in the thread that runs the forward)"
             )
             return
-        self._begin(self.owner.calls.of(args, kwargs))
+        self._begin(self.owner.calls.of(args, kwargs, self._name))
 
     def _begin_alone(self, compiles: bool) -> None:
         """Something is saved before the model is called."""
-        self._begin(self.owner.calls.of_parts(self._batch, seen_from_the_start=compiles))
+        self._begin(self.owner.calls.of_parts(self._batch, self._name, seen_from_the_start=compiles))
 
     def _graph_session(self, first: Sequence[Any] | None) -> Recorder | Execution | None:
         """Who is told of the launches of a compiled graph that is called now. What is compiled as a whole calls no
@@ -137,7 +137,7 @@ class RunningStep:
         here = threading.get_ident() == self._thread
         self.owner.has_graphs = True
         if first is not None and self.listener is None and here:
-            self._begin(self.owner.calls.of(first, {}))
+            self._begin(self.owner.calls.of(first, {}, self._name))
         return self.listener if here or in_backward() else None
 
     def _begin(self, call: Call) -> None:

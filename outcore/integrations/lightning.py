@@ -81,7 +81,7 @@ class MemoryLimit(Callback):  # type: ignore[misc]
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._close()
         self._calls_closure_again |= any(isinstance(known, torch.optim.LBFGS) for known in trainer.optimizers)
-        step = self._limit.of(pl_module).step(batch)
+        step = self._limit.of(pl_module).step(batch=batch)
         step.__enter__()
         self._step = step
 

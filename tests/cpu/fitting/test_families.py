@@ -132,7 +132,7 @@ def test_a_step_is_told_what_it_works_on_where_only_parts_of_the_model_are_calle
         for step in range(12):
             batch = {"x": torch.randn(16 + 8 * (step % 4), 8), "name": f"batch {step}"}
             found = []
-            for around in (torch.enable_grad(), ooc.step(batch)):
+            for around in (torch.enable_grad(), ooc.step(batch=batch)):
                 model.zero_grad()
                 with around:
                     x = batch["x"]
