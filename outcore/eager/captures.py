@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from outcore.eager.branching import Switch
 from outcore.eager.cells import Cell, cell_of, state_of
 from outcore.eager.followed_plan import NOBODY, FollowedPlan
 from outcore.eager.replay import Call, Held, Recipe, Saved, capture
@@ -110,6 +111,11 @@ class Captures:
         cell.name(result, plan.contents.marks)
         plan.add(cell)
         return result
+
+    def go_over(self, switch: Switch) -> None:
+        """From here on another program is followed."""
+        self._program = switch.program
+        self.calls = {op: call for op, call in self.calls.items() if switch.has_op(op)}
 
     def forget(self, signature: Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """An op whose arguments are written into is not repeated any more. Versions do not always tell: `x.data` has a

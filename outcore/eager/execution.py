@@ -5,20 +5,23 @@ each tick the schedule's actions run. Only ops that the schedule reruns are look
 which a placeholder is given back.
 
 Leaving the plan is always safe. Every handle can bring its tensor back by itself, so when a step turns out to be
-another one (a new branch, a new shape), the rest of it runs unplanned: what is saved is swapped at once, what is asked
-for is brought back on the spot.
+another one (a new branch, a new shape), it goes over to the program of that one, if there is one (`branching`). Else
+the rest of it runs unplanned: what is saved is swapped where it does not fit, what is asked for is brought back on the
+spot.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import length_hint
 from threading import RLock
 from typing import Any
 
 import torch
 
 from outcore.eager.actions import Actions
+from outcore.eager.branching import Spare, Switch, find_switch
 from outcore.eager.captures import Captures
 from outcore.eager.cells import Cell, Handle, Kept, cell_of, check_unchanged, shape_of
 from outcore.eager.followed_plan import FollowedPlan
@@ -60,22 +63,30 @@ class Execution:
         on_refused: Callable[[], None] = lambda: None,
         outside: Callable[[], frozenset[int]] = frozenset,
         asked_late: set[int] | None = None,
+        others: Callable[[], Iterable[Program]] = tuple,
+        spare_bytes: Callable[[], int] = int,
     ) -> None:
         """`meter` counts bytes where no allocator does. `log` notes each action, and has them timed; `clock` times each
         op. `outside`: the storages that were there before the step. `asked_late` grows by values that autograd asks for
-        after the step."""
+        after the step. `others`: what the step may turn out to follow. `spare_bytes`: of saved tensors that stay on the
+        device where it turns out to follow no program."""
         self.asked_late = set() if asked_late is None else asked_late
         self.is_over = False
         self.is_watched: bool | None = None  # a mode of the user's looked at the backward; None: no backward yet
         self.program = program
+        self.has_switched = False
+        self._others = others
         self.meter = meter
         self.times = OpTimes(clock) if clock is not None else None
         self.plan = plan = FollowedPlan(
-            program, Contents(store, self), HeldPlaces(program.placeholders, store.device, on_refused)
+            program,
+            Contents(store, self),
+            HeldPlaces(program.placeholders, store.device, on_refused),
+            Spare(spare_bytes, store),
         )
         self.actions = Actions(plan, store, log)
         self._captures = Captures(plan)
-        self._unplanned = UnplannedSaves(store, plan.contents, outside)
+        self._unplanned = UnplannedSaves(store, plan.contents, plan.spare, outside)
         self._follows_every_tick = log is not None
         self._stops_watching = meter is None and clock is None
         self._ticks = iter(program.ticks)
@@ -114,7 +125,9 @@ class Execution:
         else:
             self._num_ops = index + 1
             if signature.name != program.names[index]:
-                plan.leave(f"op {index} is {func}, not {program.names[index]}")
+                if not self._switch_at_op(index, signature.name):
+                    plan.leave(f"op {index} is {func}, not {program.names[index]}")
+                program = self.program
             elif index in program.moves:
                 plan.places.move(program.moves[index])
             captures = self._captures
@@ -126,7 +139,7 @@ class Execution:
                 if signature.writes:
                     plan.write(func, args, kwargs)
                 result = signature.call(*args, **kwargs)
-            if index == program.last_watched and self._stops_watching:
+            if index >= program.last_watched and self._stops_watching:
                 watch(ops=False, writes=True)
         if times is not None:
             times.stop(started)
@@ -166,10 +179,12 @@ class Execution:
         on_plan = self.plan.on_plan
         tick = next(self._ticks, None) if on_plan else None
         if tick is None or not tick.is_pack or tensor.dtype is not tick.dtype or not _has_shape(tensor, tick.shape):
-            if on_plan:
-                shape = tuple(shape_of(tensor))
-                self.plan.leave(f"autograd saved {tensor.dtype} {shape} where the plan has another tensor")
-            return self._unplanned.pack(tensor, self)
+            tick = self._switch(tick, lambda other: _is_saved_at(other, tensor)) if on_plan else None
+            if tick is None:
+                if on_plan:
+                    shape = tuple(shape_of(tensor))
+                    self.plan.leave(f"autograd saved {tensor.dtype} {shape} where the plan has another tensor")
+                return self._unplanned.pack(tensor, self)
         handle = self._pack_planned(tick, tensor) if tick.needs_cell else Kept(tensor, tick.pack, self)
         if tick.is_busy or self._follows_every_tick:
             self._follow(tick)
@@ -223,7 +238,9 @@ class Execution:
             self.is_watched = torch._C._len_torch_dispatch_stack() > 0
         tick = next(self._ticks, None) if plan.on_plan else None
         if plan.on_plan and (tick is None or tick.is_pack or tick.pack != handle.pack):
-            plan.leave(f"autograd asked for saved tensor {handle.pack} out of the planned order")
+            tick = self._switch(tick, lambda other: not other.is_pack and other.pack == handle.pack)
+            if tick is None:
+                plan.leave(f"autograd asked for saved tensor {handle.pack} out of the planned order")
         if self.is_over and not plan.on_plan and handle.pack >= 0:
             self.asked_late.add(self.program.pack_values[handle.pack])
         if isinstance(handle, Kept):
@@ -261,6 +278,41 @@ class Execution:
                 self.plan.contents.marks.set(data.untyped_storage(), weakref.ref(cell))
                 self.plan.contents.hand(tensor)
         return tensor
+
+    # -- another step than planned ------------------------------------------------------------------------------------
+
+    def _switch(self, tick: PlannedTick | None, is_next: Callable[[PlannedTick], bool]) -> PlannedTick | None:
+        """The tick of another program that begins as the step did and goes on as it does; None where there is none."""
+        before = self.program
+        num_ticks = tick.number if tick is not None else len(before.ticks)
+        switch = find_switch(self._others(), before, num_ticks, lambda other, at: is_next(other.ticks[at]))
+        if switch is None:
+            return None
+        self._follow_other(switch, switch.num_ops)
+        return next(self._ticks)
+
+    def _switch_at_op(self, op: int, name: str) -> bool:
+        """The same before an op."""
+        before = self.program
+        num_ticks = len(before.ticks) - length_hint(self._ticks)
+        switch = find_switch(self._others(), before, num_ticks, lambda other, at: other.has_op_at(op, name, at))
+        if switch is not None:
+            self._follow_other(switch, op + 1)
+        return switch is not None
+
+    def _follow_other(self, switch: Switch, num_ops: int) -> None:
+        self.has_switched = True
+        self.program, self._num_ops = switch.program, num_ops
+        self._ticks = iter(switch.program.ticks[switch.num_ticks :])
+        self._captures.go_over(switch)
+        with below_everything():
+            self.plan.go_over(switch)
+        if self._stops_watching:
+            watch(ops=switch.program.last_watched >= num_ops, writes=True)
+
+
+def _is_saved_at(tick: PlannedTick, tensor: torch.Tensor) -> bool:
+    return tick.is_pack and tensor.dtype is tick.dtype and _has_shape(tensor, tick.shape)
 
 
 def _has_shape(tensor: torch.Tensor, planned: tuple[int, ...] | None) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from outcore.eager.branching import Spare, Switch
 from outcore.eager.cells import Cell
 from outcore.eager.held_places import HeldPlaces
 from outcore.eager.launches import LaunchRecipe
@@ -26,8 +27,8 @@ class FollowedPlan:
     """Where the values of a step are while it follows a program. `on_plan` is False once it turned out to be another
     step; `left_because` says why."""
 
-    def __init__(self, program: Program, contents: Contents, places: HeldPlaces) -> None:
-        self.program, self.contents, self.places = program, contents, places
+    def __init__(self, program: Program, contents: Contents, places: HeldPlaces, spare: Spare) -> None:
+        self.program, self.contents, self.places, self.spare = program, contents, places, spare
         self.on_plan = True
         self.left_because = ""
         self.cells: dict[int, weakref.ref[Cell]] = {}
@@ -37,7 +38,8 @@ class FollowedPlan:
         self.on_the_way_out: dict[int, Cell] = {}
 
     def leave(self, because: str) -> None:
-        """From here on the step runs unplanned: whatever was on its way out has to get there."""
+        """From here on the step runs unplanned: whatever was on its way out has to get there, and the rest stays as far
+        as it fits."""
         if not self.on_plan:
             return
         self.on_plan = False
@@ -47,9 +49,22 @@ class FollowedPlan:
         with below_everything():
             for mark in self.cells.values():
                 cell = mark()
-                if cell is not None and cell.parcel is not None and cell.data is not None:
+                if cell is None or cell.data is None:
+                    continue
+                if cell.parcel is not None:
                     cell.parcel.wait_out()
                     cell.let_go()
+                elif cell.is_saved:
+                    self.spare.add(cell)
+        self.packed_again.clear()
+        self.on_the_way_out.clear()
+
+    def go_over(self, switch: Switch) -> None:
+        """From here on another program is followed. Call it below autograd."""
+        self.program = switch.program
+        self.cells = switch.renamed(self.cells)
+        self.recipes = {op: recipe for op, recipe in self.recipes.items() if switch.has_op(op)}
+        switch.put_away(self.cells, self.spare.store)
         self.packed_again.clear()
         self.on_the_way_out.clear()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from functools import cached_property
 
 import torch
 
@@ -60,7 +61,11 @@ class Program:
         *,
         pools_gradients: bool = False,
         exact_shapes: bool = True,
+        may_switch: bool = False,
     ) -> None:
+        """`exact_shapes`: steps save tensors of exactly the planned shapes. `may_switch`: a step may turn out to be
+        another one, so that what is kept is held in a way in which it can still be put away."""
+        self._trace = trace
         self.ticks = [
             PlannedTick(number, tick, schedule.decisions.get(tick.value, "")) for number, tick in enumerate(trace.ticks)
         ]
@@ -73,6 +78,7 @@ class Program:
         self.captured = {op: trace.ops[op] for index in remade for op in (*trace.ops[index].fused, index)}
         put_away = {value for value, decision in schedule.decisions.items() if decision != "keep"}
         kept = {tick.value for tick in trace.ticks} - put_away
+        held_as_cells = put_away | set(schedule.decisions) if may_switch else put_away
         # Norms that are applied again from the statistics that autograd keeps.
         self.norm_replays = {
             index for index, op in self.captured.items() if op.norm_replay and kept.issuperset(op.writes[1:3])
@@ -93,7 +99,7 @@ class Program:
         reads = {value for op in self.captured.values() for value in op.reads}
         # Parameters, buffers and inputs that captured ops only read: they are there all along, and need no cell.
         self.held = {v for v in reads if _is_outside(trace, v) and trace.values[v].storage not in written}
-        self.cells = put_away | (reads - self.held) | set(self.repeated.values())
+        self.cells = held_as_cells | (reads - self.held) | set(self.repeated.values())
         shared = set(self.repeated.values())
         last_packs = {tick.value: tick.number for tick in self.ticks if tick.is_pack}
         for tick in self.ticks:
@@ -104,6 +110,47 @@ class Program:
             # To drop a value there is nothing to do: its pack does not hold it.
             tick.is_busy = tick.moves is not None or any(action.kind != "drop" for action in tick.actions)
         self.pack_values = [tick.value for tick in self.ticks if tick.is_pack]
+
+    # -- what tells it from other programs ----------------------------------------------------------------------------
+
+    @cached_property
+    def events(self) -> list[Hashable]:
+        """What can be seen of each tick: a tensor of some shape is saved, or the one of some pack asked for."""
+        return [(tick.shape, tick.dtype) if tick.is_pack else tick.pack for tick in self.ticks]
+
+    @cached_property
+    def op_keys(self) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+        """Per op its name and the values that it reads and writes."""
+        return [(op.name, op.reads, op.writes) for op in self._trace.ops]
+
+    @cached_property
+    def producers(self) -> list[int]:
+        """Per value the op that makes it; -1: it was there before the step."""
+        return [value.producer for value in self._trace.values]
+
+    def num_ops_before(self, num_ticks: int) -> int:
+        """How many ops ran when so many ticks were over, and the next one comes."""
+        if num_ticks < 0:
+            return 0
+        if num_ticks >= len(self.ticks):
+            return len(self._trace.ops)
+        return self._trace.ticks[num_ticks].slot - num_ticks  # every slot is an op or a tick
+
+    def has_op_at(self, op: int, name: str, num_ticks: int) -> bool:
+        """Whether this is the op that runs when so many ticks are over, before the next one."""
+        is_in_between = self.num_ops_before(num_ticks - 1) <= op < self.num_ops_before(num_ticks)
+        return is_in_between and self.op_keys[op][0] == name
+
+    def gone_before(self, num_ticks: int) -> set[int]:
+        """The values that are off the device after so many ticks."""
+        gone: set[int] = set()
+        for tick in self.ticks[:num_ticks]:
+            for action in tick.actions:
+                if action.kind in ("drop", "free"):
+                    gone.add(action.value)
+                elif action.kind in ("swap_in", "rerun"):
+                    gone -= {action.value, *action.values}
+        return gone
 
     @classmethod
     def empty(cls) -> Program:

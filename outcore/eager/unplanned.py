@@ -1,4 +1,4 @@
-"""A tensor that autograd saves in a step without a plan -> its handle: what is worth a copy is swapped at once."""
+"""A tensor that autograd saves in a step without a plan -> its handle: what does not fit is swapped."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from outcore.eager.branching import Spare
 from outcore.eager.cells import Cell, Handle, Kept, View, cell_of
 from outcore.eager.overwriting import Contents
 from outcore.eager.replay import below_everything
-from outcore.eager.restoring import SMALL_BYTES, swap_out_now
+from outcore.eager.restoring import SMALL_BYTES
 from outcore.memory.store import Store
 from outcore.memory.tensors import is_plain
 
@@ -19,8 +20,10 @@ from outcore.memory.tensors import is_plain
 class UnplannedSaves:
     """`find_outside`: the storages that were there before the step: parameters, buffers, inputs."""
 
-    def __init__(self, store: Store, contents: Contents, find_outside: Callable[[], frozenset[int]]) -> None:
-        self._store, self._contents = store, contents
+    def __init__(
+        self, store: Store, contents: Contents, spare: Spare, find_outside: Callable[[], frozenset[int]]
+    ) -> None:
+        self._store, self._contents, self._spare = store, contents, spare
         self._find_outside = find_outside
         self._outside: frozenset[int] | None = None
         self._views: weakref.WeakKeyDictionary[Cell, Hashable] = weakref.WeakKeyDictionary()
@@ -43,7 +46,7 @@ class UnplannedSaves:
         handle = Handle(cell, tensor, -1, run)
         if cell.data is not None and cell.parcel is None:
             with below_everything():
-                swap_out_now(cell, self._store)
+                self._spare.add(cell)
         return handle
 
     def _is_outside(self, tensor: torch.Tensor) -> bool:

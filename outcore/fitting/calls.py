@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from outcore.fitting.kinds import Scalars
@@ -47,6 +48,11 @@ class Calls:
     def know_parameters(self) -> None:
         """Walking through the modules every step takes milliseconds. Weakly: what the user replaces may go."""
         self._parameters = tuple(weakref.ref(parameter) for parameter in self._model.parameters())
+        self.gradient_bytes = sum(
+            parameter.nbytes
+            for parameter in self._model.parameters()
+            if parameter.requires_grad and not is_lazy(parameter)
+        )
 
     def of(self, args: Any, kwargs: Any, name: str | None = None) -> Call:
         """`name`: what the user calls steps like this one."""

@@ -15,7 +15,9 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
+from outcore.eager.program import Program
 from outcore.errors import BudgetTooSmall, warn
+from outcore.fitting.branches import Branches
 from outcore.fitting.phases import GivenUp, LeftPlan, Measured, New, Phase, Recorded, Shown, Timed, WasRecorded
 from outcore.fitting.preparing import Preparer
 from outcore.fitting.settings import FittingSettings
@@ -42,6 +44,7 @@ class Kind:
     num_slowed: int = 0
     is_watched: bool = False
     asked_late: set[int] = field(default_factory=set)
+    may_switch: bool = False  # a step may turn out to be of another kind after it began
     beyond_bytes: int = 0  # that steps took beyond the budget, though they did what was recorded
 
     def begin(self, before_bytes: int) -> Phase:
@@ -66,9 +69,9 @@ class Kind:
         self._go_to(self.phase.after(self, shown))
         if isinstance(shown, LeftPlan) and self.is_given_up and not was_given_up:
             warn(
-                f"steps called alike keep doing different work ({shown.because}); they run unplanned from here on, "
-                "everything swapped: correct, but slow (if only parts of the model are called, let ooc.step(batch=batch) "
-                "know the shapes)"
+                f"steps called alike keep doing different work ({shown.because}); they run unplanned from here on, and "
+                'what does not fit is swapped: correct, but slow (give steps that differ names, ooc.step("name"); where '
+                "only parts of the model are called, let ooc.step(batch=batch) know the shapes)"
             )
 
     def _note_beyond(self, peak_bytes: int) -> None:
@@ -82,6 +85,21 @@ class Kind:
                 f"the step that was recorded; the next ones are planned with {format_bytes(self.beyond_bytes)} left "
                 "free (do what only some steps do outside of ooc.step())"
             )
+
+    def let_switch(self) -> None:
+        """Its steps may turn out to be of another kind from here on."""
+        if not self.may_switch:
+            self.may_switch = True
+            if self.phase.ready is not None:
+                self.phase = self.phase.with_ready(self.preparer.made_to_switch(self.phase.ready))
+
+    def program_beside(self, before_bytes: int) -> Program | None:
+        """What a step follows that turns out to be of this kind, if it can be followed with so much there before it."""
+        ready = self.phase.ready
+        return ready.program if ready is not None and before_bytes <= ready.covers_bytes else None
+
+    def has_program(self, program: Program) -> bool:
+        return self.phase.ready is not None and self.phase.ready.program is program
 
     def _go_to(self, phase: Phase) -> None:
         before, after = self.phase.ready, phase.ready
@@ -155,7 +173,7 @@ class Kinds:
 
     def __init__(self, preparer: Preparer) -> None:
         self._preparer, self._settings = preparer, preparer.settings
-        self._kinds: OrderedDict[Hashable, Kind] = OrderedDict()
+        self._kinds: OrderedDict[Hashable, Branches[Kind]] = OrderedDict()
         self._alike: dict[Hashable, _Alike] = {}
         self._expected: Trace | None = None
         self._recordings = _Recordings(preparer.settings)
@@ -172,23 +190,33 @@ class Kinds:
 
     def known(self, signature: Hashable, scalars: Scalars) -> Kind | None:
         """The kind of a step that begins, if there is one already."""
-        alike = self._alike.get(signature)
-        return self._kinds.get((signature, alike.key_of(scalars))) if alike is not None else None
+        branches = self._branches(signature, scalars)
+        return branches.expected() if branches is not None else None
 
     def find(self, signature: Hashable, scalars: Scalars) -> Kind:
-        """The kind of a step that begins."""
+        """The kind of a step that begins, or what it most likely is."""
         alike = self._alike.setdefault(signature, _Alike())
         key = signature, alike.key_of(scalars)
         if key not in self._kinds:
-            self._kinds[key] = Kind(self._preparer, signature, scalars, self._first_phase())
+            self._kinds[key] = Branches(Kind(self._preparer, signature, scalars, self._first_phase()), self._settings)
             while len(self._kinds) > self._settings.most_kinds:
                 self._forget(next(iter(self._kinds)))
         self._kinds.move_to_end(key)
-        return self._kinds[key]
+        expected = self._kinds[key].expected()
+        return expected or Kind(self._preparer, signature, scalars, may_switch=True)
+
+    def beside(self, kind: Kind) -> list[Kind]:
+        """The other kinds that its step may turn out to be of."""
+        branches = self._branches(kind.signature, kind.scalars)
+        return [other for other in branches if other is not kind] if branches is not None else []
+
+    def _branches(self, signature: Hashable, scalars: Scalars) -> Branches[Kind] | None:
+        alike = self._alike.get(signature)
+        return self._kinds.get((signature, alike.key_of(scalars))) if alike is not None else None
 
     def _forget(self, key: Hashable) -> None:
-        signature = self._kinds.pop(key).signature
-        if not any(kind.signature == signature for kind in self._kinds.values()):
+        signature = self._kinds.pop(key).kinds[0].signature
+        if not self._of(signature):
             self._alike.pop(signature, None)
 
     def tell_if_late(self, kind: Kind) -> None:
@@ -202,35 +230,72 @@ class Kinds:
 
     # -- what a step showed -------------------------------------------------------------------------------------------
 
-    def was_recorded(self, kind: Kind, scalars: Scalars, trace: Trace, asked_late: set[int]) -> None:
-        """`asked_late` grows when autograd asks for something after the step."""
+    def was_recorded(self, kind: Kind, scalars: Scalars, trace: Trace, asked_late: set[int]) -> Kind:
+        """`asked_late` grows when autograd asks for something after the step. Returns the kind that the step is of."""
+        self._recordings.note(recorded=True)
+        branches = self._branches(kind.signature, scalars)
+        if branches is not None and kind not in branches:
+            return self._found_branch(branches, kind, scalars, trace, asked_late)
         kind.scalars, kind.asked_late = scalars, asked_late
         kind.take(WasRecorded(trace))
-        self._recordings.note(recorded=True)
+        if branches is not None:
+            branches.note(kind)
         alike = self._of(kind.signature)
         for other in alike:
             if other is not kind and other.trace is not None and other.trace.fingerprint == trace.fingerprint:
                 self._set_idle(kind.signature, differing(other.scalars, scalars))
         if len(alike) >= self._settings.most_alike and not any(other.plan for other in alike):  # none came twice
             self._set_idle(kind.signature, self._alike[kind.signature].telling)
+        return kind
+
+    def _found_branch(
+        self, branches: Branches[Kind], kind: Kind, scalars: Scalars, trace: Trace, asked_late: set[int]
+    ) -> Kind:
+        """Work that was expected to be new was recorded."""
+        branches.note_recorded()
+        for known in branches:
+            if known.trace is not None and known.trace.fingerprint == trace.fingerprint:
+                if len(branches.kinds) == 1 and known.plan is not None and not known.num_steps:
+                    known.take(LeftPlan("no step that does what was recorded follows the plan to its end"))
+                branches.note(known)
+                return known
+        kind.scalars, kind.asked_late = scalars, asked_late
+        kind.take(WasRecorded(trace))
+        branches.add(kind)
+        branches.note(kind)
+        return kind
 
     def followed(self, kind: Kind, scalars: Scalars) -> None:
         """A step did what was recorded."""
         self._recordings.note(recorded=False)
+        branches = self._branches(kind.signature, scalars)
+        if branches is not None:
+            branches.note(kind)
         if scalars != kind.scalars:
             self._set_idle(kind.signature, differing(kind.scalars, scalars))
 
     def left(self, kind: Kind, scalars: Scalars, because: str) -> None:
-        """A step left its plan: it is of a kind of its own if one of its scalars may be the reason."""
+        """A step left its plan: it is of a kind of its own if one of its scalars may be the reason, and else of a
+        branch that is not known yet."""
         alike = self._alike.get(kind.signature)
         suspects = differing(kind.scalars, scalars) - alike.idle - alike.telling if alike is not None else frozenset()
         if not suspects or alike is None:
-            kind.take(LeftPlan(because))
+            self._left_for_a_branch(kind, scalars, because)
             return
         log.info("a step left its plan: %s; steps with other arguments are planned for themselves", because)
         likeliest = min(suspects, key=lambda at: (_LIKELY.index(type(scalars[at])), at))
         alike.telling |= {likeliest}
         self._rebuild(kind.signature)
+
+    def _left_for_a_branch(self, kind: Kind, scalars: Scalars, because: str) -> None:
+        kind.num_left += 1
+        branches = self._branches(kind.signature, scalars)
+        if branches is None:
+            return
+        log.info("a step left its plan: %s; such steps are told apart as they go on", because)
+        branches.note(None)
+        for branch in branches:
+            branch.let_switch()
 
     def _set_idle(self, signature: Hashable, positions: frozenset[int]) -> None:
         alike = self._alike.get(signature)
@@ -244,23 +309,27 @@ class Kinds:
     def _rebuild(self, signature: Hashable) -> None:
         """Other scalars tell kinds apart: each goes to its new place; of several in one place one with a plan stays."""
         alike = self._alike[signature]
-        kinds = OrderedDict[Hashable, Kind]()
-        for key, kind in self._kinds.items():
-            own = (signature, alike.key_of(kind.scalars)) if kind.signature == signature else key
-            if own not in kinds or kinds[own].plan is None:
-                kinds[own] = kind
-        self._kinds = kinds
+        table = OrderedDict[Hashable, Branches[Kind]]()
+        for key, branches in self._kinds.items():
+            if branches.kinds[0].signature != signature:
+                table[key] = branches
+                continue
+            for kind in branches:
+                own = signature, alike.key_of(kind.scalars)
+                if own not in table or table[own].kinds[0].plan is None:
+                    table[own] = Branches(kind, self._settings)
+        self._kinds = table
 
     def _of(self, signature: Hashable) -> list[Kind]:
-        return [kind for kind in self._kinds.values() if kind.signature == signature]
+        return [kind for kind in self if kind.signature == signature]
 
     # -- as a table ---------------------------------------------------------------------------------------------------
 
     def values(self) -> list[Kind]:
-        return list(self._kinds.values())
+        return [kind for branches in self._kinds.values() for kind in branches]
 
     def __len__(self) -> int:
-        return len(self._kinds)
+        return len(self.values())
 
     def __iter__(self) -> Iterator[Kind]:
         return iter(self.values())

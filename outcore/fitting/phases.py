@@ -91,6 +91,7 @@ class Life(Protocol):
     num_steps: int  # that followed the plan at hand
     num_left: int  # steps that left their plan
     num_slowed: int  # times that copies turned out slower than measured
+    may_switch: bool  # its steps may turn out to be of another kind
     is_watched: bool  # a dispatch mode of the user's was active in its backward
     asked_late: set[int]  # values that autograd asked for after a step
 
@@ -106,6 +107,10 @@ class Phase:
         return self
 
     def after(self, life: Life, shown: Shown) -> Phase:
+        return self
+
+    def with_ready(self, ready: Ready) -> Phase:
+        """The same, with its plan made ready in another way."""
         return self
 
 
@@ -135,6 +140,9 @@ class _Known(Phase):
     trace: Trace = field()
     ready: Ready | None = None
     headroom: Headroom | None = None
+
+    def with_ready(self, ready: Ready) -> Phase:
+        return replace(self, ready=ready)
 
     def _trace_now(self, life: Life, before_bytes: int) -> Trace:
         """What lies around between steps may come and go: plan for the most."""
@@ -174,7 +182,7 @@ class Recorded(_Known):
         except BudgetTooSmall:  # the planner that is asked for in the end may find more
             return Timed(trace, self.ready, headroom).begin(life, before_bytes)
         assert plan is not None, "nothing was tried yet that it could not beat"
-        ready = life.preparer.make_ready(trace, plan, headroom, in_place=in_place)
+        ready = life.preparer.make_ready(trace, plan, headroom, in_place=in_place, may_switch=life.may_switch)
         life.preparer.reserve(ready.prepared.predicted)
         return Timing(trace, ready, headroom)
 
@@ -192,7 +200,7 @@ class Timed(_Known):
         plan = preparer.plan(as_run(trace, in_place=in_place), headroom, same_size=self.same_size)
         if plan is None:
             return settled_on_best(life, trace, self.ready, headroom)
-        ready = preparer.make_ready(trace, plan, headroom, in_place=in_place)
+        ready = preparer.make_ready(trace, plan, headroom, in_place=in_place, may_switch=life.may_switch)
         if headroom is not None and headroom.is_hopeless(ready.prepared.predicted.step_s):
             return settled_on_best(life, trace, ready, headroom)
         preparer.reserve(ready.prepared.predicted)

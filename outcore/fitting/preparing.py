@@ -19,8 +19,11 @@ from outcore.memory.store import Store
 from outcore.planning import plans
 from outcore.planning.allocator.fragmentation import Placement, search_placement
 from outcore.planning.allocator.hints import AllocatorHints
+from outcore.planning.planners.scoring import lean_bytes
+from outcore.planning.planners.simple import swap_all
 from outcore.planning.preparing import at_pace, prepare
 from outcore.planning.rewrites.gradient_sums import sums_in_place
+from outcore.planning.trace_index import index_of
 from outcore.values import Budget, Machine, Plan, Timeline, Trace
 
 
@@ -131,8 +134,11 @@ class Preparer:
 
     # -- what follows from it -----------------------------------------------------------------------------------------
 
-    def make_ready(self, trace: Trace, plan: Plan, headroom: Headroom | None, *, in_place: bool) -> Ready:
-        """Lowered, verified, simulated, and with what its steps do for the allocator."""
+    def make_ready(
+        self, trace: Trace, plan: Plan, headroom: Headroom | None, *, in_place: bool, may_switch: bool = False
+    ) -> Ready:
+        """Lowered, verified, simulated, and with what its steps do for the allocator. `may_switch`: its steps may turn
+        out to be other ones."""
         prepared = prepare(as_run(trace, in_place=in_place), plan, self.machine)
         peak = prepared.predicted
         if peak.peak_bytes > self.budget.device_bytes:  # a plan that was given, for another budget
@@ -142,8 +148,39 @@ class Preparer:
         if headroom is not None and headroom.is_fragmented:
             there = self.memory.places()
             hints = headroom.arrange(prepared.trace, prepared.schedule, peak.peak_bytes, there)
-        program = Program(prepared.trace, prepared.schedule, hints.placeholders, pools_gradients=bool(hints.pooled))
+        program = Program(
+            prepared.trace,
+            prepared.schedule,
+            hints.placeholders,
+            pools_gradients=bool(hints.pooled),
+            may_switch=may_switch,
+        )
         return Ready(prepared, program, max(plan.before_bytes, trace.before_bytes), in_place)
+
+    def made_to_switch(self, ready: Ready) -> Ready:
+        """The same plan for steps that may turn out to be other ones."""
+        old = ready.program
+        program = Program(
+            ready.prepared.trace,
+            ready.prepared.schedule,
+            old.placeholders,
+            pools_gradients=old.pools_gradients,
+            may_switch=True,
+        )
+        return replace(ready, program=program)
+
+    def spare_bytes(self, trace: Trace, before_bytes: int, gradient_bytes: int) -> int:
+        """Of saved tensors, that a step like this one can keep on the device whatever it saves: what the budget leaves
+        beside the peak of the step with everything swapped out, and beside the gradients of what it did not use."""
+        trace_index = index_of(trace)
+        swapped = swap_all(trace_index, self.machine, self.budget, lambda what, part: None)
+        lean_peak_bytes = int(lean_bytes(trace_index, self.budget, swapped).max(initial=trace.before_bytes))
+        share = self.settings.shared_share if self.memory.has_caching_allocator else 1.0
+        last = trace.num_slots - 1
+        left_bytes = sum(one.bytes for one in trace.storages if not one.external and one.dies >= last)
+        more_bytes = max(0, gradient_bytes - left_bytes) + max(0, before_bytes - trace.before_bytes)
+        needed_bytes = lean_peak_bytes + more_bytes
+        return max(0, int(share * self.budget.device_bytes) - needed_bytes)
 
     def reserve(self, predicted: Timeline) -> None:
         """Pins what a plan will swap to before its first step."""

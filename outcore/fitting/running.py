@@ -207,8 +207,26 @@ class RunningStep:
             on_refused=memory.refusals.excuse,
             outside=lambda: outside(model, inputs),
             asked_late=kind.asked_late,
+            others=lambda: self._other_programs(kind, before_bytes),
+            spare_bytes=lambda: self._spare_bytes(kind, before_bytes),
         )
         self._listen(execution, ops=bool(program.last_watched >= 0 or execution.meter or clock))
+
+    def _other_programs(self, kind: Kind, before_bytes: int) -> list[Program]:
+        """What the step may turn out to follow."""
+        programs = [other.program_beside(before_bytes) for other in self.owner.kinds.beside(kind)]
+        return [program for program in programs if program is not None]
+
+    def _spare_bytes(self, kind: Kind, before_bytes: int) -> int:
+        """Saved tensors that stay on the device where the step turns out to be none that is known. What a plan keeps in
+        steps that never turned out otherwise cannot be put away: there is nothing to spare beside it."""
+        if not kind.may_switch:
+            return 0
+        spare_bytes_of = self.owner.preparer.spare_bytes
+        traces = [kind.trace, *(other.trace for other in self.owner.kinds.beside(kind))]
+        known = [trace for trace in traces if trace is not None]
+        gradient_bytes = self.owner.calls.gradient_bytes
+        return min((spare_bytes_of(trace, before_bytes, gradient_bytes) for trace in known), default=0)
 
     def _listen(self, listener: Recorder | Execution, *, ops: bool) -> None:
         self.listener = listener
@@ -231,9 +249,8 @@ class RunningStep:
         if isinstance(listener, Recorder):
             self.owner.counts["recorded"] += 1
             trace = listener.finish()
-            kinds.was_recorded(kind, self._call.scalars, trace, listener.saves.asked_late)
+            self.owner.last = kinds.was_recorded(kind, self._call.scalars, trace, listener.saves.asked_late)
             self.owner.families.note_recorded(self._call.structure, self._call.sizes, trace)
-            self.owner.last = kind
             self.owner.memory.after_recording()
         elif isinstance(listener, Execution):
             way = "unplanned" if kind.is_given_up else "planned" if listener.plan.on_plan else "left"
@@ -246,11 +263,14 @@ class RunningStep:
                 self._was_followed(kind, listener)
 
     def _was_followed(self, kind: Kind, execution: Execution) -> None:
+        if execution.has_switched:
+            kind = next((one for one in self.owner.kinds.beside(kind) if one.has_program(execution.program)), kind)
+            execution.asked_late = kind.asked_late
         kind.num_steps += 1
         self.owner.last = kind
         self.owner.kinds.followed(kind, self._call.scalars)
         ready = kind.phase.ready
-        if ready is None:
+        if ready is None or execution.has_switched:
             return
         kind.is_watched = kind.is_watched or (ready.sums_in_place and bool(execution.is_watched))
         if execution.times is not None:

@@ -42,6 +42,12 @@ class FittingSettings:
     num_recordings: int = 3  # of a kind whose steps keep changing, before it is given up (guessed)
     most_kinds: int = 64  # that are remembered, the least recently used goes first (guessed: some MiB each)
     most_alike: int = 16  # kinds told apart by Python scalars of which none came twice: they tell nothing (guessed)
+    most_branches: int = 8  # kinds that nothing tells apart before their first op (guessed: a plan takes some MiB)
+    branch_share: float = 1 / 32  # of their steps, that are recorded beyond those (derived: 3 % for twice a step)
+    num_remembered: int = 128  # steps in which it is looked for what came after the same steps (guessed)
+    longest_pattern: int = (
+        8  # steps that are compared with earlier ones for that (guessed: five critics, one generator)
+    )
     num_recent: int = 32  # steps over which recordings are counted, to warn of steps that keep changing (guessed)
     recorded_share: float = 0.75  # of them: more recordings are warned of (guessed)
     num_forgotten: int = 3  # trainings outside any step before a warning (guessed)

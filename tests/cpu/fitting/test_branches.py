@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from outcore.fitting.running import RunningStep
 from outcore.limit import Limited, limit
 
 Around = Callable[[str], AbstractContextManager[Any]]
@@ -26,10 +28,12 @@ class Gan(nn.Module):
 
     def train_critic(self, noise: Tensor, real: Tensor) -> Tensor:
         fake = self.generator(noise).detach()
-        return self.critic(fake).mean() - self.critic(real).mean()
+        loss: Tensor = self.critic(fake).mean() - self.critic(real).mean()
+        return loss
 
     def train_generator(self, noise: Tensor) -> Tensor:
-        return -self.critic(self.generator(noise)).mean()
+        loss: Tensor = -self.critic(self.generator(noise)).mean()
+        return loss
 
 
 def gan_steps(model: Gan, around: Around, num_steps: int, critics: int) -> Iterator[list[Tensor]]:
@@ -37,7 +41,7 @@ def gan_steps(model: Gan, around: Around, num_steps: int, critics: int) -> Itera
     optimizers = [torch.optim.Adam(net.parameters(), 1e-3) for net in (model.generator, model.critic)]
     for step in range(num_steps):
         draw = torch.Generator().manual_seed(step)
-        noise, real = torch.randn(256, 16, generator=draw), torch.randn(256, 32, generator=draw)
+        noise, real = torch.randn(64, 16, generator=draw), torch.randn(64, 32, generator=draw)
         of_generator = step % (critics + 1) == critics
         with around("generator" if of_generator else "critic"):
             loss = model.train_generator(noise) if of_generator else model.train_critic(noise, real)
@@ -82,3 +86,66 @@ def test_steps_with_names_have_plans_of_their_own_at_once() -> None:
     ooc = compare(Gan, lambda model, around: gan_steps(model, around, 10, critics=1), "100%", named=True)
     assert ooc.stats() == {"recorded": 2, "planned": 8, "left": 0, "unplanned": 0}
     assert len(ooc.kinds) == 2
+
+
+def test_steps_that_take_turns_are_told_apart_without_names() -> None:
+    ooc = compare(Gan, lambda model, around: gan_steps(model, around, 16, critics=1), "100%")
+    assert ooc.stats() == {"recorded": 2, "planned": 13, "left": 1, "unplanned": 0}
+
+
+def test_a_pattern_of_five_and_one_is_learned() -> None:
+    ooc = compare(Gan, lambda model, around: gan_steps(model, around, 30, critics=5), "100%")
+    stats = ooc.stats()
+    assert stats["recorded"] == 2
+    assert stats["left"] <= 2
+    assert stats["planned"] >= 26
+
+
+class RandomDepth(nn.Module):
+    """Skips layers at random, as LayerDrop and stochastic depth do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(8))
+        self.layers = nn.ModuleList(layers)
+        self.draw = random.Random(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x) if self.draw.random() < 0.8 else x
+        return x
+
+
+def depth_steps(model: RandomDepth, around: Around) -> Iterator[list[Tensor]]:
+    for step in range(28):
+        x = torch.randn(128, 64, generator=torch.Generator().manual_seed(step))
+        with around("step"):
+            loss = model(x).square().mean()
+            loss.backward()
+        yield [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("planner", ["hybrid", "swap-all"])
+def test_random_depth_runs_planned_as_far_as_it_goes(planner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step is over the budget, also none that leaves its plan; no kind of step is given up."""
+    peaks, complete = list[int](), RunningStep.complete
+
+    def look(step: RunningStep) -> None:
+        if step._watch is not None:
+            peaks.append(step._watch.peak.read().allocated_bytes)
+        complete(step)
+
+    monkeypatch.setattr(RunningStep, "complete", look)
+    whole = RandomDepth()
+    whole.draw.random = lambda: 0.0  # type: ignore[method-assign]
+    memory = int(0.7 * in_core_bytes(lambda: whole, lambda model: model(torch.randn(128, 64)).square().mean()))
+    peaks.clear()
+    ooc = compare(RandomDepth, depth_steps, memory, planner=planner)
+    assert len(peaks) > 15
+    assert max(peaks) <= memory
+    stats = ooc.stats()
+    assert stats["unplanned"] == 0
+    assert stats["recorded"] <= 10
+    assert stats["planned"] > 4
+    assert len(ooc.kinds) <= 8

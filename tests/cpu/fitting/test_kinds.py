@@ -115,37 +115,32 @@ def test_a_wrong_suspicion_is_taken_back_when_the_same_work_is_recorded_twice(ma
     assert loop.num_planned >= 6
 
 
-def test_work_that_changes_with_no_argument_is_recorded_anew_and_given_up(make: Make) -> None:
+def test_work_that_changes_with_no_argument_is_learned_as_a_pattern(make: Make) -> None:
     depth = [2]
     loop = make(lambda number: depth[0])
-
-    def run() -> None:
-        for number in range(24):
-            depth[0] = 2 + number % 4
-            loop.step(number)
-
-    with pytest.warns(UserWarning, match="keep doing different work"):
-        run()
-    (kind,) = loop.ooc.kinds
-    assert kind.is_given_up
+    for number in range(40):
+        depth[0] = 2 + number % 4
+        loop.step(number)
+    assert len(loop.ooc.kinds) == 4
+    before = loop.ooc.stats()["planned"]
+    for number in range(40, 52):
+        depth[0] = 2 + number % 4
+        loop.step(number)
+    assert loop.ooc.stats()["planned"] == before + 12
 
 
 def test_arguments_that_never_come_again_are_not_told_apart_for_ever(pretend: Pretend) -> None:
-    """Each changes the work: nothing can be planned, and nothing grows."""
+    """Each changes the work, which repeats itself: what is told apart in the end is the work."""
     torch.manual_seed(0)
     pretend.settings(most_alike=4)
     model = Layers(lambda number: 1 + number * number % 6)
-
-    def run(ooc: Limited) -> None:
+    with limit(model, "100%") as ooc:
         for number in range(40):
             with ooc.step():
                 model(torch.randn(8, 32), number).sum().backward()
             model.zero_grad()
-
-    with limit(model, "100%") as ooc:
-        with pytest.warns(UserWarning, match="keep doing different work"):
-            run(ooc)
-        assert len(ooc.kinds) == 1
+        assert len(ooc.kinds) == 4  # of 1, 2, 4 and 5 layers
+        assert ooc.stats()["recorded"] <= 12
 
 
 def test_other_types_are_other_kinds_at_once(make: Make) -> None:
