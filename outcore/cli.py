@@ -185,7 +185,7 @@ def _record(
         raise OutcoreError(f"{path} defines no torch.nn.Module named {model_name!r}; define it or name it with --model")
     if not callable(step):
         raise OutcoreError(f"{path} defines no function {function_name!r}; define it or name another after the colon")
-    ooc = limit(model, "100%", disk=folder)
+    ooc = limit(model, "100%", disk=folder, cache=False)
     try:
         for index in range(warm_up + 1):
             tell("recording" if index == warm_up else "warming up", index / (warm_up + 1))

@@ -136,13 +136,15 @@ def run_demo(
     if num_steps < MIN_STEPS:
         raise OutcoreError(f"{num_steps} steps are too few: some are recorded or watched; take {MIN_STEPS}")
     images, labels = load_digits(device)
-    limit(build(device), memory or "100%", planner=planner, disk=disk).close()  # refuses nonsense before time is spent
+    limit(
+        build(device), memory or "100%", planner=planner, disk=disk, cache=False
+    ).close()  # refuses nonsense before time is spent
     with _fair():
         tell("what it needs in-core", 0.0)
         in_core_peak_bytes = _in_core_peak_bytes(images, labels)
         budget_bytes = _budget_bytes(memory, in_core_peak_bytes)
         model = build(device)
-        ooc = limit(model, budget_bytes, planner=planner, disk=disk)
+        ooc = limit(model, budget_bytes, planner=planner, disk=disk, cache=False)
         try:
             runs = train(images, labels, num_steps, build(device)), train(images, labels, num_steps, model, ooc)
             for plain, ours in zip(*runs):
@@ -203,7 +205,7 @@ def train(
 def _in_core_peak_bytes(images: Tensor, labels: Tensor) -> int:
     """The peak with nothing swapped or recomputed, counted as ours is."""
     model = build(images.device)
-    ooc = limit(model, "100%", planner="keep-all")
+    ooc = limit(model, "100%", planner="keep-all", cache=False)
     try:
         for _ in train(images, labels, MIN_STEPS, model, ooc):
             if ooc.timeline is not None:  # the second step; the third on a GPU, where the second corrects op times

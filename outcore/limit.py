@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 
 from outcore.errors import OutcoreError, warn
+from outcore.fitting.cache import default_folder
 from outcore.fitting.hooks import ACTIVE as _ACTIVE  # noqa: F401 (empty, unless a step is running)
 from outcore.fitting.loop import Loop, open_loops
 from outcore.fitting.settings import FittingSettings
@@ -36,16 +37,19 @@ def limit(
     host: int | str = "auto",
     disk: str | Path | None = None,
     planner: str = "hybrid",
-    plan: Plan | None = None,
+    plan: Plan | str | Path | None = None,
     measure: bool = False,
+    cache: bool | str | Path = True,
 ) -> Limited:
     """Makes the training steps of `model` fit into `memory` bytes of its device, with the same numbers.
 
     `memory` is the peak of allocated bytes over the whole step, parameters, gradients and optimizer state included:
     `"16GiB"`, a number of bytes, or `"80%"` of the device. `host` limits pinned host memory, `disk` names a folder for
     a swap file that is used when the host's share is spent (on the CPU it is the only place to swap to, and defaults to
-    the folder for temporary files). `plan` is used instead of planning if it was made for the same step. `measure`
-    keeps measuring every step; without it only the first planned steps are measured closely.
+    the folder for temporary files). `plan`, a Plan or the file of one, is used instead of planning if it was made for
+    the same step. `measure` keeps measuring every step; without it only the first planned steps are measured closely.
+    `cache` is the folder in which recorded steps and their plans are kept for later runs of the same training; True
+    stands for `$OUTCORE_CACHE` or the user's cache folder, False for none.
 
     A model has one limit at a time: an earlier one is closed.
 
@@ -66,7 +70,8 @@ def limit(
     earlier = open_loops(model)
     if any(loop.is_running for loop in earlier):
         raise OutcoreError("limit() was called inside a step of the same model; leave the step first")
-    limited = Limited(model, memory, host=host, disk=disk, planner=planner, plan=plan, measure=measure)
+    folder = default_folder() if cache is True else Path(cache) if cache else None
+    limited = Limited(model, memory, host=host, disk=disk, planner=planner, plan=plan, measure=measure, cache=folder)
     for loop in earlier:
         warn(
             f"this model had a limit of {format_bytes(loop.preparer.budget.device_bytes)} already; it is closed, and "
@@ -103,12 +108,14 @@ class Limited(LoopView):
         host: int | str = "auto",
         disk: str | Path | None = None,
         planner: str = "hybrid",
-        plan: Plan | None = None,
+        plan: Plan | str | Path | None = None,
         measure: bool = False,
+        cache: Path | None = None,
         settings: FittingSettings | None = None,
     ) -> None:
         if planner not in PLANNERS:
             raise OutcoreError(f"there is no planner {planner!r}; choose one of {', '.join(PLANNERS)}")
+        given = Plan.load(plan) if isinstance(plan, str | Path) else plan
         device = device_of(model)
         memory_bytes = parse_bytes(memory, of_bytes=device_bytes(device))
         host_bytes, folder = tiers_below(device, host, disk)
@@ -118,7 +125,7 @@ class Limited(LoopView):
         self.store = Store(device, host_bytes, machine.disk_bytes, folder)
         self.device_memory = memory_of(model, device, memory_bytes)
         options: dict[str, Any] = {} if settings is None else {"settings": settings}
-        options |= {"planner": planner, "given": plan, "measure": measure}
+        options |= {"planner": planner, "given": given, "measure": measure, "cache": cache}
         self._loop = Loop(model, self.device_memory, self.store, machine, budget, **options)
 
     def step(self, name: str | None = None, *, batch: Any = None) -> AbstractContextManager[Limited]:

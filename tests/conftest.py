@@ -5,6 +5,8 @@ each other at every small op, and a CPU's sums have other bits on other numbers 
 
 Property tests draw the same examples every time, so that a change is judged by what it changes. OUTCORE_EXPLORE=1 draws
 new ones: a failure then is a counterexample to keep as a test of its own.
+
+What a test records is not kept for the next one, nor for the next run: no cache, unless a test names a folder for it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import os
 from hypothesis import settings
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is there
+os.environ["OUTCORE_CACHE"] = "off"
 
 settings.register_profile("repeatable", derandomize=True)
 if not os.environ.get("OUTCORE_EXPLORE"):

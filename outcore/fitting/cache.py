@@ -86,6 +86,12 @@ class StepCache:
         except OSError as error:
             log.info("a plan could not be remembered in %s (%s)", self.folder, error)
 
+    def remove(self, key: str) -> None:
+        """Of an entry that turned out wrong."""
+        if self.folder is not None:
+            with suppress(OSError):
+                self._path(key).unlink()
+
     def _path(self, key: str) -> Path:
         assert self.folder is not None
         return self.folder / f"{key}.json.gz"
@@ -102,10 +108,11 @@ class StepCache:
                 path.unlink(missing_ok=True)
 
 
-def default_folder() -> Path:
-    """`$OUTCORE_CACHE`, else `outcore` in the user's cache folder (`$XDG_CACHE_HOME` or `~/.cache`)."""
+def default_folder() -> Path | None:
+    """`$OUTCORE_CACHE`, else `outcore` in the user's cache folder (`$XDG_CACHE_HOME` or `~/.cache`). None where
+    `OUTCORE_CACHE=off`: nothing is remembered."""
     if chosen := os.environ.get("OUTCORE_CACHE"):
-        return Path(chosen)
+        return None if chosen == "off" else Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outcore" / "steps"
 
 

@@ -18,8 +18,22 @@ from dataclasses import dataclass, field
 from outcore.eager.program import Program
 from outcore.errors import BudgetTooSmall, warn
 from outcore.fitting.branches import Branches
-from outcore.fitting.phases import GivenUp, LeftPlan, Measured, New, Phase, Recorded, Shown, Timed, WasRecorded
+from outcore.fitting.cache import Remembered
+from outcore.fitting.phases import (
+    GivenUp,
+    LeftPlan,
+    Measured,
+    New,
+    Phase,
+    Recorded,
+    Restored,
+    Settled,
+    Shown,
+    Timed,
+    WasRecorded,
+)
 from outcore.fitting.preparing import Preparer
+from outcore.fitting.remembering import Remembering
 from outcore.fitting.settings import FittingSettings
 from outcore.units import format_bytes
 from outcore.values import Plan, Timeline, Trace
@@ -44,6 +58,8 @@ class Kind:
     num_slowed: int = 0
     is_watched: bool = False
     asked_late: set[int] = field(default_factory=set)
+    key: str = ""  # under which it is kept for later runs
+    is_remembered: bool = False  # as it is now
     may_switch: bool = False  # a step may turn out to be of another kind after it began
     beyond_bytes: int = 0  # that steps took beyond the budget, though they did what was recorded
 
@@ -171,8 +187,8 @@ class _Alike:
 class Kinds:
     """The kinds of steps of one loop, the least recently used first."""
 
-    def __init__(self, preparer: Preparer) -> None:
-        self._preparer, self._settings = preparer, preparer.settings
+    def __init__(self, preparer: Preparer, remembering: Remembering | None = None) -> None:
+        self._preparer, self._settings, self._remembering = preparer, preparer.settings, remembering
         self._kinds: OrderedDict[Hashable, Branches[Kind]] = OrderedDict()
         self._alike: dict[Hashable, _Alike] = {}
         self._expected: Trace | None = None
@@ -183,10 +199,38 @@ class Kinds:
         """The next new kind of step does what `trace` says."""
         self._expected = trace
 
-    def _first_phase(self) -> Phase:
-        """In which a new kind begins: it is recorded, unless its trace is known without."""
+    def _new_kind(self, signature: Hashable, scalars: Scalars, key: Hashable) -> Kind:
+        """It is recorded when it begins, unless it is known without."""
         expected, self._expected = self._expected, None
-        return Timed(expected) if expected is not None else New()
+        kind = Kind(self._preparer, signature, scalars)
+        if expected is not None:
+            kind.phase = Timed(expected)
+        elif self._remembering is not None:
+            kind.key = self._remembering.key_of(key)
+            known = self._remembering.find(kind.key)
+            if known is not None:
+                log.info("a kind of step is planned as in an earlier run: %.3f s a step", known.step_s)
+                kind.phase, kind.is_remembered = Restored(known.trace, plan=known.plan), True
+        return kind
+
+    def _remember(self, kind: Kind) -> None:
+        """For later runs, once its plan is settled and a step followed it to its end."""
+        if self._remembering is None or kind.is_remembered or not kind.key or kind.is_watched or kind.asked_late:
+            return
+        phase = kind.phase
+        if isinstance(phase, Settled):
+            predicted = phase.ready.prepared.predicted
+            step_s = kind.measured.step_s if kind.measured is not None else predicted.step_s
+            self._remembering.save(kind.key, Remembered(phase.trace, phase.ready.prepared.plan, step_s))
+            kind.is_remembered = True
+
+    def _forget_remembered(self, kind: Kind) -> None:
+        """No step followed the plan of an earlier run: the model does something else now."""
+        log.info("the plan of an earlier run is for another step; it is recorded anew")
+        assert self._remembering is not None
+        self._remembering.forget(kind.key)
+        kind.is_remembered = False
+        kind.record_again()
 
     def known(self, signature: Hashable, scalars: Scalars) -> Kind | None:
         """The kind of a step that begins, if there is one already."""
@@ -198,7 +242,7 @@ class Kinds:
         alike = self._alike.setdefault(signature, _Alike())
         key = signature, alike.key_of(scalars)
         if key not in self._kinds:
-            self._kinds[key] = Branches(Kind(self._preparer, signature, scalars, self._first_phase()), self._settings)
+            self._kinds[key] = Branches(self._new_kind(signature, scalars, key), self._settings)
             while len(self._kinds) > self._settings.most_kinds:
                 self._forget(next(iter(self._kinds)))
         self._kinds.move_to_end(key)
@@ -268,6 +312,7 @@ class Kinds:
     def followed(self, kind: Kind, scalars: Scalars) -> None:
         """A step did what was recorded."""
         self._recordings.note(recorded=False)
+        self._remember(kind)
         branches = self._branches(kind.signature, scalars)
         if branches is not None:
             branches.note(kind)
@@ -277,6 +322,9 @@ class Kinds:
     def left(self, kind: Kind, scalars: Scalars, because: str) -> None:
         """A step left its plan: it is of a kind of its own if one of its scalars may be the reason, and else of a
         branch that is not known yet."""
+        if kind.is_remembered and not kind.num_steps:
+            self._forget_remembered(kind)
+            return
         alike = self._alike.get(kind.signature)
         suspects = differing(kind.scalars, scalars) - alike.idle - alike.telling if alike is not None else frozenset()
         if not suspects or alike is None:

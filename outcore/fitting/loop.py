@@ -7,17 +7,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from outcore.eager.intercept import Interception
 from outcore.errors import OutcoreError, StoreError
+from outcore.fitting.cache import StepCache
 from outcore.fitting.calls import Calls
 from outcore.fitting.families import Families
 from outcore.fitting.hooks import ACTIVE, ForwardHook, hook_of
 from outcore.fitting.kinds import Kind, Kinds
 from outcore.fitting.preparing import Preparer
+from outcore.fitting.remembering import Remembering
 from outcore.fitting.running import RunningStep
 from outcore.fitting.settings import FITTING, FittingSettings
 from outcore.memory.device import DeviceMemory
@@ -41,11 +44,15 @@ class Loop:
         planner: str = "hybrid",
         given: Plan | None = None,
         measure: bool = False,
+        cache: Path | None = None,
         settings: FittingSettings = FITTING,
     ) -> None:
         self.model, self.memory, self.measure = model, memory, measure
         self.preparer = Preparer(machine, budget, planner, memory, store, given, settings)
-        self.kinds = Kinds(self.preparer)
+        remembering = (
+            Remembering(StepCache(cache), model, memory.device, budget, planner) if cache and not given else None
+        )
+        self.kinds = Kinds(self.preparer, remembering)
         self.families = Families(self.preparer)
         self.calls = Calls(model, memory.device.type)
         self.interception = Interception()

@@ -31,6 +31,8 @@ the next phase. A step that fails shows nothing, unless it ran out of memory.
     Timing,   follow a plan                      a step left its plan                              New
     Trying,                                      ... for the third time                            GivenUp
     Settled
+    Restored  follows a plan of an earlier run   it fits beside what is there                      Trying, Settled
+                                                 it does not                                       as from Timed
     GivenUp   swaps everything, unplanned        anything                                          GivenUp
     Shared    follows a plan for a larger size   anything (families make it and take it back)      Shared
 
@@ -41,17 +43,20 @@ autograd asked for saved tensors after a step, which no plan for the step can br
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
-from outcore.errors import BudgetTooSmall
+from outcore.errors import BudgetTooSmall, OutcoreError
 from outcore.fitting.headroom import Headroom
 from outcore.fitting.preparing import Preparer, as_run
 from outcore.fitting.ready import Ready
 from outcore.fitting.retiming import timed_again
 from outcore.planning.rewrites.gradient_sums import adds_in_place
-from outcore.values import Timeline, Trace
+from outcore.values import Plan, Timeline, Trace
+
+log = logging.getLogger("outcore")
 
 
 @dataclass(frozen=True)
@@ -203,6 +208,29 @@ class Timed(_Known):
         ready = preparer.make_ready(trace, plan, headroom, in_place=in_place, may_switch=life.may_switch)
         if headroom is not None and headroom.is_hopeless(ready.prepared.predicted.step_s):
             return settled_on_best(life, trace, ready, headroom)
+        preparer.reserve(ready.prepared.predicted)
+        return Settled(trace, ready) if headroom is None else Trying(trace, ready, headroom)
+
+
+@dataclass(frozen=True)
+class Restored(_Known):
+    """An earlier run recorded, timed and planned it."""
+
+    plan: Plan = field(kw_only=True)
+
+    def begin(self, life: Life, before_bytes: int) -> Phase:
+        preparer, in_place = life.preparer, _adds_in_place(life, self.trace)
+        trace = self._trace_now(life, max(before_bytes, self.plan.before_bytes))
+        try:
+            if before_bytes > self.plan.before_bytes:
+                raise BudgetTooSmall(before_bytes, self.plan.before_bytes, "what is there before the step")
+            headroom = preparer.begin_headroom(None)
+            if headroom is not None:
+                headroom.usable_bytes = self.plan.budget.device_bytes
+            ready = preparer.make_ready(trace, self.plan, headroom, in_place=in_place, may_switch=life.may_switch)
+        except OutcoreError as error:  # more is there than then, or less to swap to
+            log.info("a plan of an earlier run is not used: %s", error)
+            return Timed(trace).begin(life, before_bytes)
         preparer.reserve(ready.prepared.predicted)
         return Settled(trace, ready) if headroom is None else Trying(trace, ready, headroom)
 

@@ -144,6 +144,8 @@ class Preparer:
         if peak.peak_bytes > self.budget.device_bytes:  # a plan that was given, for another budget
             where = str(self.memory.device)
             raise BudgetTooSmall(peak.peak_bytes, self.budget.device_bytes, peak.peak_at, where=where)
+        if peak.host_peak_bytes > self.budget.host_bytes:
+            raise BudgetTooSmall(peak.host_peak_bytes, self.budget.host_bytes, "what is swapped", where="the host")
         hints = AllocatorHints()
         if headroom is not None and headroom.is_fragmented:
             there = self.memory.places()

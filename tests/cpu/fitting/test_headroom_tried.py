@@ -122,7 +122,7 @@ class Deep(nn.Module):
         return x
 
 
-def test_a_kind_that_changed_tries_its_sizes_anew(pretend: Pretend) -> None:
+def test_work_that_changed_for_good_tries_its_sizes_anew(pretend: Pretend) -> None:
     torch.manual_seed(0)
     model, x = Deep(), torch.randn(512, 256)
     ooc = pretend.limit(model, 9 * MIB)
@@ -133,9 +133,11 @@ def test_a_kind_that_changed_tries_its_sizes_anew(pretend: Pretend) -> None:
         with ooc.step():
             model(x).sum().backward()
         model.zero_grad()
-    (kind,) = ooc.kinds
-    assert not kind.is_given_up
-    assert kind.num_left == 1
+    before, after = ooc.kinds
+    assert not before.is_given_up
+    assert before.num_left == 2
+    assert after.num_left == 0
+    assert after.phase.headroom is not before.phase.headroom
     assert ooc.settled
     ooc.close()
 

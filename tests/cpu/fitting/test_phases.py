@@ -25,6 +25,7 @@ from outcore.fitting.phases import (
     Phase,
     RanOut,
     Recorded,
+    Restored,
     Settled,
     Timed,
     TimedOps,
@@ -221,6 +222,33 @@ def an_expected_trace_is_planned_at_once() -> Life:
     life.begin()
     assert life.is_in(Trying)
     assert type(kinds.find("batch of 8", ()).phase) is New
+    return life
+
+
+@scenario
+def a_plan_of_an_earlier_run_is_followed_at_once() -> Life:
+    own = Life().to_settled()
+    assert own.phase.trace is not None
+    assert own.kind.plan is not None
+    for memory, follows in ((PretendedGpu, Trying), (CpuMemory, Settled)):
+        life = Life(memory)
+        life.kind.phase = Restored(own.phase.trace, plan=own.kind.plan)
+        life.begin()
+        assert life.is_in(follows)
+        assert life.kind.plan is own.kind.plan
+    return life
+
+
+@scenario
+def a_plan_of_an_earlier_run_beside_which_more_lies_now_is_made_anew() -> Life:
+    own = Life().to_settled()
+    assert own.phase.trace is not None
+    assert own.kind.plan is not None
+    life = Life()
+    life.kind.phase = Restored(own.phase.trace, plan=own.kind.plan)
+    life.begin(4 * MIB)
+    assert life.is_in(Trying)
+    assert life.kind.plan is not own.kind.plan
     return life
 
 
@@ -560,7 +588,7 @@ def test_life(play: Scenario) -> None:
 
 
 def test_every_transition_that_is_drawn_is_walked() -> None:
-    names = {phase.__name__ for phase in (New, Recorded, Timing, Timed, Trying, Settled, GivenUp)}
+    names = {phase.__name__ for phase in (New, Recorded, Restored, Timing, Timed, Trying, Settled, GivenUp)}
     walked = {pair for play in SCENARIOS for pair in play().walked}
     assert {name for pair in walked for name in pair} == names
     assert phases.__doc__ is not None
@@ -576,6 +604,8 @@ ALLOWED = {
     ("New", "Timed"),
     ("Recorded", "Timing"),
     ("Recorded", "Trying"),
+    ("Restored", "Trying"),
+    ("Restored", "Settled"),
     ("Timing", "Timed"),
     ("Timing", "Timing"),
     ("Timing", "Recorded"),

@@ -1,0 +1,69 @@
+"""A loop + the cache on disk -> its kinds of steps as an earlier run left them: Remembering.
+
+What a plan depends on is its key: the network's modules with their settings, code and parameters, what the step is
+called with, the device with its driver, versions, process-wide switches, planner and budget. The rest shows when the
+plan is followed: a step that does something else leaves it with the same numbers, is recorded, and its entry goes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterator
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from outcore.eager.switches import switches
+from outcore.fitting.cache import Remembered, StepCache, key_of
+from outcore.values import Budget
+
+
+class Remembering:
+    """The steps of one model that are kept across runs."""
+
+    def __init__(self, cache: StepCache, model: torch.nn.Module, device: torch.device, budget: Budget, planner: str):
+        self._cache, self._model, self._device = cache, model, device
+        self._budget, self._planner = budget, planner
+
+    def find(self, key: str) -> Remembered | None:
+        """What an earlier run knew of a kind of step."""
+        return self._cache.load(key)
+
+    def save(self, key: str, remembered: Remembered) -> None:
+        """In a thread of its own: to compress a trace takes longer than a small step."""
+        threading.Thread(target=self._cache.save, args=(key, remembered), name="outcore-cache").start()
+
+    def forget(self, key: str) -> None:
+        self._cache.remove(key)
+
+    def key_of(self, step: Hashable) -> str:
+        """`step`: what tells the kind of step from others."""
+        budget = self._budget
+        facts = {
+            "step": repr(step),
+            "model": list(_facts_of(self._model)),
+            "device": _device_facts(self._device),
+            "versions": (import_module("outcore").__version__, torch.__version__, torch.version.cuda),
+            "switches": repr(switches()),
+            "planner": self._planner,
+            "budget": (budget.device_bytes, budget.host_bytes > 0, budget.disk_bytes > 0),
+        }
+        return key_of(facts)
+
+
+def _device_facts(device: torch.device) -> tuple[Any, ...]:
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        driver = getattr(torch._C, "_cuda_getDriverVersion", int)()
+        return properties.name, properties.total_memory, driver
+    return "cpu", torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+
+
+def _facts_of(model: torch.nn.Module) -> Iterator[tuple[Any, ...]]:
+    for name, module in model.named_modules():
+        code = getattr(getattr(type(module), "forward", None), "__code__", None)
+        yield name, type(module).__qualname__, module.extra_repr(), code and (code.co_code.hex(), code.co_names)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        shape = None if torch.nn.parameter.is_lazy(tensor) else tuple(tensor.shape)
+        yield name, shape, str(tensor.dtype), tensor.requires_grad
