@@ -59,7 +59,7 @@ class Branches(Generic[Kind]):
             if nexts:
                 counts = Counter(nexts)
                 return max(counts, key=lambda kind: (counts[kind], kind is not None))
-        return self.kinds[0]  # nothing like that was seen before
+        return next((kind for kind in reversed(past) if kind is not None), self.kinds[0])  # nothing like it: the same
 
     @property
     def _may_record(self) -> bool:
