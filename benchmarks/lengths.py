@@ -1,11 +1,14 @@
 """How fast is a training loop whose sequence lengths change from step to step? Beside plain PyTorch and checkpointing.
 
     python -m benchmarks.lengths                      # a Llama of 0.3 B parameters on a GPU, all loops
-    python -m benchmarks.lengths --device cpu         # a small one with dynamic padding on the CPU
+    python -m benchmarks.lengths --device cpu --loops padding,integers --steps 150   # a small one on the CPU
 
 Everything counts: recording, planning and the first steps are part of the tokens per second; the last 20 steps are also
-given by themselves. On a GPU outcore gets 40 % of what plain PyTorch needs for the longest sequence, as a hard cap.
-Every method runs in a process of its own with the same lengths and the same tokens.
+given by themselves. On a GPU outcore gets 40 % of what plain PyTorch needs for the longest sequence, as a hard cap, and
+every method runs in a process of its own with the same lengths and the same tokens.
+
+On the CPU all methods take turns, step by step, in one process, so that whatever else the machine does disturbs them
+alike. outcore gets several shares of what the longest sequence needs in-core.
 """
 
 from __future__ import annotations
@@ -13,10 +16,11 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import date
 from pathlib import Path
@@ -30,6 +34,7 @@ from outcore.units import GIB
 
 LONGEST, SHORTEST, BATCH = 2048, 256, 16
 SHARE = 0.4  # of plain PyTorch's peak
+CPU_SHARES = (1.5, 0.8, 0.6)  # of what the longest sequence needs in-core
 NUM_LAST = 20
 METHODS = ("plain", "checkpoint", "outcore")
 
@@ -37,13 +42,15 @@ METHODS = ("plain", "checkpoint", "outcore")
 def lengths_of(loop: str, steps: int, device: str) -> list[int]:
     """The lengths of a loop's steps. The longest comes among the first ten, so that memory is known early."""
     draw = random.Random(0)
+    longest = LONGEST
     if device == "cpu":
-        drawn = [draw.randint(16, 128) for _ in range(steps)]
+        longest = 128 if loop == "padding" else 512
+        drawn = [draw.randint(16, longest) for _ in range(steps)]
     elif loop == "multiples":
         drawn = [draw.randrange(SHORTEST, LONGEST + 1, 64) for _ in range(steps)]
     else:
         drawn = [draw.randint(SHORTEST, LONGEST) for _ in range(steps)]
-    drawn[min(5, steps - 1)] = 128 if device == "cpu" else LONGEST
+    drawn[min(5, steps - 1)] = longest
     return drawn
 
 
@@ -116,6 +123,76 @@ def run(method: str, loop: str, device: str, steps: int, memory_bytes: int, plan
     }
 
 
+class InTurn:
+    """One of the trainings that take turns on the CPU."""
+
+    def __init__(self, name: str, model: Any, ooc: Any = None) -> None:
+        self.name, self.model, self.ooc = name, model, ooc
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        self.steps_s: list[float] = []
+        self.losses: list[float] = []
+
+    def step(self, tokens: torch.Tensor) -> None:
+        started_s = time.perf_counter()
+        with self.ooc.step() if self.ooc is not None else nullcontext():
+            loss = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(float(loss.detach()))
+        self.steps_s.append(time.perf_counter() - started_s)
+
+    def row(self, plain: InTurn) -> dict[str, Any]:
+        last = slice(-NUM_LAST, None)
+        found: dict[str, Any] = {
+            "method": self.name,
+            "over_plain": sum(self.steps_s) / sum(plain.steps_s),
+            "last_over_plain": sum(self.steps_s[last]) / sum(plain.steps_s[last]),
+            "median_over_plain": statistics.median(
+                mine_s / plain_s for mine_s, plain_s in zip(self.steps_s, plain.steps_s, strict=True)
+            ),
+            "same_losses": self.losses == plain.losses,
+            "steps_s": self.steps_s,
+        }
+        if self.ooc is not None:
+            found |= {"budget_bytes": self.ooc.budget.device_bytes, "stats": self.ooc.stats()}
+        return found
+
+
+def in_core_bytes(length: int) -> int:
+    """The peak of the longest sequence with everything kept, optimizer state included."""
+    import outcore
+
+    with outcore.limit(build("cpu"), "100%", planner="keep-all", cache=False) as ooc:
+        training = InTurn("in-core", ooc.model, ooc)
+        for _ in range(2):
+            training.step(torch.zeros(8, length, dtype=torch.long))
+        assert ooc.plan is not None
+        return int(ooc.plan.in_core_peak_bytes)
+
+
+def take_turns(loop: str, steps: int, shares: Sequence[float], planner: str) -> list[dict[str, Any]]:
+    """Plain PyTorch, checkpointing and outcore in several budgets, step by step in one process."""
+    import outcore
+
+    torch.set_num_threads(1)
+    lengths = lengths_of(loop, steps, "cpu")
+    needed_bytes = in_core_bytes(max(lengths))
+    checkpointed = build("cpu")
+    checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    trainings = [InTurn("plain", build("cpu")), InTurn("checkpoint", checkpointed)]
+    for share in shares:
+        ooc = outcore.limit(build("cpu"), int(share * needed_bytes), planner=planner, cache=False)
+        trainings.append(InTurn(f"outcore, {share:.0%} of in-core", ooc.model, ooc))
+    generator = torch.Generator().manual_seed(1)
+    for length in lengths:
+        tokens = torch.randint(0, 1000, (8, length), generator=generator)
+        for training in trainings:
+            training.step(tokens)
+    about_loop = {"loop": loop, "steps": steps, "num_lengths": len(set(lengths))}
+    return [about_loop | training.row(trainings[0]) for training in trainings]
+
+
 def _stats(ooc: Any) -> Any:
     return json.loads(json.dumps(ooc.stats(), default=str)) if hasattr(ooc, "stats") else {"kinds": len(ooc.kinds)}
 
@@ -158,7 +235,12 @@ def main(
         print("ROW " + json.dumps(run(methods, loops, device, steps, memory_bytes, planner)), flush=True)
         return
     rows: list[dict[str, Any]] = []
-    for loop in loops.split(","):
+    if device == "cpu":
+        for loop in loops.split(","):
+            rows += take_turns(loop, steps, CPU_SHARES, planner)
+        for row in rows:
+            print(json.dumps({key: value for key, value in row.items() if key != "steps_s"}), flush=True)
+    for loop in loops.split(",") if device == "cuda" else ():
         for method in methods.split(","):
             plain = next((row for row in rows if row.get("method") == "plain" and row["loop"] == loop), None)
             peak_gib = (plain or {}).get("peak_gib")

@@ -26,7 +26,7 @@ from outcore.eager.captures import Captures
 from outcore.eager.cells import Cell, Handle, Kept, cell_of, check_unchanged, shape_of
 from outcore.eager.followed_plan import FollowedPlan
 from outcore.eager.held_places import HeldPlaces
-from outcore.eager.intercept import watch
+from outcore.eager.intercept import called_by_function, in_backward, watch
 from outcore.eager.launches import Claim, Kernel
 from outcore.eager.overwriting import Contents
 from outcore.eager.planned_launches import PlannedLaunches
@@ -89,6 +89,7 @@ class Execution:
         self._unplanned = UnplannedSaves(store, plan.contents, plan.spare, outside)
         self._follows_every_tick = log is not None
         self._stops_watching = meter is None and clock is None
+        self._looks_away = False
         self._ticks = iter(program.ticks)
         self._num_ops = 0
         self._lock = RLock()
@@ -102,6 +103,14 @@ class Execution:
     @switches.setter
     def switches(self, given: Switches) -> None:
         self._captures.switches = given
+
+    def look_away(self) -> None:
+        """Looks at no write where none can harm what the program does: it keeps everything in place. Writes are looked
+        at again from where the step leaves the program, or a custom function saves something: that may make a gradient
+        of what it gets back. This cannot begin later than in the forward: autograd puts threads back as they were."""
+        if self._stops_watching and self.program.keeps_everything:
+            self._looks_away = True
+            watch(ops=False, writes=False)
 
     def close(self) -> None:
         """The step is over. Handles that outlive it still work."""
@@ -184,11 +193,20 @@ class Execution:
                 if on_plan:
                     shape = tuple(shape_of(tensor))
                     self.plan.leave(f"autograd saved {tensor.dtype} {shape} where the plan has another tensor")
-                return self._unplanned.pack(tensor, self)
+                return self._pack_unplanned(tensor)
         handle = self._pack_planned(tick, tensor) if tick.needs_cell else Kept(tensor, tick.pack, self)
+        if self._looks_away and called_by_function():
+            watch(ops=False, writes=True)
         if tick.is_busy or self._follows_every_tick:
             self._follow(tick)
         return handle
+
+    def _pack_unplanned(self, tensor: torch.Tensor) -> Handle | Kept:
+        if self._looks_away:
+            if in_backward():
+                return Kept(tensor, -1, self)
+            watch(ops=False, writes=True)
+        return self._unplanned.pack(tensor, self)
 
     def _follow(self, tick: PlannedTick) -> None:
         plan = self.plan
@@ -204,10 +222,10 @@ class Execution:
         cell = plan.find(value)
         if cell is not None and cell_of(tensor) is not cell:
             plan.leave(f"value {value} is another tensor than recorded")
-            return self._unplanned.pack(tensor, self)
+            return self._pack_unplanned(tensor)
         if plan.contents.is_exposed(tensor):
             plan.leave(f"value {value} lies in memory that somebody may write into")
-            return self._unplanned.pack(tensor, self)
+            return self._pack_unplanned(tensor)
         if cell is None:
             cell = Cell(value, tensor)
             plan.cells[value] = weakref.ref(cell)

@@ -109,6 +109,8 @@ class Program:
             tick.is_shared = tick.value in shared
             # To drop a value there is nothing to do: its pack does not hold it.
             tick.is_busy = tick.moves is not None or any(action.kind != "drop" for action in tick.actions)
+        # Nothing is put away or brought back, and nothing is remembered of any op.
+        self.keeps_everything = not (self.cells or self.held or self.captured or self.merged_ops or self.moves)
         self.pack_values = [tick.value for tick in self.ticks if tick.is_pack]
 
     # -- what tells it from other programs ----------------------------------------------------------------------------

@@ -143,10 +143,11 @@ class RunningStep:
     def _begin(self, call: Call) -> None:
         """It is known what the model is called with: finds the kind, plans where a plan is due, and listens."""
         owner, self._call = self.owner, call
-        kind = self._kind = self._find_kind(call)
+        before_bytes = owner.memory.before_step_bytes(call.inputs)
+        kind = self._kind = self._find_kind(call, before_bytes)
         if isinstance(kind.phase, New):
             owner.memory.before_recording()
-        before_bytes = owner.memory.before_step_bytes(call.inputs)
+            before_bytes = owner.memory.before_step_bytes(call.inputs)
         owner.kinds.tell_if_late(kind)
         phase = kind.begin(before_bytes)
         if isinstance(phase, New):
@@ -154,12 +155,11 @@ class RunningStep:
         else:
             self._follow(kind, phase, before_bytes)
 
-    def _find_kind(self, call: Call) -> Kind:
+    def _find_kind(self, call: Call, before_bytes: int) -> Kind:
         """A kind of its own where its plan is settled; else, where sizes vary, one that shares a plan with others."""
         owner = self.owner
         known = owner.kinds.known(call.signature, call.scalars)
         if call.sizes and (known is None or not isinstance(known.phase, Settled)):
-            before_bytes = owner.memory.before_step_bytes(call.inputs)
             input_bytes = sum(tensor.nbytes for tensor in call.inputs)
             shared = owner.families.find(call.structure, call.sizes, before_bytes, input_bytes)
             if shared is not None:
@@ -211,6 +211,7 @@ class RunningStep:
             spare_bytes=lambda: self._spare_bytes(kind, before_bytes),
         )
         self._listen(execution, ops=bool(program.last_watched >= 0 or execution.meter or clock))
+        execution.look_away()
 
     def _other_programs(self, kind: Kind, before_bytes: int) -> list[Program]:
         """What the step may turn out to follow."""

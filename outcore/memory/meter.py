@@ -129,9 +129,9 @@ def resident_bytes(model: torch.nn.Module, optimizers: Iterable[torch.optim.Opti
             for item in state.values():  # LBFGS has lists of tensors
                 parts = item if isinstance(item, list | tuple) else (item,)
                 tensors.extend(part for part in parts if isinstance(part, torch.Tensor))
-    sizes = {
-        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+    storages = [
+        tensor.untyped_storage()
         for tensor in map(innermost, tensors)
         if tensor.device.type == device.type and tensor.layout is torch.strided and not is_lazy(tensor)
-    }
-    return sum(sizes.values())
+    ]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

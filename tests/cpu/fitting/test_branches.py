@@ -72,6 +72,12 @@ def compare(
     return ooc
 
 
+def counts(ooc: Limited) -> tuple[int, ...]:
+    """Steps that were recorded, planned, left their plan, ran unplanned."""
+    stats = ooc.stats()
+    return stats["recorded"], stats["planned"], stats["left"], stats["unplanned"]
+
+
 def in_core_bytes(make: Callable[[], nn.Module], step: Callable[[nn.Module], Tensor]) -> int:
     with limit(make(), "100%", planner="keep-all") as ooc:
         for _ in range(2):
@@ -84,13 +90,13 @@ def in_core_bytes(make: Callable[[], nn.Module], step: Callable[[nn.Module], Ten
 
 def test_steps_with_names_have_plans_of_their_own_at_once() -> None:
     ooc = compare(Gan, lambda model, around: gan_steps(model, around, 10, critics=1), "100%", named=True)
-    assert ooc.stats() == {"recorded": 2, "planned": 8, "left": 0, "unplanned": 0}
+    assert counts(ooc) == (2, 8, 0, 0)
     assert len(ooc.kinds) == 2
 
 
 def test_steps_that_take_turns_are_told_apart_without_names() -> None:
     ooc = compare(Gan, lambda model, around: gan_steps(model, around, 16, critics=1), "100%")
-    assert ooc.stats() == {"recorded": 2, "planned": 13, "left": 1, "unplanned": 0}
+    assert counts(ooc) == (2, 13, 1, 0)
 
 
 def test_a_pattern_of_five_and_one_is_learned() -> None:
