@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 from benchmarks import claim_tables
+from benchmarks import headline as readme_picture
 from benchmarks.markdown import NONE_YET, Result, Row, markdown
 from benchmarks.prediction import judged
 from outcore.units import format_bytes, format_seconds
@@ -30,14 +31,17 @@ OURS = ("hybrid", "swap", "pooch", "swap-all", "exact")
 @click.option("--results", type=click.Path(path_type=Path), default=ROOT / "benchmarks" / "results")
 @click.option("--readme", type=click.Path(path_type=Path), default=ROOT / "README.md")
 @click.option("--plot", type=click.Path(path_type=Path), default=ROOT / "docs" / "results.svg")
+@click.option("--picture", type=click.Path(path_type=Path), default=ROOT / "docs" / "headline.svg")
 @click.option("--figures", type=click.Path(path_type=Path), default=ROOT / "docs" / "results.md")
 @click.option("--check", is_flag=True, help="Write nothing; exit code 1 if the README is not up to date.")
-def main(results: Path, readme: Path, plot: Path, figures: Path, check: bool) -> None:
-    """Fill the marked sections of the README and of docs/results.md from the results, and draw the plot."""
+def main(results: Path, readme: Path, plot: Path, picture: Path, figures: Path, check: bool) -> None:
+    """Fill the marked sections of the README and of docs/results.md from the results, and draw the pictures."""
     found, more = newest(results, TABLES), newest(results, FIGURES)
-    before = {path: path.read_text() for path in (readme, figures)}
+    before = {path: path.read_text() if path.exists() else "" for path in (readme, figures, picture)}
     after = dict(before)
     after[readme] = fill(fill(before[readme], "headline", headline(found)), "summary", summary(found))
+    slowdowns = _slowdowns(found)
+    after[picture] = readme_picture.picture(slowdowns) if slowdowns else ""
     after[figures] = fill(before[figures], "results", tables(found, plot, figures))
     for name, (question, table) in SECTIONS.items():
         shown = [(table(result), result) for result in more if result["question"] == question]
@@ -50,6 +54,7 @@ def main(results: Path, readme: Path, plot: Path, figures: Path, check: bool) ->
         stale = [path.name for path in before if before[path] != after[path]]
         sys.exit(f"{' and '.join(stale)} is not what the results say; run `make tables`" if stale else 0)
     for path, text in after.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     drawn = draw(found, plot, simulated_curves(more))
     print(f"{readme.name}: {len(found)} results" + (f"; {plot.name} drawn" if drawn else ""))
@@ -127,33 +132,22 @@ NOT_WAITING = (
     "earlier run and version than the table's rows where those lie beside them; broken lines are simulated: the "
     "default planner on recorded steps, without cuDNN's workspaces. Times are medians of ten steps, of three where a "
     "step takes longer than 1.5 s or, for peers, is not waited for (TRL's offloading then fills the whole device). "
-    "What does not run has its error in the last column but one: Llama saves more than 80 GiB, and the host gives 74 "
-    "of its 125 away, so that nothing which only offloads can hold it."
+    "What does not run has its error in the last column but one: Llama saves more than 80 GiB, and 74 GiB of the "
+    "host's 125 GiB can be pinned, so that nothing which only offloads can hold it."
 )
 
 
 def summary(found: list[Result]) -> str:
     """The headline networks in one line each: in-core, the default planner in its budget, checkpointing."""
-    result = next((result for result in found if result["question"] == "slowdown" and measured(result)), None)
+    result = _slowdowns(found)
     if result is None:
         return NONE_YET
-    by_network: dict[str, dict[str, Row]] = {}
-    for row in measured(result):
-        by_network.setdefault(row["network"], {}).setdefault(row["method"], row)
-
-    def rows() -> Iterator[tuple[str, ...]]:
-        for name, methods in by_network.items():
-            if {"in-core", "hybrid", "checkpoint"} <= methods.keys() and len(methods) > 3:
-                ours, other = methods["hybrid"], methods["checkpoint"]
-                yield (
-                    f"{name}, batch {ours['batch']}",
-                    f"{methods['in-core']['peak_gib']:.1f} GiB",
-                    f"**{ours['memory_gib']:g} GiB, {100 * ours['slowdown']:+.1f} %**",
-                    f"{other['peak_gib']:.1f} GiB, {100 * other['slowdown']:+.1f} %",
-                )
-
     headings = ("training step", "plain PyTorch needs", "with outcore", "checkpointing every block")
-    return f"{markdown(headings, rows())}\n\n{conditions(result)}"
+    return f"{markdown(headings, readme_picture.lines(result))}\n\n{conditions(result)}"
+
+
+def _slowdowns(found: list[Result]) -> Result | None:
+    return next((result for result in found if result["question"] == "slowdown" and measured(result)), None)
 
 
 def tables(found: list[Result], plot: Path, page: Path) -> str:

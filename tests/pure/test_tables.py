@@ -6,11 +6,13 @@ import itertools
 import json
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
 
 from benchmarks.claim_tables import NAMED
+from benchmarks.headline import picture
 from benchmarks.tables import SECTIONS, TABLES, _draw_panel, _name_dots, main, measured_curves, newest
 
 BARE = "# x\n<!-- headline -->\n<!-- /headline -->\ntext\n<!-- summary -->\nold\n<!-- /summary -->\nend\n"
@@ -40,7 +42,8 @@ def run(folder: Path, *args: str) -> tuple[int, str]:
         figures.write_text(
             "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in (*SECTIONS, *NAMED, "accuracy", "results"))
         )
-    options = ["--results", str(folder), "--readme", str(readme), "--plot", str(plot), "--figures", str(figures), *args]
+    options = ["--results", str(folder), "--readme", str(readme), "--plot", str(plot), "--figures", str(figures)]
+    options += ["--picture", str(folder / "headline.svg"), *args]
     return CliRunner().invoke(main, options).exit_code, readme.read_text()
 
 
@@ -69,6 +72,20 @@ def test_rows_become_tables_and_a_plot(tmp_path: Path) -> None:
     assert "](docs/results.svg)" in page
     assert "<svg" in (tmp_path / "docs" / "results.svg").read_text()
     assert run(tmp_path, "--check")[0] == 0
+    (tmp_path / "headline.svg").write_text("<svg/>")
+    assert run(tmp_path, "--check")[0] == 1
+
+
+def test_the_picture_has_every_figure_and_nothing_leaves_it() -> None:
+    drawing = ElementTree.fromstring(picture(SLOWDOWN))
+    parts = list(drawing.iter())
+    texts = [part.text for part in parts if part.tag.endswith("text")]
+    for figure in ("batch 4", "50.0 GiB", "21.0 GiB", "16 GiB", "+30.0 %", "+15.0 %", "every block checkpointed"):
+        assert figure in texts
+    assert all(float(part.get("font-size", "")) >= 12 for part in parts if part.tag.endswith("text"))
+    for bar in parts:
+        if bar.tag.endswith("rect"):
+            assert float(bar.get("x", 0)) + float(bar.get("width", 0)) <= 600
 
 
 def test_names_of_dots_that_lie_together_do_not() -> None:
