@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: test lint types check oldest demo tables clean
+.PHONY: test lint types check oldest demo tables docs package clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +37,10 @@ demo: $(READY)
 
 tables: $(READY)
 	$(BIN)/python -m benchmarks.tables
+
+docs: $(READY)  # the site, from docs/, README.md, examples/ and docstrings: build/site/index.html; warnings are errors
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -1,4 +1,4 @@
-"""Rows of benchmarks/slowdown.py -> docs/headline.svg, the README's picture: bytes and step time, side by side.
+"""Rows of benchmarks/slowdown.py -> docs/headline.svg, the README's picture, and tables that compare methods.
 
 For each headline network three bars: plain PyTorch, every block checkpointed, and outcore in its budget. Bars are drawn
 as shares of what plain PyTorch needs, so that networks of unlike sizes compare. The text is SVG text at 12 pixels or
@@ -58,6 +58,36 @@ def lines(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
             f"**{ours['memory_gib']:g} GiB, {100 * ours['slowdown']:+.1f} %**",
             f"{other['peak_gib']:.1f} GiB, {100 * other['slowdown']:+.1f} %",
         )
+
+
+COMPARED = {  # methods as a user knows them, in the order of docs/is-it-for-you.md
+    "in-core": "plain PyTorch",
+    "hybrid": "**outcore**",
+    "checkpoint": "`torch.utils.checkpoint`, every block",
+    "selective": "selective checkpointing (saves convolutions, products, attention)",
+    "accumulate:4": "gradient accumulation, 4 parts ¹",
+    "compile": "`torch.compile` ²",
+    "compile-budget": "`torch.compile`, `activation_memory_budget` ²",
+    "save_on_cpu": "`save_on_cpu(pin_memory=True)`",
+    "trl-offload": "TRL `OffloadActivations`",
+}
+
+
+def comparison(result: dict[str, Any]) -> tuple[tuple[str, ...], Iterator[tuple[str, ...]]]:
+    """Headings and rows: a method in a line, a network in a column, peak memory and step time in a cell."""
+    networks = networks_of(result)
+    failed = {(row["network"], row["method"]) for row in result["rows"] if row.get("step_s") is None}
+
+    def cell(name: str, method: str) -> str:
+        row = networks[name].get(method)
+        if row is None:
+            return "does not run" if (name, method) in failed else ""
+        times = 1 + row["slowdown"]
+        over = f"{times:.1f} times" if times > 2 else f"{100 * row['slowdown']:+.1f} %"
+        return f"{row['peak_gib']:.1f} GiB" + (f", {over}" if method != "in-core" else "")
+
+    headings = ("", *(f"{TITLES.get(name, name)}, batch {rows['hybrid']['batch']}" for name, rows in networks.items()))
+    return headings, ((title, *(cell(name, method) for name in networks)) for method, title in COMPARED.items())
 
 
 def picture(result: dict[str, Any]) -> str:

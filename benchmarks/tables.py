@@ -33,15 +33,20 @@ OURS = ("hybrid", "swap", "pooch", "swap-all", "exact")
 @click.option("--plot", type=click.Path(path_type=Path), default=ROOT / "docs" / "results.svg")
 @click.option("--picture", type=click.Path(path_type=Path), default=ROOT / "docs" / "headline.svg")
 @click.option("--figures", type=click.Path(path_type=Path), default=ROOT / "docs" / "results.md")
+@click.option("--advice", type=click.Path(path_type=Path), default=ROOT / "docs" / "is-it-for-you.md")
 @click.option("--check", is_flag=True, help="Write nothing; exit code 1 if the README is not up to date.")
-def main(results: Path, readme: Path, plot: Path, picture: Path, figures: Path, check: bool) -> None:
+def main(results: Path, readme: Path, plot: Path, picture: Path, figures: Path, advice: Path, check: bool) -> None:
     """Fill the marked sections of the README and of docs/results.md from the results, and draw the pictures."""
     found, more = newest(results, TABLES), newest(results, FIGURES)
-    before = {path: path.read_text() if path.exists() else "" for path in (readme, figures, picture)}
+    before = {path: path.read_text() if path.exists() else "" for path in (readme, figures, advice, picture)}
     after = dict(before)
     after[readme] = fill(fill(before[readme], "headline", headline(found)), "summary", summary(found))
     slowdowns = _slowdowns(found)
     after[picture] = readme_picture.picture(slowdowns) if slowdowns else ""
+    compared = (
+        f"{markdown(*readme_picture.comparison(slowdowns))}\n\n{conditions(slowdowns)}" if slowdowns else NONE_YET
+    )
+    after[advice] = fill(before[advice], "comparison", compared)
     after[figures] = fill(before[figures], "results", tables(found, plot, figures))
     for name, (question, table) in SECTIONS.items():
         shown = [(table(result), result) for result in more if result["question"] == question]

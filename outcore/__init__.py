@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from outcore.tuning.tune import tune
     from outcore.values import Budget, Machine, Plan, Schedule, Timeline, Trace
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES: dict[str, str] = {
     "limit": "outcore.limit",

@@ -43,7 +43,9 @@ def run(folder: Path, *args: str) -> tuple[int, str]:
             "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in (*SECTIONS, *NAMED, "accuracy", "results"))
         )
     options = ["--results", str(folder), "--readme", str(readme), "--plot", str(plot), "--figures", str(figures)]
-    options += ["--picture", str(folder / "headline.svg"), *args]
+    if not (folder / "advice.md").exists():
+        (folder / "advice.md").write_text("<!-- comparison -->\n<!-- /comparison -->\n")
+    options += ["--picture", str(folder / "headline.svg"), "--advice", str(folder / "advice.md"), *args]
     return CliRunner().invoke(main, options).exit_code, readme.read_text()
 
 
