@@ -84,7 +84,8 @@ def comparison(result: dict[str, Any]) -> tuple[tuple[str, ...], Iterator[tuple[
             return "does not run" if (name, method) in failed else ""
         times = 1 + row["slowdown"]
         over = f"{times:.1f} times" if times > 2 else f"{100 * row['slowdown']:+.1f} %"
-        return f"{row['peak_gib']:.1f} GiB" + (f", {over}" if method != "in-core" else "")
+        cells = (f"{row['peak_gib']:.1f} GiB", *(() if method == "in-core" else (over,)))
+        return ", ".join(part.replace(" ", "\N{NO-BREAK SPACE}") for part in cells)
 
     headings = ("", *(f"{TITLES.get(name, name)}, batch {rows['hybrid']['batch']}" for name, rows in networks.items()))
     return headings, ((title, *(cell(name, method) for name in networks)) for method, title in COMPARED.items())
