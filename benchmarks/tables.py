@@ -127,18 +127,16 @@ def measured(result: Result) -> list[Row]:
 
 
 NOT_WAITING = (
-    "`step` waits for the device after every step, as a loop does that logs each loss; `not waiting` is the same over "
-    "in-core for a loop that does not (older rows have none). `compile` runs other kernels in another layout and "
-    "gives other numbers; its own in-core is the row `compile`, and `compile-budget` was asked for the budget's share "
-    "of activations (`:0`: for none), which of those measured it keeps for VGG-16 only: there it is the faster choice "
-    "where other numbers are all right. `accumulate:4` cuts the batch in four and sums the gradients: other numbers "
-    "too (BatchNorm sees a quarter of the batch); where that is all right, it is the cheapest way out. The plot's "
-    "solid lines join one run's budgets ([with their figures](#time-against-budget-measured)), of an "
-    "earlier run and version than the table's rows where those lie beside them; broken lines are simulated: the "
-    "default planner on recorded steps, without cuDNN's workspaces. Times are medians of ten steps, of three where a "
-    "step takes longer than 1.5 s or, for peers, is not waited for (TRL's offloading then fills the whole device). "
-    "What does not run has its error in the last column but one: Llama saves more than 80 GiB, and 74 GiB of the "
-    "host's 125 GiB can be pinned, so that nothing which only offloads can hold it."
+    "`step` waits for the device after every step, as a loop does that logs each loss; `not waiting` is the same "
+    "figure for a loop that does not wait (older rows have none). `compile` runs other kernels in another layout and "
+    "gives other numbers; its own in-core is the row `compile`. `compile-budget` was asked for the budget's share of "
+    "the activations (`:0`: for none), and keeps the budget for VGG-16 only. `accumulate:4` gives other numbers where "
+    "there is batch normalization, which sees a quarter of the batch; where that is all right, it is the cheapest way "
+    "out. The plot's solid lines join the budgets of one run ([with their figures](#time-against-budget-measured)), "
+    "which may be an earlier one than the table's; broken lines are simulated: the default planner on recorded steps, "
+    "without cuDNN's workspaces. Times are medians of ten steps, or of three where a step takes longer than 1.5 s or, "
+    "for peers, is not waited for. What does not run has its error in the last column but one: Llama saves more than "
+    "80 GiB, and 74 GiB of the host's 125 GiB can be pinned, so that nothing which only offloads can hold it."
 )
 
 
