@@ -6,9 +6,7 @@ what the results say, for tests. `python -m benchmarks.tables --help`.
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ import click
 from benchmarks import claim_tables
 from benchmarks import headline as readme_picture
 from benchmarks.markdown import NONE_YET, Result, Row, markdown
+from benchmarks.plot import plot as drawn_plot
 from benchmarks.prediction import judged
 from outcore.units import format_bytes, format_seconds
 
@@ -38,11 +37,12 @@ OURS = ("hybrid", "swap", "pooch", "swap-all", "exact")
 def main(results: Path, readme: Path, plot: Path, picture: Path, figures: Path, advice: Path, check: bool) -> None:
     """Fill the marked sections of the README and of docs/results.md from the results, and draw the pictures."""
     found, more = newest(results, TABLES), newest(results, FIGURES)
-    before = {path: path.read_text() if path.exists() else "" for path in (readme, figures, advice, picture)}
+    before = {path: path.read_text() if path.exists() else "" for path in (readme, figures, advice, picture, plot)}
     after = dict(before)
     after[readme] = fill(fill(before[readme], "headline", headline(found)), "summary", summary(found))
     slowdowns = _slowdowns(found)
     after[picture] = readme_picture.picture(slowdowns) if slowdowns else ""
+    after[plot] = drawn_plot(slowdowns) if slowdowns else ""
     compared = (
         f"{markdown(*readme_picture.comparison(slowdowns))}\n\n{conditions(slowdowns)}" if slowdowns else NONE_YET
     )
@@ -61,8 +61,7 @@ def main(results: Path, readme: Path, plot: Path, picture: Path, figures: Path, 
     for path, text in after.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    drawn = draw(found, plot, simulated_curves(more))
-    print(f"{readme.name}: {len(found)} results" + (f"; {plot.name} drawn" if drawn else ""))
+    print(f"{readme.name}: {len(found)} results")
 
 
 def newest(folder: Path, questions: Collection[str]) -> list[Result]:
@@ -132,11 +131,11 @@ NOT_WAITING = (
     "gives other numbers; its own in-core is the row `compile`. `compile-budget` was asked for the budget's share of "
     "the activations (`:0`: for none), and keeps the budget for VGG-16 only. `accumulate:4` gives other numbers where "
     "there is batch normalization, which sees a quarter of the batch; where that is all right, it is the cheapest way "
-    "out. The plot's solid lines join the budgets of one run ([with their figures](#time-against-budget-measured)), "
-    "which may be an earlier one than the table's; broken lines are simulated: the default planner on recorded steps, "
-    "without cuDNN's workspaces. Times are medians of ten steps, or of three where a step takes longer than 1.5 s or, "
-    "for peers, is not waited for. What does not run has its error in the last column but one: Llama saves more than "
-    "80 GiB, and 74 GiB of the host's 125 GiB can be pinned, so that nothing which only offloads can hold it."
+    "out. The plot joins outcore's budgets ([with their figures](#time-against-budget-measured)), which may be of an "
+    "earlier run than the table's rows. Times are medians of ten steps, or of three where a step takes longer than "
+    "1.5 s or, for peers, is not waited for. What does not run has its error in the last column but one: Llama saves "
+    "more than 80 GiB, and 74 GiB of the host's 125 GiB can be pinned, so that nothing which only offloads can hold "
+    "it."
 )
 
 
@@ -478,111 +477,6 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str]]] = {
     **claim_tables.SECTIONS,
 }
 FIGURES = tuple(dict.fromkeys(question for question, _ in SECTIONS.values()))
-
-
-RECORDED = {"resnet": "resnet50", "gpt": "llama", "vit": "vit_l", "vgg": "vgg16", "r3d": "r3d18"}  # steps and networks
-Curve = list[tuple[float, float]]
-
-
-def simulated_curves(found: list[Result]) -> dict[str, Curve]:
-    """Network -> (peak GiB, % over in-core) of the default planner at several budgets, on its recorded step."""
-    curves: dict[str, Curve] = {}
-    for row in (row for result in found if result["question"] == "planners" for row in result["rows"]):
-        if row["method"] == "hybrid" and "ideal" in row and row.get("predicted_peak_gib") is not None:
-            curve = curves.setdefault(RECORDED.get(row["network"], row["network"]), [])
-            curve.append((row["predicted_peak_gib"], 100 * row["over_in_core"]))
-    return {network: sorted(curve) for network, curve in curves.items() if len(curve) > 1}
-
-
-def measured_curves(rows: list[Row]) -> list[Curve]:
-    """(peak GiB, % over in-core) of the default planner at several budgets, one curve for each network and run that has
-    them."""
-    curves: dict[tuple[str, str], Curve] = {}
-    for row in rows:
-        if row["method"] == "hybrid" and "slowdown" in row:  # a budget at which it failed has no point
-            key = row.get("network", ""), row.get("run", "")
-            curves.setdefault(key, []).append((row["peak_gib"], 100 * row["slowdown"]))
-    return [sorted(curve) for curve in curves.values() if len(curve) > 1]
-
-
-NAME_RISES = (0, 7, -7, 14, -14, 21, -21, 28, -28)  # of a name over its dot, in points
-
-
-def draw(found: list[Result], plot: Path, curves: dict[str, Curve]) -> bool:
-    """Step time against memory, a panel per network, with what runs at several budgets and the simulator say; readable
-    on light and dark."""
-    budgets = [row for result in found if result["question"] == "slowdown" for row in result.get("curves", [])]
-    rows = [row for result in found if result["question"] == "slowdown" for row in measured(result)]
-    rows = [row for row in rows if "slowdown" in row]
-    if not rows:
-        return False
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    grey = "#808890"
-    pyplot.rcParams.update({"svg.hashsalt": "outcore", "text.color": grey, "axes.labelcolor": grey})
-    pyplot.rcParams.update({"xtick.color": grey, "ytick.color": grey, "axes.edgecolor": grey, "axes.titlecolor": grey})
-    networks = list(dict.fromkeys(row["network"] for row in rows))
-    columns = min(3, math.ceil(math.sqrt(len(networks))))
-    lines = -(-len(networks) // columns)
-    figure, axes = pyplot.subplots(lines, columns, figsize=(3.6 * columns, 2.8 * lines), squeeze=False)
-    for spare in axes.flat[len(networks) :]:
-        spare.set_visible(False)
-    for network, panel in zip(networks, axes.flat):
-        if network in curves:
-            panel.plot(*zip(*curves[network]), "--", color="#2f6fde", alpha=0.6, linewidth=1)
-        for curve in measured_curves([row for row in budgets if row["network"] == network]):
-            panel.plot(*zip(*curve), "o-", color="#2f6fde", linewidth=1, markersize=3)
-        _draw_panel(panel, network, [row for row in rows if row["network"] == network])
-    figure.tight_layout()
-    for network, panel in zip(networks, axes.flat):
-        _name_dots(panel, [row for row in rows if row["network"] == network])
-    plot.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(plot, transparent=True, metadata={"Date": None})
-    pyplot.close(figure)
-    return True
-
-
-def _draw_panel(panel: Any, network: str, rows: list[Row]) -> None:
-    for row in rows:
-        ours = row["method"] in OURS
-        place = [row["peak_gib"]], [100 * row["slowdown"]]
-        panel.plot(*place, "o" if ours else "x", color="#2f6fde" if ours else "#808890")
-    panel.set_title(network, fontsize=10)
-    panel.set_xlabel("peak GiB", fontsize=8)
-    panel.set_ylabel("step, % over in-core", fontsize=8)
-    floor_percent = -8.0
-    if max(100 * row["slowdown"] for row in rows) > 100:  # a peer many times slower: keep the near ones apart
-        panel.set_yscale("symlog", linthresh=50)
-        floor_percent = -30.0
-    panel.margins(y=0.2)
-    panel.set_xlim(0, 1.3 * max(row["peak_gib"] for row in rows))
-    panel.set_ylim(
-        bottom=min(floor_percent, 150 * min(row["slowdown"] for row in rows))
-    )  # a compiled peer may be faster
-    panel.grid(alpha=0.25)
-
-
-def _name_dots(panel: Any, rows: list[Row]) -> None:
-    """Each method once, from above, beside its dot or as near to it as there is room: inside the panel, over no dot and
-    no other name."""
-    from matplotlib.transforms import Bbox
-
-    places = {row["method"]: (row["peak_gib"], 100 * row["slowdown"]) for row in reversed(rows)}  # the first of each
-    dots = panel.transData.transform([(row["peak_gib"], 100 * row["slowdown"]) for row in rows])
-    taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in dots]
-    for method, place in sorted(places.items(), key=lambda item: -item[1][1]):
-        offset = {"xytext": (0, 0), "textcoords": "offset points", "va": "center_baseline"}
-        name = panel.annotate(method, place, fontsize=7, **offset)
-        for rise, side in itertools.product(NAME_RISES, ("right", "left")):
-            name.set(position=(-6 if side == "right" else 6, rise), ha=side)
-            box = name.get_window_extent()
-            inside = Bbox.intersection(box, panel.bbox)
-            if inside is not None and inside.bounds == box.bounds and not any(map(box.overlaps, taken)):
-                break
-        taken.append(box)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,12 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
-import pytest
 from click.testing import CliRunner
 
 from benchmarks.claim_tables import NAMED
 from benchmarks.headline import picture
-from benchmarks.tables import SECTIONS, TABLES, _draw_panel, _name_dots, main, measured_curves, newest
+from benchmarks.plot import HEIGHT, LEFT, LETTER, SIZE, TOP, WIDTH, Box, labels
+from benchmarks.tables import SECTIONS, TABLES, main, newest
 
 BARE = "# x\n<!-- headline -->\n<!-- /headline -->\ntext\n<!-- summary -->\nold\n<!-- /summary -->\nend\n"
 SLOWDOWN = {
@@ -60,7 +60,6 @@ def test_without_results_it_says_so(tmp_path: Path) -> None:
 
 
 def test_rows_become_tables_and_a_plot(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="draws the plot")
     (tmp_path / "README.md").write_text(BARE)
     (tmp_path / "slowdown_h200_20261115.json").write_text(json.dumps(SLOWDOWN))
     assert run(tmp_path, "--check")[0] == 1
@@ -90,27 +89,21 @@ def test_the_picture_has_every_figure_and_nothing_leaves_it() -> None:
             assert float(bar.get("x", 0)) + float(bar.get("width", 0)) <= 600
 
 
-def test_names_of_dots_that_lie_together_do_not() -> None:
-    matplotlib = pytest.importorskip("matplotlib", reason="draws the plot")
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    figure, panel = pyplot.subplots(figsize=(3.6, 2.8))
-    methods = ("pooch", "hybrid", "swap", "checkpoint", "selective")
-    rows = [{"method": name, "peak_gib": 10 + at / 9, "slowdown": 0.1 + at / 99} for at, name in enumerate(methods)]
-    _draw_panel(panel, "net", rows)
-    _name_dots(panel, rows + rows[:1])
-    boxes = [text.get_window_extent() for text in panel.texts]
-    pyplot.close(figure)
-    assert sorted(text.get_text() for text in panel.texts) == sorted(methods)
-    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
-    assert all(panel.bbox.x0 < box.x0 and box.x1 < panel.bbox.x1 for box in boxes)
-
-
-def test_budgets_of_one_run_make_a_curve() -> None:
-    points = [("hybrid", "A", 12, 0.3), ("hybrid", "A", 24, 0.1), ("hybrid", "B", 16, 0.2), ("pooch", "A", 16, 0.4)]
-    rows = [{"method": name, "run": run, "peak_gib": gib, "slowdown": over} for name, run, gib, over in points]
-    assert measured_curves(rows) == [[(12, 30.0), (24, 10.0)]]
+def test_names_in_the_plot_lie_over_no_dot_and_no_other_name() -> None:
+    methods = ("in-core", "hybrid", "checkpoint", "selective", "compile", "compile-budget", "accumulate:4")
+    for gib in (0.1, 1.0, 5.0):  # between dots
+        places = {name: (LEFT + 200 + at * gib, TOP + 90 + at * gib) for at, name in enumerate(methods)}
+        axes = Box(LEFT, TOP, WIDTH - LEFT, HEIGHT - TOP)
+        names = [ElementTree.fromstring(text) for text in labels(places, list(places.values()), axes)]
+        assert len(names) == len(methods)
+        boxes = [
+            Box(float(name.get("x", 0)), float(name.get("y", 0)) - SIZE, LETTER * len(name.text or ""), SIZE)
+            for name in names
+        ]
+        boxes += [Box(x - 4, y - 4, 8, 8) for x, y in places.values()]
+        pairs = itertools.combinations(boxes[: len(methods)], 2)
+        assert not any(one.meets(other) for one, other in pairs)
+        assert not any(one.meets(dot) for one in boxes[: len(methods)] for dot in boxes[len(methods) :])
 
 
 def test_how_far_off_a_prediction_was_is_worked_out_from_the_row() -> None:
