@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
-from typing import Any
 
-Row = dict[str, Any]
+from benchmarks.markdown import Result, Row
 
 TITLES = {  # as papers write them
     "resnet50": "ResNet-50",
@@ -38,7 +37,7 @@ METHODS = (
 FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 
 
-def networks_of(result: dict[str, Any]) -> dict[str, dict[str, Row]]:
+def networks_of(result: Result) -> dict[str, dict[str, Row]]:
     """The rows, by method, of each network that was compared with more than checkpointing."""
     found: dict[str, dict[str, Row]] = {}
     for row in result["rows"]:
@@ -48,7 +47,7 @@ def networks_of(result: dict[str, Any]) -> dict[str, dict[str, Row]]:
     return {name: rows for name, rows in found.items() if wanted <= rows.keys() and len(rows) > len(wanted)}
 
 
-def lines(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+def lines(result: Result) -> Iterator[tuple[str, ...]]:
     """The same figures as rows of the README's table."""
     for name, methods in networks_of(result).items():
         ours, other = methods["hybrid"], methods["checkpoint"]
@@ -73,7 +72,7 @@ COMPARED = {  # methods as a user knows them, in the order of docs/is-it-for-you
 }
 
 
-def comparison(result: dict[str, Any]) -> tuple[tuple[str, ...], Iterator[tuple[str, ...]]]:
+def comparison(result: Result) -> tuple[tuple[str, ...], Iterator[tuple[str, ...]]]:
     """Headings and rows: a method in a line, a network in a column, peak memory and step time in a cell."""
     networks = networks_of(result)
     failed = {(row["network"], row["method"]) for row in result["rows"] if row.get("step_s") is None}
@@ -91,7 +90,7 @@ def comparison(result: dict[str, Any]) -> tuple[tuple[str, ...], Iterator[tuple[
     return headings, ((title, *(cell(name, method) for name in networks)) for method, title in COMPARED.items())
 
 
-def picture(result: dict[str, Any]) -> str:
+def picture(result: Result) -> str:
     """The SVG."""
     where = str(result.get("hardware", "")).upper()
     source = f"Measured on one {where}, torch {result.get('torch', '?')}, {result.get('date', '')}."

@@ -10,11 +10,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from html import escape
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from benchmarks.headline import FONT, OURS, TITLES, networks_of
-
-Row = dict[str, Any]
+from benchmarks.markdown import Result, Row
 
 NAMES = {
     "in-core": "plain PyTorch",
@@ -50,7 +49,7 @@ class Box(NamedTuple):
         return across and other.y <= self.y and self.y + self.height <= other.y + other.height
 
 
-def plot(result: dict[str, Any]) -> str:
+def plot(result: Result) -> str:
     """The SVG."""
     networks = networks_of(result)
     lines = -(-len(networks) // COLUMNS)

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import click
 
