@@ -24,6 +24,7 @@ from outcore.errors import (
 )
 
 if TYPE_CHECKING:
+    from outcore.estimating.estimate import Estimate, estimate
     from outcore.limit import Limited, limit
     from outcore.planning import lower, plan, simulate, verify
     from outcore.state.loading import load, save
@@ -42,6 +43,8 @@ __version__ = "0.2.0"
 _HOMES: dict[str, str] = {
     "limit": "outcore.limit",
     "Limited": "outcore.limit",
+    "estimate": "outcore.estimating.estimate",
+    "Estimate": "outcore.estimating.estimate",
     "plan": "outcore.planning",
     "lower": "outcore.planning",
     "simulate": "outcore.planning",
@@ -73,6 +76,7 @@ __all__ = [
     "BadSize",
     "Budget",
     "BudgetTooSmall",
+    "Estimate",
     "FileMatrix",
     "Limited",
     "Machine",
@@ -89,6 +93,7 @@ __all__ = [
     "Timeline",
     "Trace",
     "elastic",
+    "estimate",
     "limit",
     "load",
     "lower",

@@ -1,6 +1,6 @@
 """What flows: Machine, Trace, Budget, Plan, Schedule, Timeline; PreparedStep holds four of them. Frozen, no torch."""
 
-from outcore.values.machine import Machine
+from outcore.values.machine import Machine, OpRates
 from outcore.values.plan import MADE_AGAIN, Budget, Decision, Plan
 from outcore.values.prepared import PreparedStep
 from outcore.values.schedule import Action, Schedule
@@ -14,6 +14,7 @@ __all__ = [
     "Decision",
     "Machine",
     "Op",
+    "OpRates",
     "Plan",
     "PreparedStep",
     "Replay",

@@ -9,6 +9,22 @@ from outcore.values.codec import Saved
 
 
 @dataclass(frozen=True)
+class OpRates:
+    """How fast a device computes and reaches its own memory. Each op is taken to be bound by one of the two."""
+
+    float64_flops_per_s: float
+    float32_flops_per_s: float
+    tf32_flops_per_s: float  # convolutions of float32, as PyTorch runs them by default; where there is none: float32
+    half_flops_per_s: float  # bfloat16 and float16, summed in float32
+    memory_bytes_per_s: float
+    launch_s: float  # the least that an op takes
+
+    def op_s(self, num_flops: float, flops_per_s: float, num_bytes: float) -> float:
+        """Seconds of an op."""
+        return self.launch_s + max(num_flops / flops_per_s, num_bytes / self.memory_bytes_per_s)
+
+
+@dataclass(frozen=True)
 class Machine(Saved):
     """Capacities and rates, measured on the machine itself or marked as given.
 
@@ -39,6 +55,7 @@ class Machine(Saved):
     name: str = ""
     measured_at: str = ""  # date, or "" when nothing here was measured
     given: tuple[str, ...] = ()  # fields that were given, not measured
+    op_rates: OpRates | None = None  # to estimate the seconds of ops that were never run
 
     def out_s(self, num_bytes: int, tier: str) -> float:
         """Seconds to swap `num_bytes` out to `tier`."""

@@ -18,11 +18,11 @@ PACKAGE = Path(outcore.__file__).parent
 LEVELS = [
     {"errors", "units", "script"},
     {"values"},
-    {"planning"},
+    {"planning", "machines"},
     {"memory", "reporting"},
     {"eager", "compiled", "state", "tiling", "elastic"},
     {"fitting"},
-    {"limit"},
+    {"limit", "estimating"},
     {"integrations", "tuning"},  # tuning tries out whole training steps
     {"demo"},
     {"cli"},
@@ -30,7 +30,7 @@ LEVELS = [
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 FRIENDS = [{"errors", "units"}, {"errors", "script"}]  # of one level, and may know each other
-NO_TORCH = {"errors", "units", "values", "planning", "reporting", "cli", "__init__", "__main__"}
+NO_TORCH = {"errors", "units", "values", "planning", "reporting", "machines", "cli", "__init__", "__main__"}
 
 
 def room_of(path: Path) -> str:

@@ -1,0 +1,367 @@
+"""A step on fake tensors -> Trace, with no memory, no device and no time.
+
+A `FakeTensorMode` runs the step: every op says which shapes it would return, and none of them computes. This mode looks
+on and writes down the same trace that `outcore.eager.recorder` writes of a real step: ops, storages and how long the
+program itself holds them, and what autograd saves. Nothing is held for autograd here either: what it saves is described
+(`_Saved`), and a fake tensor is made anew when autograd asks for it, so that the lifetimes are the program's own.
+
+Seconds are estimated from what each op computes and moves and from a machine's rates. What only a run can tell is not in
+the trace: workspaces inside kernels, and ops that a rerun does in one pass.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from outcore.eager.execution import SMALL_BYTES
+from outcore.eager.module_names import ModuleNames
+from outcore.eager.signatures import UNFILLED, outputs_of, reads_of, replay_kind, signature_of, tensors_in
+from outcore.values import Op, Storage, Tick, Trace, Value
+
+_MARK = "_outcore_fake"
+_ITEM = torch.ops.aten._local_scalar_dense.default
+_UNSEEN = tuple(
+    operator.default for operator in (torch.ops.aten.alias, torch.ops.aten.detach, torch.ops.aten.lift_fresh)
+) + (torch.ops.prim.device.default,)
+
+_ADD, _RECURRENT = torch.ops.aten.add.Tensor, torch.ops.aten.mkldnn_rnn_layer.default
+_PRODUCTS = ("aten.mm.default", "aten.bmm.default")
+
+Seconds = Callable[[Any, Sequence[Any], dict[str, Any], Any], float]  # of an op, from its arguments and its result
+
+
+def fake_on(mode: FakeTensorMode, like: torch.Tensor, device: torch.device) -> FakeTensor:
+    """A fake tensor of this shape on `device`, wherever `like` is (on `meta`, too)."""
+    with _disable_current_modes():
+        empty = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+        return FakeTensor(mode, empty, device)
+
+
+class _Storage:
+    """A storage as it is being recorded."""
+
+    __slots__ = ("born", "bytes", "current", "dies", "external", "num_bytes", "num_versions", "there")
+
+    def __init__(self, num_bytes: int, grain_bytes: int, born: int, there: Any, *, external: bool) -> None:
+        self.num_bytes, self.born, self.external = num_bytes, born, external
+        self.bytes = -(-num_bytes // grain_bytes) * grain_bytes  # as the allocator counts it
+        self.there: Callable[[], Any] = there  # the storage, or None once it is gone
+        self.dies = -1
+        self.current = -1  # the value of its newest version
+        self.num_versions = 0
+
+
+class _Saved:
+    """What autograd holds in a tensor's place. `tensor`: it is held after all; it was there before, or it is small."""
+
+    __slots__ = ("__weakref__", "device", "dtype", "offset", "pack", "shape", "stride", "tensor", "value")
+
+    def __init__(self, tensor: torch.Tensor, value: int, pack: int, *, is_held: bool) -> None:
+        self.tensor = tensor if is_held else None
+        self.value, self.pack = value, pack
+        self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+        self.dtype, self.device = tensor.dtype, tensor.device
+
+
+class FakeRecorder(TorchDispatchMode):
+    """Records what runs inside `with recorder:` (inside `with mode:`). `grain_bytes`: the allocator's, 1 on the CPU."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        mode: FakeTensorMode,
+        device: torch.device,
+        seconds: Seconds,
+        *,
+        grain_bytes: int,
+        is_cuda: bool,
+    ) -> None:
+        super().__init__()
+        self._device = device
+        self._mode, self._seconds, self._grain_bytes, self._is_cuda = mode, seconds, grain_bytes, is_cuda
+        self._slot = -1
+        self._ops: list[dict[str, Any]] = []
+        self._ticks: list[dict[str, Any]] = []
+        self._values: list[Value] = []
+        self._storages: list[_Storage] = []
+        self._watched: list[Any] = []  # weak references, which call back as long as they are held
+        self._given: dict[int, torch.UntypedStorage] = {}  # of the user's tensors
+        self._num_packs = 0
+        self._num_known = 0  # storages of the model
+        self._unsaid: set[int] = set()  # values written by what does not say so: running statistics
+        self._calls: dict[Hashable, int] = {}  # what was called on which values -> the op that did it first
+        self._node, self._node_values = -1, set[int]()  # of autograd's graph, whose ops are running
+        self._modules = ModuleNames(model)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def __enter__(self) -> FakeRecorder:
+        self._hooks.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._hooks.__exit__(*error)
+        self._modules.close()
+
+    # -- storages and values ------------------------------------------------------------------------------------------
+
+    def _storage_of(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor's storage. One that no op of the step made was there before."""
+        tensor = self._faked(tensor)
+        number: int | None = tensor.untyped_storage().__dict__.get(_MARK)
+        return number if number is not None else self._add_storage(tensor, producer=-1, external=True)
+
+    def _add_storage(self, tensor: torch.Tensor, *, producer: int, external: bool) -> int:
+        storage, number = tensor.untyped_storage(), len(self._storages)
+        there = partial(lambda held: held, storage) if external else weakref.ref(storage)
+        seen = _Storage(storage.nbytes(), self._grain_bytes, max(self._slot, 0), there, external=external)
+        self._storages.append(seen)
+        storage.__dict__[_MARK] = number
+        if not external:
+            self._watch(storage, partial(setattr, seen, "dies"))
+        self._add_value(number, producer)
+        return number
+
+    def _watch(self, held: Any, note: Callable[[int], None]) -> None:
+        """Tells the slot in which it dies."""
+        self._watched.append(weakref.ref(held, lambda _: note(self._slot)))
+
+    def _add_value(self, storage: int, producer: int) -> int:
+        seen = self._storages[storage]
+        self._values.append(Value(storage, seen.num_versions, producer))
+        seen.num_versions += 1
+        seen.current = len(self._values) - 1
+        return seen.current
+
+    def _value_of(self, tensor: torch.Tensor) -> int:
+        return self._storages[self._storage_of(tensor)].current
+
+    def know(self, model: torch.nn.Module) -> None:
+        """The model's parameters and buffers, fake by now, were there before the step."""
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._storage_of(tensor)
+        self._num_known = len(self._storages)
+
+    # -- ops ----------------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _UNSEEN or (func is _ITEM and not isinstance(args[0], FakeTensor)):
+            with _disable_current_modes() if func is _ITEM else nullcontext():
+                return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map(self._faked, (args, kwargs or {}))
+        self._slot += 1
+        func = self._as_run(func, args)
+        reads = tuple(map(self._value_of, _strided(reads_of(func, args, kwargs))))
+        forward = torch._C._current_autograd_node() is None
+        replay = replay_kind(func, args, kwargs) if torch.is_grad_enabled() or not forward else "no"
+        scratch = [args[at] for at in self._scratch(func, args) if isinstance(args[at], torch.Tensor)]
+        result = self._run(func, args, kwargs)
+        fresh, overwritten = (_strided(made) for made in outputs_of(func, args, kwargs, result))
+        index = len(self._ops)
+        self._rewrite(scratch)
+        writes = [self._storages[self._add_storage(t, producer=index, external=False)].current for t in fresh]
+        writes += [self._add_value(self._storage_of(tensor), index) for tensor in overwritten]
+        seconds = self._seconds(func, args, kwargs, result) if fresh or overwritten else 0.0
+        is_alone = forward and replay == "pure" and len(writes) == len(fresh) == 1
+        normalises = bool(forward and scratch and self._is_cuda)
+        self._ops.append(
+            {
+                "slot": self._slot,
+                "name": signature_of(func).name,
+                "phase": "forward" if forward else "backward",
+                "seconds": seconds,
+                "reads": reads,
+                "writes": tuple(writes),
+                "replay": replay,
+                "module": self._modules.current,
+                "norm_replay": normalises,
+                "norm_replay_s": seconds if normalises else 0.0,
+                "repeats": self._first_call(index, func, args, kwargs) if is_alone else -1,
+                "joins": not forward and self._joins(func, args, reads, writes),
+            }
+        )
+        return result
+
+    def _faked(self, leaf: Any) -> Any:
+        """Tensors of the user's that the step closes over: each becomes one fake tensor."""
+        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
+            return leaf
+        real = leaf.untyped_storage()
+        storage = self._given.get(real._cdata)
+        if storage is None:
+            storage = self._given[real._cdata] = torch.UntypedStorage(real.nbytes(), device="meta")
+        return self._view(storage, leaf, self._device if leaf.is_meta else leaf.device)
+
+    def _view(self, storage: torch.UntypedStorage, like: torch.Tensor | _Saved, device: torch.device) -> FakeTensor:
+        """A fake tensor on a storage."""
+        with _disable_current_modes(), torch.no_grad():
+            empty = torch.empty(0, dtype=like.dtype, device="meta")
+            offset, stride = (like.offset, like.stride) if isinstance(like, _Saved) else (
+                like.storage_offset(), like.stride()
+            )
+            return FakeTensor(self._mode, empty.set_(storage, offset, like.shape, stride), device)
+
+    def _as_run(self, func: Any, args: Sequence[Any]) -> Any:
+        """A linear layer adds its bias in place, and only where a mode looks on it makes another tensor."""
+        if func is not _ADD or not isinstance(args[1], torch.Tensor) or args[1].dim() != 1 or not self._ops:
+            return func
+        producer = self._values[self._value_of(args[0])].producer
+        if producer < len(self._ops) - 2 or producer < 0 or self._ops[producer]["name"] not in _PRODUCTS:
+            return func
+        weight = self._ops[producer]["reads"][-1]
+        is_layer = self._storages[self._values[weight].storage].external
+        return torch.ops.aten.add_.Tensor if is_layer and args[0].dtype is args[1].dtype else func
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        if func is torch.ops.aten.add_.Tensor and result is args[0] and torch._C._current_autograd_node() is None:
+            return torch.ops.aten.alias.default(result)  # for autograd it is another tensor
+        if func is _RECURRENT and args[-1]:
+            num_bytes = recurrent_workspace_bytes(args)
+            workspace = torch.empty(num_bytes, dtype=torch.uint8, device=args[0].device)
+            return (*result[:3], workspace)
+        return result
+
+    def _scratch(self, func: Any, args: Sequence[Any]) -> tuple[int, ...]:
+        signature = signature_of(func)
+        return tuple(at for at in signature.unsaid or signature.scratch(args) if at < len(args))
+
+    def _rewrite(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Their content changes, and no op says so."""
+        for tensor in tensors:
+            storage = self._storage_of(tensor)
+            self._unsaid.add(self._storages[storage].current)
+            self._add_value(storage, -1)
+
+    def _first_call(self, index: int, func: Any, args: Any, kwargs: dict[str, Any]) -> int:
+        """The op that called the same on the same values, if any did, else -1."""
+        leaves = tree_leaves((args, kwargs))
+        try:
+            call = signature_of(func).name, tuple(
+                (self._value_of(leaf), leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype)
+                if isinstance(leaf, torch.Tensor)
+                else leaf
+                for leaf in leaves
+            )
+            first = self._calls.setdefault(call, index)
+        except TypeError:  # an argument that has no hash
+            return -1
+        return first if first != index else -1
+
+    def _joins(self, func: Any, args: Any, reads: Sequence[int], writes: Sequence[int]) -> bool:
+        """Whether autograd sums two gradients here, as `Recorder` finds out."""
+        number = torch._C._current_autograd_node()._sequence_nr()
+        if number != self._node:
+            self._node, self._node_values = number, set()
+        joins = func is torch.ops.aten.add.Tensor and len(reads) == 2 and reads[0] not in self._node_values
+        self._node_values.update(reads, writes)
+        return joins and not args[0]._is_view()
+
+    # -- what autograd saves ------------------------------------------------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> _Saved | torch.Tensor:
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            return tensor
+        self._slot += 1
+        value = self._value_of(tensor)
+        pack, self._num_packs = self._num_packs, self._num_packs + 1
+        storage = self._storages[self._values[value].storage]
+        is_held = storage.external or storage.bytes < SMALL_BYTES or self._is_unfilled(value)
+        saved = _Saved(tensor, value, pack, is_held=is_held)
+        tick = self._add_tick("pack", saved)
+        self._watch(saved, partial(tick.__setitem__, "dies"))
+        return saved
+
+    def _is_unfilled(self, value: int) -> bool:
+        producer = self._values[value].producer
+        return producer >= 0 and "::".join(self._ops[producer]["name"].split(".")[:2]) in UNFILLED
+
+    def _unpack(self, saved: _Saved | torch.Tensor) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        self._slot += 1
+        tick = self._add_tick("unpack", saved)
+        tick["dies"] = self._slot
+        if saved.tensor is not None:
+            return saved.tensor
+        number = self._values[saved.value].storage
+        storage = self._storages[number].there()
+        if storage is None:
+            storage = torch.UntypedStorage(self._storages[number].num_bytes, device="meta")
+            storage.__dict__[_MARK] = number
+            tick["dies"] = -1
+            self._watch(storage, partial(tick.__setitem__, "dies"))
+        return self._view(storage, saved, saved.device)
+
+    def _add_tick(self, kind: str, saved: _Saved) -> dict[str, Any]:
+        tick = {"slot": self._slot, "kind": kind, "value": saved.value, "pack": saved.pack, "dies": -1}
+        tick |= {"shape": tuple(saved.shape), "dtype": str(saved.dtype).removeprefix("torch.")}
+        self._ticks.append(tick)
+        return tick
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def input_bytes(self) -> int:
+        """Bytes of what the step used, did not make, and is not the model's."""
+        return sum(storage.bytes for storage in self._storages[self._num_known :] if storage.external)
+
+    def finish(self, before_bytes: int, *, device: str, name: str) -> Trace:
+        self._watched.clear()
+        last = max(self._slot, 0)
+        for op in self._ops:
+            if not self._unsaid.isdisjoint(op["reads"]):
+                op |= {"replay": "no", "repeats": -1}
+        ticks = (tick | {"dies": last if tick["dies"] < 0 else tick["dies"]} for tick in self._ticks)
+        return Trace(
+            ops=tuple(Op(**op) for op in self._ops),
+            values=tuple(self._values),
+            storages=tuple(
+                Storage(s.bytes, s.born, last if s.dies < 0 else s.dies, s.external) for s in self._storages
+            ),
+            ticks=tuple(Tick(**tick) for tick in ticks),
+            before_bytes=before_bytes,
+            device=device,
+            torch=torch.__version__,
+            model=name,
+        )
+
+
+def _strided(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors_in(tensors) if tensor.layout is torch.strided]
+
+
+def recurrent_workspace_bytes(args: Sequence[Any]) -> int:
+    """What oneDNN notes down of a recurrent layer for its backward. Only oneDNN knows how much that is, so it is asked,
+    with two short sequences: it grows by as much with every step of a sequence."""
+    inputs, weights = args[0], args[1:5]
+    num_steps, num_sequences = inputs.shape[:2]
+    shapes = tuple(tuple(weight.shape) for weight in weights)
+    options = args[7], tuple(args[8]), *args[9:]
+    short, longer = (_asked_workspace_bytes(n, inputs.shape[-1], inputs.dtype, shapes, options) for n in _ASKED_STEPS)
+    each_step = (longer - short) / (_ASKED_STEPS[1] - _ASKED_STEPS[0])
+    return int((short + each_step * (num_steps - _ASKED_STEPS[0])) * num_sequences / _ASKED_SEQUENCES)
+
+
+_ASKED_STEPS, _ASKED_SEQUENCES = (4, 20), 8
+
+
+@cache
+def _asked_workspace_bytes(
+    num_steps: int, num_features: int, dtype: torch.dtype, shapes: tuple[Any, ...], options: tuple[Any, ...]
+) -> int:
+    with _disable_current_modes(), torch.enable_grad():
+        inputs = torch.zeros(num_steps, _ASKED_SEQUENCES, num_features, dtype=dtype)
+        weights = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+        states = [torch.zeros(_ASKED_SEQUENCES, options[3], dtype=dtype) for _ in range(2)]
+        workspace = _RECURRENT(inputs, *weights, *states, options[0], list(options[1]), *options[2:])[3]
+        return int(workspace.nbytes)

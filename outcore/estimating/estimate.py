@@ -1,0 +1,219 @@
+"""The front door: estimate(model, batch or step) -> Estimate, what training needs before anything is run.
+
+    step on fake tensors ──▶ Trace ──plan for no memory──▶ the least budget that works
+                               └────plan for budgets────▶ seconds at each of them
+
+The trace is the one that a recording would give, so peaks and the least budget come from the same planning that `limit`
+does. Seconds are estimated from the machine's rates, which is said wherever they are shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from outcore.errors import BudgetTooSmall, OutcoreError
+from outcore.estimating.fake_step import OptimizerLike, Recorded, record_fake
+from outcore.estimating.settings import SETTINGS
+from outcore.fitting.settings import FITTING
+from outcore.machines import machine_from
+from outcore.memory.machine import measure_machine, tiers_below
+from outcore.memory.op_rates import measure_op_rates
+from outcore.planning import plan
+from outcore.planning.rewrites.gradient_sums import sums_in_place
+from outcore.reporting.estimates import EstimatedBudget, estimate_page, estimate_table, slowdown_picture
+from outcore.reporting.text import as_html, render
+from outcore.units import parse_bytes
+from outcore.values import Budget, Machine, OpRates, Trace
+from outcore.values.codec import Saved
+
+Tell = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Estimate(Saved):
+    """What a training step needs, and what it would cost in less. Bytes are those of the model of memory that plans
+    are made with; seconds are estimates."""
+
+    KIND: ClassVar[str] = "estimate"
+
+    model: str
+    machine: str
+    device_bytes: int  # of that machine
+    seconds_are: str  # where the seconds come from
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    buffer_bytes: int
+    input_bytes: int
+    activation_bytes: int  # what autograd saves for the backward
+    largest_op: str
+    largest_op_bytes: int  # what it reads and makes
+    in_core_peak_bytes: int
+    in_core_step_s: float
+    least_bytes: int  # the smallest budget that a plan exists for
+    budgets: tuple[EstimatedBudget, ...]  # the smallest first
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step runs on the machine without a plan."""
+        return self.in_core_peak_bytes <= self.device_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "fits": self.fits}
+
+    def to_svg(self) -> str:
+        """Slowdown against budget, as a picture that stands alone."""
+        return slowdown_picture(self.budgets, self.least_bytes, self.in_core_peak_bytes, title=f"{self.model} on {self.machine}")
+
+    def to_html(self) -> str:
+        """The picture and the table, as a page that stands alone."""
+        return estimate_page(self.as_dict(), self.to_svg())
+
+    def __str__(self) -> str:
+        return render(estimate_table(self.as_dict()))
+
+    def _repr_html_(self) -> str:
+        return self.to_svg() + as_html(str(self))
+
+
+def estimate(
+    model: torch.nn.Module,
+    batch_or_step: Any,
+    memory: int | str | None = None,
+    *,
+    optimizer: OptimizerLike = None,
+    machine: Machine | str | Path | None = None,
+    progress: Tell = lambda what, part: None,
+) -> Estimate:
+    """Says what a training step of `model` needs, and how much slower it would be in less memory, without running it.
+
+    The second argument is either a batch, with which the model is called (a dict by name, a tuple by position), or a
+    function without arguments that does what stands inside `with ooc.step():`. Neither the memory nor a GPU is needed:
+    the step runs on tensors without content, and the model may be on `meta`. `memory` adds a budget to those that are
+    looked at. `optimizer` is one of the model's or a class, whose state is counted. `machine` is this one, a
+    :class:`Machine`, a file that ``outcore machine -o`` wrote, or the name of one that comes with the package:
+    `v100`, `rtx3060`, `rtx4090`, `a100`, `h100`.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+    >>> found = outcore.estimate(model, torch.randn(256, 64), optimizer=torch.optim.AdamW, machine="a100")
+    >>> found.optimizer_bytes == 2 * found.parameter_bytes + 4 * 4  # and a step count for each parameter
+    True
+    >>> found.least_bytes < found.in_core_peak_bytes
+    True
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise OutcoreError(f"estimate() takes a torch.nn.Module, not {type(model).__name__}; give it the model itself")
+    progress("measuring this machine" if machine is None else "reading the machine", 0.0)
+    target, rates = _machine_and_rates(model, machine)
+    wanted_bytes = None if memory is None else parse_bytes(memory, of_bytes=target.device_bytes)
+    progress("running the step on fake tensors", 0.1)
+    recorded = record_fake(model, batch_or_step, optimizer, target, rates)
+    return _estimate(recorded, target, wanted_bytes, progress)
+
+
+def _machine_and_rates(model: torch.nn.Module, machine: Machine | str | Path | None) -> tuple[Machine, OpRates]:
+    if machine is None:
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        if device.type == "meta":
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        _, folder = tiers_below(device, "auto", None)
+        return measure_machine(device, folder), measure_op_rates(device)
+    found = machine if isinstance(machine, Machine) else machine_from(machine)
+    if found.op_rates is None:
+        raise OutcoreError(
+            f"the machine {found.name or found.device} tells no rates of ops; measure it again: outcore machine -o FILE"
+        )
+    return found, found.op_rates
+
+
+def _estimate(recorded: Recorded, machine: Machine, wanted_bytes: int | None, progress: Tell) -> Estimate:
+    is_cuda = machine.device.startswith("cuda")
+    trace = sums_in_place(recorded.trace) if is_cuda else recorded.trace
+    in_core = plan(trace, machine, Budget(_ENOUGH_BYTES), "keep-all")
+    least_bytes = _least_bytes(trace, machine, is_cuda=is_cuda)
+    sizes = _budgets(least_bytes, in_core.in_core_peak_bytes, wanted_bytes)
+    points = []
+    for number, size_bytes in enumerate(sizes):
+        progress("planning for several budgets", 0.3 + 0.7 * number / len(sizes))
+        points.append(_at(trace, machine, size_bytes, in_core.in_core_step_s, is_cuda=is_cuda))
+    largest_op, largest_op_bytes = _largest_op(trace)
+    return Estimate(
+        model=trace.model,
+        machine=machine.name or machine.device,
+        device_bytes=machine.device_bytes,
+        seconds_are=f"estimated from {'given' if 'op_rates' in machine.given else 'measured'} rates",
+        parameter_bytes=recorded.parameter_bytes,
+        gradient_bytes=recorded.gradient_bytes,
+        optimizer_bytes=recorded.optimizer_bytes,
+        buffer_bytes=recorded.buffer_bytes,
+        input_bytes=recorded.input_bytes,
+        activation_bytes=_activation_bytes(trace),
+        largest_op=largest_op,
+        largest_op_bytes=largest_op_bytes,
+        in_core_peak_bytes=in_core.in_core_peak_bytes,
+        in_core_step_s=in_core.in_core_step_s,
+        least_bytes=least_bytes,
+        budgets=tuple(points),
+        notes=_CUDA_NOTES if is_cuda else (),
+    )
+
+
+_ENOUGH_BYTES = 1 << 60
+_CUDA_NOTES = ("workspaces inside kernels (cuDNN, cuBLAS) are known only on the device and are not counted",)
+
+
+def _least_bytes(trace: Trace, machine: Machine, *, is_cuda: bool) -> int:
+    try:
+        plan(trace, machine, Budget(1, machine.host_bytes, machine.disk_bytes))
+    except BudgetTooSmall as error:
+        margin = FITTING.margin_share if is_cuda else 0.0
+        return int(error.needed_bytes / (1 - margin)) + (FITTING.unsplit_bytes if is_cuda else 0)
+    raise OutcoreError("a plan was found for a single byte, which is a bug; please report it")
+
+
+def _budgets(least_bytes: int, in_core_bytes: int, wanted_bytes: int | None) -> list[int]:
+    """Sizes to look at, the smallest first: evenly between the least that works and all that is needed."""
+    first = min(int(least_bytes * SETTINGS.point_share), in_core_bytes)
+    num = SETTINGS.num_points
+    sizes = {first + (in_core_bytes - first) * index // (num - 1) for index in range(num)}
+    return sorted(sizes | ({wanted_bytes} if wanted_bytes is not None else set()))
+
+
+def _at(trace: Trace, machine: Machine, size_bytes: int, in_core_s: float, *, is_cuda: bool) -> EstimatedBudget:
+    """A budget, and what the default planner finds for it. A caching allocator leaves plans a part of it."""
+    usable_bytes = int(size_bytes * FITTING.largest_share) if is_cuda else size_bytes
+    for tried_bytes in (usable_bytes, int(size_bytes * (1 - FITTING.margin_share)), size_bytes):
+        budget = Budget(tried_bytes, machine.host_bytes, machine.disk_bytes)
+        try:
+            made = plan(trace, machine, budget, brief=True)
+        except BudgetTooSmall:
+            continue
+        by = {decision: 0 for decision in ("swap", "recompute", "remake")}
+        for value, decision in made.decisions.items():
+            by[decision] = by.get(decision, 0) + trace.bytes_of(value)
+        over = made.predicted_step_s / in_core_s - 1 if in_core_s else 0.0
+        return EstimatedBudget(size_bytes, True, made.predicted_step_s, over, by["swap"], by["recompute"] + by["remake"])
+    return EstimatedBudget(size_bytes, False)
+
+
+def _activation_bytes(trace: Trace) -> int:
+    saved = {trace.values[tick.value].storage for tick in trace.ticks if tick.kind == "pack"}
+    return sum(trace.storages[storage].bytes for storage in saved if not trace.storages[storage].external)
+
+
+def _largest_op(trace: Trace) -> tuple[str, int]:
+    """The op whose operands and results take the most memory."""
+    name, most_bytes = "none", 0
+    for op in trace.ops:
+        storages = {trace.values[value].storage for value in (*op.reads, *op.writes)}
+        num_bytes = sum(trace.storages[storage].bytes for storage in storages) + op.workspace_bytes
+        if num_bytes > most_bytes:
+            where = f" in {op.module}" if op.module else ""
+            name, most_bytes = f"{op.name.removesuffix('.default')}{where}", num_bytes
+    return name, most_bytes

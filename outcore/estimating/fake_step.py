@@ -1,0 +1,205 @@
+"""A model and a step (or a batch) -> Trace and sizes, with nothing computed and nothing allocated.
+
+The model's parameters and buffers are replaced by fake ones while its step runs, and come back afterwards: weights,
+gradients and random state of the real model stay as they are. It may as well be on `meta`, without any weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from outcore.eager.fake_recorder import FakeRecorder, fake_on
+from outcore.errors import OutcoreError
+from outcore.estimating.op_costs import seconds_of_ops
+from outcore.values import Machine, OpRates, Trace
+
+Step = Callable[[], Any]
+OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | None
+_CUDA_GRAIN_BYTES = 512  # of CUDA's caching allocator
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A step as it would run, and what is there before it."""
+
+    trace: Trace
+    parameter_bytes: int
+    gradient_bytes: int
+    buffer_bytes: int
+    optimizer_bytes: int
+    input_bytes: int
+
+
+def record_fake(
+    model: torch.nn.Module, batch_or_step: Any, optimizer: OptimizerLike, machine: Machine, rates: OpRates
+) -> Recorded:
+    """Runs one step on fake tensors."""
+    is_cuda, device = machine.device.startswith("cuda"), _device_to_play(model)
+    grain_bytes = _CUDA_GRAIN_BYTES if is_cuda else 1
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    seconds = seconds_of_ops(machine, rates)
+    recorder = FakeRecorder(model, mode, device, seconds, grain_bytes=grain_bytes, is_cuda=is_cuda)
+    with mode, faked(model, mode, device):
+        step = batch_or_step if _is_step(batch_or_step) else step_on(model, faked_batch(batch_or_step, mode, device))
+        recorder.know(model)
+        with recorder:
+            _run(step)
+    parameters = _unique(model.parameters())
+    sizes = {
+        "parameter_bytes": sum(map(_num_bytes, parameters)),
+        "gradient_bytes": sum(_num_bytes(parameter) for parameter in parameters if parameter.requires_grad),
+        "buffer_bytes": sum(map(_num_bytes, _unique(model.buffers()))),
+        "optimizer_bytes": optimizer_bytes(optimizer, parameters),
+    }
+    model_bytes = sizes["parameter_bytes"] + sizes["buffer_bytes"]
+    input_bytes = recorder.input_bytes()
+    before_bytes = model_bytes + sizes["optimizer_bytes"] + input_bytes
+    trace = recorder.finish(before_bytes, device=machine.device, name=type(model).__name__)
+    if not any(tick.kind == "unpack" for tick in trace.ticks):
+        raise OutcoreError("the step ran no backward pass; call the model and then backward() on its loss in it")
+    return Recorded(trace, input_bytes=input_bytes, **sizes)
+
+
+def _device_to_play(model: torch.nn.Module) -> torch.device:
+    """Where the fake tensors pretend to be: it decides which kernels PyTorch chooses."""
+    tensor = next(iter(model.parameters()), None)
+    if tensor is None:
+        raise OutcoreError("this model has no parameters; give one that has")
+    on_gpu = torch.cuda.is_available() and tensor.device.type in ("cuda", "meta")
+    return torch.device("cuda", tensor.device.index or 0) if on_gpu else torch.device("cpu")
+
+
+def _is_step(batch_or_step: Any) -> bool:
+    return callable(batch_or_step) and not isinstance(batch_or_step, torch.Tensor | Mapping)
+
+
+def _run(step: Step) -> None:
+    try:
+        step()
+    except DataDependentOutputException as error:
+        raise OutcoreError(
+            f"the step asks for the content of a tensor ({error.func}), and an estimate has no contents; move that out "
+            "of the step (a loss.item() for the log, say), or record the step instead: outcore record"
+        ) from None
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        said = str(error).strip().partition("\n")[0]
+        raise OutcoreError(
+            f"the step does not run on tensors without content ({type(error).__name__}: {said}); check that it runs at "
+            "all, or record it instead: outcore record"
+        ) from error
+
+
+# -- the model and the batch -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def faked(model: torch.nn.Module, mode: FakeTensorMode, device: torch.device) -> Iterator[None]:
+    """The model with fake parameters and buffers in the places of its own. A tensor in two places stays one."""
+    made: dict[int, torch.Tensor] = {}
+    before: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
+    try:
+        for module in model.modules():
+            for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                if tensor is None:
+                    continue
+                before.append((module, name, tensor))
+                if id(tensor) not in made:
+                    made[id(tensor)] = _fake_of(tensor, mode, device)
+                setattr(module, name, made[id(tensor)])
+        yield
+    finally:
+        for module, name, tensor in before:
+            setattr(module, name, tensor)
+
+
+def _fake_of(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
+    if torch.nn.parameter.is_lazy(tensor):
+        raise OutcoreError("a lazy module has no shapes yet; call the model once before it is estimated")
+    fake = fake_on(mode, tensor, device)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake
+
+
+def faked_batch(batch: Any, mode: FakeTensorMode, device: torch.device) -> Any:
+    return tree_map(lambda leaf: fake_on(mode, leaf, device) if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+
+def step_on(model: torch.nn.Module, batch: Any) -> Step:
+    """Forward and backward of a batch: `model(**batch)`, `model(*batch)` or `model(batch)`; the loss is what the model
+    returns as such, or else the sum of what it returns."""
+
+    def step() -> None:
+        if isinstance(batch, Mapping):
+            returned = model(**batch)
+        else:
+            returned = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+        loss_in(returned).backward()
+
+    return step
+
+
+def loss_in(returned: Any) -> torch.Tensor:
+    loss = returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    tensors = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if not tensors:
+        raise OutcoreError("what the model returns has no gradient; put it into training, or give a step instead")
+    return tensors[0].sum()
+
+
+# -- the optimizer -----------------------------------------------------------------------------------------------------
+
+
+def optimizer_bytes(optimizer: OptimizerLike, parameters: Sequence[torch.nn.Parameter]) -> int:
+    """Bytes of its state, found by one step of an optimizer of its kind on `meta`."""
+    if optimizer is None:
+        return 0
+    if isinstance(optimizer, type):
+        kind, groups = optimizer, [{"params": [parameter for parameter in parameters if parameter.requires_grad]}]
+    else:
+        kind, groups = type(optimizer), [dict(group) for group in optimizer.param_groups]
+    for group in groups:
+        group["params"] = [_with_gradient_on_meta(parameter) for parameter in group["params"]]
+    try:
+        twin = kind(groups) if isinstance(optimizer, type) else _twin(optimizer, groups)
+        twin.step()
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        raise OutcoreError(
+            f"the state of {kind.__name__} cannot be told without running it ({error}); leave the optimizer out and "
+            "add its state to the memory by hand"
+        ) from None
+    state = [leaf for kept in twin.state.values() for leaf in tree_leaves(dict(kept))]
+    return sum(_num_bytes(leaf) for leaf in state if isinstance(leaf, torch.Tensor))
+
+
+def _twin(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """The same settings, other parameters. Its constructor may want what we do not know: it is not called."""
+    twin = copy.copy(optimizer)
+    twin.state, twin.param_groups = type(optimizer.state)(optimizer.state.default_factory), groups
+    return twin
+
+
+def _with_gradient_on_meta(parameter: torch.Tensor) -> torch.nn.Parameter:
+    twin = torch.nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=True)
+    twin.grad = torch.empty_like(twin) if parameter.requires_grad else None
+    return twin
+
+
+def _unique(tensors: Iterator[Any]) -> list[Any]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
