@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -18,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outcore.errors import BadFile, BudgetTooSmall, OutcoreError
+from outcore.reporting.output import OutFile, show, write_file
+from outcore.script import file_and_function, names_in, step_in
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
 # Verbs that live in rooms of their own: name -> "module:command", loaded when called.
 ELSEWHERE: dict[str, str] = {
+    "estimate": "outcore.estimating.cli:estimate_command",
     "matmul": "outcore.tiling.cli:matmul_command",
     "launch": "outcore.elastic.cli:launch_command",
     "elastic": "outcore.elastic.cli:elastic_command",
@@ -52,17 +56,31 @@ class Verbs(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except OutcoreError as error:
-            raise click.ClickException(str(error)) from None
-        except ModuleNotFoundError as error:
-            if error.name != "torch":
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            if ctx.params.get("debug"):
                 raise
-            raise click.ClickException("this verb needs torch (plan and explain do not); pip install torch") from None
+            raise click.ClickException(_in_a_sentence(error)) from None
+
+
+def _in_a_sentence(error: Exception) -> str:
+    if isinstance(error, OutcoreError):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        return "this verb needs torch (plan and explain do not); pip install torch"
+    said = str(error).strip().partition("\n")[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not {"outcore", "torch", "click"}.intersection(Path(frame.filename).parts)]
+    at = (own or list(frames))[-1]
+    kind = type(error).__name__
+    return f"{kind} at {at.filename}:{at.lineno}: {said}; the traceback: outcore --debug {' '.join(sys.argv[1:])}"
 
 
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="outcore")
-def main() -> None:
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def main(debug: bool) -> None:
     """Train neural networks larger than the memory they are given, with the same numbers.
 
     Start with `outcore demo`. Then record a step of your own, measure this machine (or take another's file), plan for
@@ -77,8 +95,8 @@ def main() -> None:
 
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of tables for people.")
-html_option = click.option("--html", type=FILE, help="Also write a report page: memory curve, lanes, decisions.")
-perfetto_option = click.option("--perfetto", type=FILE, help="Also write the lanes for ui.perfetto.dev.")
+html_option = click.option("--html", type=OutFile(), help="Also write a report page: memory curve, lanes, decisions.")
+perfetto_option = click.option("--perfetto", type=OutFile(), help="Also write the lanes for ui.perfetto.dev.")
 
 
 @main.command(short_help="Measure what this machine holds and how fast it moves bytes.")
@@ -88,7 +106,7 @@ perfetto_option = click.option("--perfetto", type=FILE, help="Also write the lan
 @click.option(
     "--folder", type=FOLDER, help="Folder for the swap file, whose disk is measured.  [default: temporary files]"
 )
-@click.option("-o", "--out", type=FILE, help="Save the machine, for `outcore plan --machine`.")
+@click.option("-o", "--out", type=OutFile(), help="Save the machine, for `outcore plan --machine`.")
 @as_json
 def machine(device: str, folder: Path | None, out: Path | None, as_json: bool) -> None:
     """Measure this machine: what it holds and how fast it moves bytes.
@@ -102,7 +120,7 @@ def machine(device: str, folder: Path | None, out: Path | None, as_json: bool) -
         tell("measuring links and disk", 0.0)
         found = _measure(device, folder)
     _save(found, out)
-    _show(json.loads(found.to_json()) if as_json else machine_table(found))
+    show(json.loads(found.to_json()) if as_json else machine_table(found))
 
 
 def _measure(device: str, folder: Path | None) -> Machine:
@@ -127,14 +145,23 @@ def _measure(device: str, folder: Path | None) -> Machine:
 
 @main.command(short_help="Record one training step of FILE.py, op by op.")
 @click.argument("step", metavar="FILE.py:FUNCTION")
-@click.option("-o", "--out", type=FILE, help="Where to save the trace.  [default: FUNCTION.trace.json]")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGUMENTS OF FILE.py]")
+@click.option("-o", "--out", type=OutFile(), help="Where to save the trace.  [default: FUNCTION.trace.json]")
 @click.option("--model", "model_name", default="model", show_default=True, help="The model's name in the file.")
 @click.option("--folder", type=FOLDER, help="Folder for the swap file.  [default: temporary files, without a GPU]")
 @click.option(
     "--warm-up", default=1, show_default=True, type=click.IntRange(min=0), help="Steps before the recorded one."
 )
 @as_json
-def record(step: str, out: Path | None, model_name: str, folder: Path | None, warm_up: int, as_json: bool) -> None:
+def record(
+    step: str,
+    arguments: tuple[str, ...],
+    out: Path | None,
+    model_name: str,
+    folder: Path | None,
+    warm_up: int,
+    as_json: bool,
+) -> None:
     """Record one training step, op by op, in the least memory it can run in.
 
     FILE.py is an ordinary script that defines `model`, the network; FUNCTION, which takes no arguments and does what
@@ -147,28 +174,23 @@ def record(step: str, out: Path | None, model_name: str, folder: Path | None, wa
         def step():
             loss_fn(model(x), y).backward()
 
-    What FILE.py keeps behind `if __name__ == "__main__":` does not run.
+    What FILE.py keeps behind `if __name__ == "__main__":` does not run. What follows `--` are its arguments:
+    `outcore record train.py:step -- --lr 0.1`.
     """
-    path, function_name = _split(step)
+    path, function_name = file_and_function(step)
     with show_progress() as tell:
         tell(f"loading {path}", 0.0)
-        found = _record(path, function_name, model_name, folder, warm_up, tell)
+        found = _record(path, function_name, arguments, model_name, folder, warm_up, tell)
     out = out or Path(f"{function_name}.trace.json")
     _save(found, out)
     facts = {"trace": str(out), **_facts_of_trace(found)}
-    _show(facts if as_json else _trace_table(facts))
-
-
-def _split(step: str) -> tuple[Path, str]:
-    path, colon, name = step.rpartition(":")
-    if not colon or not path or not name.isidentifier():
-        raise OutcoreError(f"{step!r} names no function; write FILE.py:FUNCTION, for example train.py:step")
-    return Path(path), name
+    show(facts if as_json else _trace_table(facts))
 
 
 def _record(
     path: Path,
     function_name: str,
+    arguments: tuple[str, ...],
     model_name: str,
     folder: Path | None,
     warm_up: int,
@@ -177,14 +199,12 @@ def _record(
     import torch
 
     from outcore.limit import limit
-    from outcore.script import names_in
 
-    names = names_in(path)
-    model, step, optimizer = names.get(model_name), names.get(function_name), names.get("optimizer")
+    names = names_in(path, arguments)
+    model, optimizer = names.get(model_name), names.get("optimizer")
     if not isinstance(model, torch.nn.Module):
         raise OutcoreError(f"{path} defines no torch.nn.Module named {model_name!r}; define it or name it with --model")
-    if not callable(step):
-        raise OutcoreError(f"{path} defines no function {function_name!r}; define it or name another after the colon")
+    step = step_in(names, path, function_name)
     ooc = limit(model, "100%", disk=folder, cache=False)
     try:
         for index in range(warm_up + 1):
@@ -199,6 +219,8 @@ def _record(
             raise OutcoreError(
                 f"{function_name} saved nothing for a backward pass; it must call the model and backward()"
             )
+        if not any(tick.kind == "unpack" for tick in ooc.trace.ticks):
+            raise OutcoreError(f"{function_name} ran no backward pass; call backward() on the loss in it")
         return ooc.trace
     finally:
         ooc.close()
@@ -246,7 +268,7 @@ def _trace_table(facts: dict[str, Any]) -> Table:
 @click.option("--host", help="Pinned host memory to swap to.  [default: what the machine grants]")
 @click.option("--disk", help="Disk to swap to.  [default: what the machine grants]")
 @click.option("--planner", default="hybrid", show_default=True, help="How to decide; an unknown name lists them all.")
-@click.option("-o", "--out", type=FILE, help="Save the plan, for `outcore explain` and limit(plan=...).")
+@click.option("-o", "--out", type=OutFile(), help="Save the plan, for `outcore explain` and limit(plan=...).")
 @html_option
 @perfetto_option
 @as_json
@@ -289,7 +311,7 @@ def plan(
     predicted = prepared.predicted
     _save(made, out)
     _write_pages(html, perfetto, target, recorded, prepared)
-    _show(
+    show(
         _facts_of_plan(made, predicted)
         if as_json
         else plan_table(budget, recorded, made, predicted, where=target.device)
@@ -355,9 +377,9 @@ def explain(
         _write_pages(html, perfetto, target, recorded, prepare(recorded, made, target, detail=True))
     if as_json:
         modules = [{**dataclasses.asdict(share), "bytes": share.bytes} for share in shares]
-        _show({"planner": made.planner, "modules": modules, "values": [dataclasses.asdict(item) for item in explained]})
+        show({"planner": made.planner, "modules": modules, "values": [dataclasses.asdict(item) for item in explained]})
     else:
-        _show(module_table(shares, top), value_table(explained, top))
+        show(module_table(shares, top), value_table(explained, top))
 
 
 @main.command(short_help="Train in a third of the memory; prove every bit is the same.")
@@ -393,7 +415,7 @@ def demo(
         planned = Planned(made, schedule, simulate(recorded, schedule, target, detail=True))
         _write_pages(html, perfetto, target, recorded, planned.with_trace(recorded), measured)
     facts = found.facts()
-    _show(facts if as_json else demo_table(facts))
+    show(facts if as_json else demo_table(facts))
     if not found.bitwise_equal:
         raise OutcoreError("loss or gradients differ from plain PyTorch's; this is a bug, please report the table")
     if not found.in_budget:
@@ -414,14 +436,7 @@ def load(kind: Any, path: Path) -> Any:
 
 def _save(value: Any, out: Path | None) -> None:
     if out is not None:
-        _write(out, value.to_json())
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise BadFile(f"cannot write {path} ({error.strerror or error}); name another file") from None
+        write_file(out, value.to_json())
 
 
 def _write_pages(
@@ -437,27 +452,13 @@ def _write_pages(
     from outcore.reporting.perfetto import trace_events
 
     if html is not None:
-        _write(html, page(target, recorded, prepared, measured))
+        write_file(html, page(target, recorded, prepared, measured))
     if perfetto is not None:
         curve = curve_of(prepared.trace, prepared.schedule, target)
-        _write(perfetto, trace_events([("predicted", prepared.predicted, curve)]))
+        write_file(perfetto, trace_events([("predicted", prepared.predicted, curve)]))
 
 
 def show_progress() -> AbstractContextManager[Callable[[str, float], None]]:
     from outcore.reporting.progress import progress
 
     return progress()
-
-
-def _show(*results: Table | dict[str, Any]) -> None:
-    """Tables for people, one JSON object for programs."""
-    from rich.console import Console
-
-    from outcore.reporting.text import WIDTH
-
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    for result in results:
-        if isinstance(result, dict):
-            click.echo(json.dumps(result, indent=1))
-        else:
-            console.print(result)

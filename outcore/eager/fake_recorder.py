@@ -5,8 +5,8 @@ on and writes down the same trace that `outcore.eager.recorder` writes of a real
 program itself holds them, and what autograd saves. Nothing is held for autograd here either: what it saves is described
 (`_Saved`), and a fake tensor is made anew when autograd asks for it, so that the lifetimes are the program's own.
 
-Seconds are estimated from what each op computes and moves and from a machine's rates. What only a run can tell is not in
-the trace: workspaces inside kernels, and ops that a rerun does in one pass.
+Seconds are estimated from what each op computes and moves and from a machine's rates. What only a run can tell is not
+in the trace: workspaces inside kernels, and ops that a rerun does in one pass.
 """
 
 from __future__ import annotations
@@ -29,12 +29,16 @@ from outcore.values import Op, Storage, Tick, Trace, Value
 
 _MARK = "_outcore_fake"
 _ITEM = torch.ops.aten._local_scalar_dense.default
-_UNSEEN = tuple(
-    operator.default for operator in (torch.ops.aten.alias, torch.ops.aten.detach, torch.ops.aten.lift_fresh)
-) + (torch.ops.prim.device.default,)
-
+_UNSEEN = (
+    torch.ops.aten.alias.default,
+    torch.ops.aten.detach.default,
+    torch.ops.aten.lift_fresh.default,
+    torch.ops.prim.device.default,
+)
 _ADD, _RECURRENT = torch.ops.aten.add.Tensor, torch.ops.aten.mkldnn_rnn_layer.default
 _PRODUCTS = ("aten.mm.default", "aten.bmm.default")
+
+_SavedTensorsHooks: Any = torch.autograd.graph.saved_tensors_hooks
 
 Seconds = Callable[[Any, Sequence[Any], dict[str, Any], Any], float]  # of an op, from its arguments and its result
 
@@ -85,7 +89,7 @@ class FakeRecorder(TorchDispatchMode):
         grain_bytes: int,
         is_cuda: bool,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._mode, self._seconds, self._grain_bytes, self._is_cuda = mode, seconds, grain_bytes, is_cuda
         self._slot = -1
@@ -101,15 +105,15 @@ class FakeRecorder(TorchDispatchMode):
         self._calls: dict[Hashable, int] = {}  # what was called on which values -> the op that did it first
         self._node, self._node_values = -1, set[int]()  # of autograd's graph, whose ops are running
         self._modules = ModuleNames(model)
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks: Any = _SavedTensorsHooks(self._pack, self._unpack)
 
     def __enter__(self) -> FakeRecorder:
         self._hooks.__enter__()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._hooks.__exit__(*error)
         self._modules.close()
 
@@ -206,8 +210,8 @@ class FakeRecorder(TorchDispatchMode):
         """A fake tensor on a storage."""
         with _disable_current_modes(), torch.no_grad():
             empty = torch.empty(0, dtype=like.dtype, device="meta")
-            offset, stride = (like.offset, like.stride) if isinstance(like, _Saved) else (
-                like.storage_offset(), like.stride()
+            offset, stride = (
+                (like.offset, like.stride) if isinstance(like, _Saved) else (like.storage_offset(), like.stride())
             )
             return FakeTensor(self._mode, empty.set_(storage, offset, like.shape, stride), device)
 
@@ -247,11 +251,14 @@ class FakeRecorder(TorchDispatchMode):
         """The op that called the same on the same values, if any did, else -1."""
         leaves = tree_leaves((args, kwargs))
         try:
-            call = signature_of(func).name, tuple(
-                (self._value_of(leaf), leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype)
-                if isinstance(leaf, torch.Tensor)
-                else leaf
-                for leaf in leaves
+            call = (
+                signature_of(func).name,
+                tuple(
+                    (self._value_of(leaf), leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype)
+                    if isinstance(leaf, torch.Tensor)
+                    else leaf
+                    for leaf in leaves
+                ),
             )
             first = self._calls.setdefault(call, index)
         except TypeError:  # an argument that has no hash

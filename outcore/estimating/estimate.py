@@ -69,7 +69,9 @@ class Estimate(Saved):
 
     def to_svg(self) -> str:
         """Slowdown against budget, as a picture that stands alone."""
-        return slowdown_picture(self.budgets, self.least_bytes, self.in_core_peak_bytes, title=f"{self.model} on {self.machine}")
+        return slowdown_picture(
+            self.budgets, self.least_bytes, self.in_core_peak_bytes, title=f"{self.model} on {self.machine}"
+        )
 
     def to_html(self) -> str:
         """The picture and the table, as a page that stands alone."""
@@ -194,11 +196,13 @@ def _at(trace: Trace, machine: Machine, size_bytes: int, in_core_s: float, *, is
             made = plan(trace, machine, budget, brief=True)
         except BudgetTooSmall:
             continue
-        by = {decision: 0 for decision in ("swap", "recompute", "remake")}
+        by = dict.fromkeys(("swap", "recompute", "remake"), 0)
         for value, decision in made.decisions.items():
             by[decision] = by.get(decision, 0) + trace.bytes_of(value)
         over = made.predicted_step_s / in_core_s - 1 if in_core_s else 0.0
-        return EstimatedBudget(size_bytes, True, made.predicted_step_s, over, by["swap"], by["recompute"] + by["remake"])
+        return EstimatedBudget(
+            size_bytes, True, made.predicted_step_s, over, by["swap"], by["recompute"] + by["remake"]
+        )
     return EstimatedBudget(size_bytes, False)
 
 

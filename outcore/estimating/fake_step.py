@@ -10,10 +10,10 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from outcore.eager.fake_recorder import FakeRecorder, fake_on
@@ -21,6 +21,7 @@ from outcore.errors import OutcoreError
 from outcore.estimating.op_costs import seconds_of_ops
 from outcore.values import Machine, OpRates, Trace
 
+T = TypeVar("T")
 Step = Callable[[], Any]
 OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | None
 _CUDA_GRAIN_BYTES = 512  # of CUDA's caching allocator
@@ -44,7 +45,7 @@ def record_fake(
     """Runs one step on fake tensors."""
     is_cuda, device = machine.device.startswith("cuda"), _device_to_play(model)
     grain_bytes = _CUDA_GRAIN_BYTES if is_cuda else 1
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = _mode_of(model)
     seconds = seconds_of_ops(machine, rates)
     recorder = FakeRecorder(model, mode, device, seconds, grain_bytes=grain_bytes, is_cuda=is_cuda)
     with mode, faked(model, mode, device):
@@ -66,6 +67,47 @@ def record_fake(
     if not any(tick.kind == "unpack" for tick in trace.ticks):
         raise OutcoreError("the step ran no backward pass; call the model and then backward() on its loss in it")
     return Recorded(trace, input_bytes=input_bytes, **sizes)
+
+
+def _mode_of(model: torch.nn.Module) -> FakeTensorMode:
+    """Two of them do not mix: a model that was made in one stays in it."""
+    fakes = (parameter for parameter in model.parameters() if isinstance(parameter, FakeTensor))
+    known = next(fakes, None)
+    return known.fake_mode if known is not None else FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def without_memory(load: Callable[[], T], on_failure: Callable[[str], None]) -> T:
+    """What `load` makes, of fake tensors; where that cannot be, because it looks at contents, of real ones."""
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), _fake_modules_move():
+            return load()
+    except OutcoreError:
+        raise
+    except Exception as error:  # whatever a user's file does with a tensor that has no content
+        on_failure(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+    return load()
+
+
+@contextmanager
+def _fake_modules_move() -> Iterator[None]:
+    """`model.to(device)` swaps the contents of two tensors, which fake ones refuse: here it gets other parameters."""
+    own = torch.nn.Module._apply
+
+    def apply(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        for child in module.children() if recurse else ():
+            child._apply(fn)
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and (moved := fn(parameter)) is not parameter:
+                module._parameters[name] = torch.nn.Parameter(moved.detach(), requires_grad=parameter.requires_grad)
+        for name, buffer in list(module._buffers.items()):
+            module._buffers[name] = None if buffer is None else fn(buffer)
+        return module
+
+    torch.nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module._apply = own  # type: ignore[method-assign]
 
 
 def _device_to_play(model: torch.nn.Module) -> torch.device:
@@ -167,9 +209,11 @@ def optimizer_bytes(optimizer: OptimizerLike, parameters: Sequence[torch.nn.Para
     if optimizer is None:
         return 0
     if isinstance(optimizer, type):
-        kind, groups = optimizer, [{"params": [parameter for parameter in parameters if parameter.requires_grad]}]
+        kind: Any = optimizer
+        groups = [{"params": [parameter for parameter in parameters if parameter.requires_grad]}]
     else:
-        kind, groups = type(optimizer), [dict(group) for group in optimizer.param_groups]
+        kind = type(optimizer)
+        groups = [dict(group) for group in optimizer.param_groups]
     for group in groups:
         group["params"] = [_with_gradient_on_meta(parameter) for parameter in group["params"]]
     try:
@@ -192,8 +236,9 @@ def _twin(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> tor
 
 
 def _with_gradient_on_meta(parameter: torch.Tensor) -> torch.nn.Parameter:
-    twin = torch.nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=True)
-    twin.grad = torch.empty_like(twin) if parameter.requires_grad else None
+    empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+    twin = torch.nn.Parameter(empty, requires_grad=True)
+    twin.grad = torch.empty_like(empty) if parameter.requires_grad else None
     return twin
 
 

@@ -1,7 +1,7 @@
 """An op's shapes + OpRates -> its seconds: what it computes or what it moves, whichever takes longer.
 
-PyTorch knows how many operations products, convolutions and attention take (`torch.utils.flop_counter`). Everything else
-is taken to be bound by memory: each tensor that is read or made goes over the bus once.
+PyTorch knows how many operations products, convolutions and attention take (`torch.utils.flop_counter`). Everything
+else is taken to be bound by memory: each tensor that is read or made goes over the bus once.
 """
 
 from __future__ import annotations

@@ -20,7 +20,9 @@ _NUM_TRIES = 5
 def measure_op_rates(device: torch.device) -> OpRates:
     """Measured once per process: the best of a few tries each, since others only ever slow a try down."""
     with torch.no_grad():
-        float64, float32, half = (_flops_per_s(device, dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16))
+        float64, float32, half = (
+            _flops_per_s(device, dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)
+        )
         tf32 = _with_tf32(lambda: _flops_per_s(device, torch.float32)) if device.type == "cuda" else float32
         source = torch.zeros(_COPY_BYTES[device.type], dtype=torch.uint8, device=device)
         target, one = torch.zeros_like(source), torch.zeros(1, device=device)

@@ -133,7 +133,9 @@ def _labels(points: Sequence[tuple[float, float, str]]) -> list[str]:
         width = 8 * len(words)
         if at_x - width / 2 >= end + 6:
             inside = min(max(at_x, LEFT + width / 2), WIDTH - RIGHT - width / 2)
-            shown.append(f'<text x="{inside:.1f}" y="{at_y - 12:.1f}" text-anchor="middle" class="value">{words}</text>')
+            shown.append(
+                f'<text x="{inside:.1f}" y="{at_y - 12:.1f}" text-anchor="middle" class="value">{words}</text>'
+            )
             end = at_x + width / 2
     return shown
 
