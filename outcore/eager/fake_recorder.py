@@ -105,6 +105,8 @@ class FakeRecorder(TorchDispatchMode):
         self._calls: dict[Hashable, int] = {}  # what was called on which values -> the op that did it first
         self._node, self._node_values = -1, set[int]()  # of autograd's graph, whose ops are running
         self._modules = ModuleNames(model)
+        self._has_begun = False  # a step begins with the forward of its model; what was made before it is an input
+        self._on_forward = model.register_forward_pre_hook(self._begin)
         self._hooks: Any = _SavedTensorsHooks(self._pack, self._unpack)
 
     def __enter__(self) -> FakeRecorder:
@@ -115,7 +117,11 @@ class FakeRecorder(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._hooks.__exit__(*error)
+        self._on_forward.remove()
         self._modules.close()
+
+    def _begin(self, *_: Any) -> None:
+        self._has_begun = True
 
     # -- storages and values ------------------------------------------------------------------------------------------
 
@@ -163,6 +169,8 @@ class FakeRecorder(TorchDispatchMode):
             with _disable_current_modes() if func is _ITEM else nullcontext():
                 return func(*args, **(kwargs or {}))
         args, kwargs = tree_map(self._faked, (args, kwargs or {}))
+        if not self._has_begun:
+            return func(*args, **kwargs)
         self._slot += 1
         func = self._as_run(func, args)
         reads = tuple(map(self._value_of, _strided(reads_of(func, args, kwargs))))
@@ -279,6 +287,7 @@ class FakeRecorder(TorchDispatchMode):
     def _pack(self, tensor: torch.Tensor) -> _Saved | torch.Tensor:
         if tensor.layout is not torch.strided or tensor.is_nested:
             return tensor
+        self._begin()
         self._slot += 1
         value = self._value_of(tensor)
         pack, self._num_packs = self._num_packs, self._num_packs + 1

@@ -180,10 +180,9 @@ def _least_bytes(trace: Trace, machine: Machine, *, is_cuda: bool) -> int:
 
 
 def _budgets(least_bytes: int, in_core_bytes: int, wanted_bytes: int | None) -> list[int]:
-    """Sizes to look at, the smallest first: evenly between the least that works and all that is needed."""
+    """Sizes to look at, the smallest first, between the least that works and all that is needed."""
     first = min(int(least_bytes * SETTINGS.point_share), in_core_bytes)
-    num = SETTINGS.num_points
-    sizes = {first + (in_core_bytes - first) * index // (num - 1) for index in range(num)}
+    sizes = {first + int((in_core_bytes - first) * share) for share in SETTINGS.point_shares}
     return sorted(sizes | ({wanted_bytes} if wanted_bytes is not None else set()))
 
 

@@ -7,6 +7,7 @@ gradients and random state of the real model stay as they are. It may as well be
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -124,6 +125,9 @@ def _is_step(batch_or_step: Any) -> bool:
 
 
 def _run(step: Step) -> None:
+    logger = logging.getLogger("torch._subclasses.fake_tensor")  # it prints a traceback of what is raised anyway
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     try:
         step()
     except DataDependentOutputException as error:
@@ -139,6 +143,8 @@ def _run(step: Step) -> None:
             f"the step does not run on tensors without content ({type(error).__name__}: {said}); check that it runs at "
             "all, or record it instead: outcore record"
         ) from error
+    finally:
+        logger.setLevel(level)
 
 
 # -- the model and the batch -------------------------------------------------------------------------------------------
