@@ -20,18 +20,19 @@ from typing import Any
 import torch
 
 import outcore
+from benchmarks.small_networks import NETWORKS, Build
 from outcore.errors import BudgetTooSmall
 from outcore.planning import plan
 from outcore.values import Budget
-from tests.cpu.estimating.networks import NETWORKS, Build
 
 NUM_STEPS = 12  # that are compared, behind those that are recorded and watched
 NUM_FIRST = 5
+TIMES = 16
 
 
 def measure(name: str, build: Build) -> dict[str, Any]:
     torch.manual_seed(0)
-    model, loss = build()
+    model, loss = build(TIMES)
     optimizer = torch.optim.AdamW(model.parameters())
     found = outcore.estimate(model, lambda: loss().backward(), optimizer=optimizer)
     budget_bytes = (found.least_bytes + found.in_core_peak_bytes) // 2
@@ -51,7 +52,7 @@ def measure(name: str, build: Build) -> dict[str, Any]:
 
 def _recorded(build: Build) -> tuple[int, int]:
     """The measured in-core peak, and the least budget of the recorded step."""
-    model, loss = build()
+    model, loss = build(TIMES)
     optimizer = torch.optim.AdamW(model.parameters())
     with outcore.limit(model, "100%", planner="keep-all") as ooc:
         _train(ooc, loss, optimizer, 3)
@@ -65,7 +66,7 @@ def _recorded(build: Build) -> tuple[int, int]:
 
 
 def _measured(build: Build, budget_bytes: int) -> tuple[float, float]:
-    (model, loss), (limited_model, limited_loss) = build(), build()
+    (model, loss), (limited_model, limited_loss) = build(TIMES), build(TIMES)
     plain, limited = (torch.optim.AdamW(network.parameters()) for network in (model, limited_model))
     seconds: tuple[list[float], list[float]] = [], []
     with outcore.limit(limited_model, budget_bytes) as ooc:

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import outcore
+from benchmarks.small_networks import NETWORKS
 from outcore.errors import BudgetTooSmall, OutcoreError
 from outcore.machines import machine_from, machine_names
 from outcore.planning import plan
 from outcore.values import Budget, Machine, Trace
-from tests.cpu.estimating.networks import NETWORKS
 
 MACHINE = replace(machine_from("a100"), device="cpu", host_bytes=0, disk_bytes=1 << 40)  # counts as the CPU does
 
@@ -26,7 +26,7 @@ def least_of(trace: Trace, machine: Machine) -> int:
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_peak_and_least_budget_are_those_of_the_real_step(name: str) -> None:
-    model, loss = NETWORKS[name]()
+    model, loss = NETWORKS[name](1)
     optimizer = torch.optim.AdamW(model.parameters())
     weights, rng = [parameter.clone() for parameter in model.parameters()], torch.get_rng_state()
 
