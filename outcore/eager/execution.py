@@ -187,7 +187,12 @@ class Execution:
     def pack(self, tensor: torch.Tensor) -> Handle | Kept:
         on_plan = self.plan.on_plan
         tick = next(self._ticks, None) if on_plan else None
-        if tick is None or not tick.is_pack or tensor.dtype is not tick.dtype or not _has_shape(tensor, tick.shape):
+        if (
+            tick is None
+            or not tick.is_pack
+            or tensor.dtype is not tick.dtype
+            or (tick.shape is not None and shape_of(tensor) != tick.shape)
+        ):
             tick = self._switch(tick, lambda other: _is_saved_at(other, tensor)) if on_plan else None
             if tick is None:
                 if on_plan:
@@ -251,15 +256,16 @@ class Execution:
         return self.unpack(handle), Claim(handle.cell if isinstance(handle, Handle) else None)
 
     def _unpack(self, handle: Handle | Kept) -> torch.Tensor:
-        plan = self.plan
+        plan, tick = self.plan, None
         if self.is_watched is None:
             self.is_watched = torch._C._len_torch_dispatch_stack() > 0
-        tick = next(self._ticks, None) if plan.on_plan else None
-        if plan.on_plan and (tick is None or tick.is_pack or tick.pack != handle.pack):
-            tick = self._switch(tick, lambda other: not other.is_pack and other.pack == handle.pack)
-            if tick is None:
-                plan.leave(f"autograd asked for saved tensor {handle.pack} out of the planned order")
-        if self.is_over and not plan.on_plan and handle.pack >= 0:
+        if plan.on_plan:
+            tick = next(self._ticks, None)
+            if tick is None or tick.is_pack or tick.pack != handle.pack:
+                tick = self._switch(tick, lambda other: not other.is_pack and other.pack == handle.pack)
+                if tick is None:
+                    plan.leave(f"autograd asked for saved tensor {handle.pack} out of the planned order")
+        if tick is None and self.is_over and handle.pack >= 0:
             self.asked_late.add(self.program.pack_values[handle.pack])
         if isinstance(handle, Kept):
             if tick is not None and tick.is_busy:
@@ -267,10 +273,10 @@ class Execution:
             check_unchanged(handle.version, handle.tensor)
             plan.contents.hand(handle.tensor)
             return handle.tensor
-        if tick is not None and tick.moves is not None and plan.on_plan:
+        if tick is not None and tick.moves is not None:
             plan.places.move(tick.moves)
         with below_everything():
-            return self._unpack_cell(handle, tick if plan.on_plan else None)
+            return self._unpack_cell(handle, tick)
 
     def _unpack_cell(self, handle: Handle, tick: PlannedTick | None) -> torch.Tensor:
         cell = handle.cell
@@ -330,8 +336,4 @@ class Execution:
 
 
 def _is_saved_at(tick: PlannedTick, tensor: torch.Tensor) -> bool:
-    return tick.is_pack and tensor.dtype is tick.dtype and _has_shape(tensor, tick.shape)
-
-
-def _has_shape(tensor: torch.Tensor, planned: tuple[int, ...] | None) -> bool:
-    return planned is None or shape_of(tensor) == planned
+    return tick.is_pack and tensor.dtype is tick.dtype and (tick.shape is None or shape_of(tensor) == tick.shape)
