@@ -21,6 +21,8 @@ import sys
 import warnings
 from types import FrameType
 
+from outcore.formats import format_bytes
+
 _NOT_THE_USERS = {"outcore", "torch", "contextlib"}  # packages whose lines say nothing to a user
 
 
@@ -84,8 +86,6 @@ class BudgetTooSmall(OutcoreError):
     """
 
     def __init__(self, needed_bytes: int, budget_bytes: int, at_op: str, *, where: str = "device") -> None:
-        from outcore.units import format_bytes
-
         self.needed_bytes = needed_bytes
         self.budget_bytes = budget_bytes
         self.at_op = at_op

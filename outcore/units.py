@@ -8,6 +8,10 @@ from __future__ import annotations
 import re
 
 from outcore.errors import BadSize
+from outcore.formats import format_bytes as format_bytes
+from outcore.formats import format_rate as format_rate
+from outcore.formats import format_seconds as format_seconds
+from outcore.formats import two_digits as two_digits
 
 KIB = 1024
 MIB = 1024**2
@@ -47,36 +51,3 @@ def _parse_share(size: str, of_bytes: int | None) -> int:
     if not 0 < percent <= 100:
         raise BadSize(f"{size!r} is not between 0 % and 100 %: {_HINT}")
     return int(of_bytes * percent / 100)
-
-
-def two_digits(number: float) -> str:
-    """Of what is known no better: `two_digits(1234.5) == "1200"`."""
-    return f"{float(f'{number:.2g}'):.0f}" if 10 <= number < float("inf") else f"{number:.2g}"
-
-
-def format_bytes(num_bytes: float) -> str:
-    """`format_bytes(1536) == "1.50 KiB"`."""
-    sign, size = ("-" if num_bytes < 0 else ""), abs(float(num_bytes))
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{sign}{int(size)} B" if unit == "B" else f"{sign}{size:.2f} {unit}"
-        size /= 1024
-    return f"{sign}{size:.2f} TiB"
-
-
-def format_seconds(seconds: float) -> str:
-    """`format_seconds(0.0123) == "12.3 ms"`."""
-    if abs(seconds) >= 100:
-        return f"{seconds:.0f} s"
-    if abs(seconds) >= 1:
-        return f"{seconds:.2f} s"
-    if abs(seconds) >= 1e-3:
-        return f"{seconds * 1e3:.1f} ms"
-    return f"{seconds * 1e6:.0f} µs"
-
-
-def format_rate(bytes_per_s: float) -> str:
-    """`format_rate(55.4e9) == "55.4 GB/s"`: link rates are decimal, as vendors and papers write them."""
-    if bytes_per_s >= 1e9:
-        return f"{bytes_per_s / 1e9:.1f} GB/s"
-    return f"{bytes_per_s / 1e6:.0f} MB/s"

@@ -13,17 +13,13 @@ not keep the step's cells.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
 
 import torch
 
+from outcore.memory.store import Parcel, Store
 from outcore.memory.tensors import PLAIN, as_bytes, data_ptr, storage_ptr
-
-if TYPE_CHECKING:
-    from outcore.eager.launches import LaunchRecipe
-    from outcore.eager.replay import Recipe
-    from outcore.memory.store import Parcel, Store
 
 _MARK, _OTHERS = "_outcore_cell", "_outcore_cells"
 
@@ -85,6 +81,20 @@ class Marks:
                 del storage.__dict__[_MARK]
 
 
+class MakesAgain(Protocol):
+    """The recipe of an op (`outcore.eager.replay`) or of a launch (`outcore.eager.launches`)."""
+
+    made: Sequence[weakref.ref[Cell]]  # the cells of its fresh outputs, in order
+    overwrote: Sequence[weakref.ref[Cell]]  # the cells of the next versions of what it wrote into
+
+    @property
+    def is_product(self) -> bool: ...
+    @property
+    def reads(self) -> list[Cell]: ...
+    def sources(self) -> list[Cell]: ...
+    def run(self, *, in_place: bool = False) -> tuple[list[torch.Tensor], list[torch.Tensor]]: ...
+
+
 class Cell:
     """A storage version. At least one of `data`, `parcel` and `recipe` is set while it can be asked for."""
 
@@ -109,7 +119,7 @@ class Cell:
         self.version = version_of(tensor) + overwritten  # the counter moves by one after an in-place op returns
         self.data: torch.Tensor | None = None  # any tensor on the storage; holding it holds the storage
         self.parcel: Parcel | None = None
-        self.recipe: Recipe | LaunchRecipe | None = None
+        self.recipe: MakesAgain | None = None
         self.held = (0, 0)  # version and storage of `data` when it was held
         self.follows = False  # it is whatever is there, not what was there
         self.is_saved = False  # a handle refers to it

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 from outcore.eager.branching import Spare, Switch
-from outcore.eager.cells import Cell
+from outcore.eager.cells import Cell, MakesAgain
 from outcore.eager.held_places import HeldPlaces
-from outcore.eager.launches import LaunchRecipe
 from outcore.eager.overwriting import Contents
 from outcore.eager.program import Program
-from outcore.eager.replay import Recipe, below_everything
+from outcore.eager.replay import below_everything
 from outcore.eager.signatures import OpOverload, signature_of
 
 NOBODY: weakref.ref[Cell] = weakref.ref(Cell.__new__(Cell))  # the cell of a value that nobody will ask for
@@ -90,7 +89,7 @@ class FollowedPlan:
         return mark
 
     def add_output(
-        self, value: int, tensor: torch.Tensor, recipe: Recipe | LaunchRecipe, *, overwritten: bool = False
+        self, value: int, tensor: torch.Tensor, recipe: MakesAgain, *, overwritten: bool = False
     ) -> weakref.ref[Cell]:
         """An op or launch made this value, or wrote it into a storage that was there."""
         if value not in self.program.cells:

@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from outcore.eager.cells import Cell, version_of
-from outcore.eager.launches import LaunchRecipe
+from outcore.eager.cells import Cell, MakesAgain, version_of
 from outcore.eager.overwriting import Contents
 from outcore.eager.recorded_storages import RecordedStorages
 from outcore.eager.remaking import HANDFUL, has_same_bytes, let_go_all, quickly_made
-from outcore.eager.replay import Recipe, below_everything
+from outcore.eager.replay import below_everything
 from outcore.eager.replay_safety import ReplaySafety
 from outcore.eager.restoring import bring
 from outcore.errors import ReplayError
@@ -37,7 +36,7 @@ class RecordedCells:
 
     def own(
         self,
-        recipe: Recipe | LaunchRecipe,
+        recipe: MakesAgain,
         writes: Sequence[int],
         made: Sequence[torch.Tensor],
         *,

@@ -9,9 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from outcore.eager.cells import Cell
-from outcore.eager.launches import LaunchRecipe
-from outcore.eager.replay import Recipe
+from outcore.eager.cells import Cell, MakesAgain
 from outcore.memory.store import Store
 
 SMALL_BYTES = 4096  # smaller saved tensors are kept: not worth a copy of their own
@@ -28,7 +26,7 @@ def swap_out_now(cell: Cell, store: Store) -> bool:
 
 
 def rerun(
-    recipe: Recipe | LaunchRecipe, values: Sequence[int], *, in_place: bool, see: Callable[[torch.Tensor | None], None]
+    recipe: MakesAgain, values: Sequence[int], *, in_place: bool, see: Callable[[torch.Tensor | None], None]
 ) -> None:
     """Runs an op again and hands the values wanted to their cells."""
     fresh, overwritten = recipe.run(in_place=in_place)

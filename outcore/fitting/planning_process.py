@@ -18,7 +18,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-import outcore
 from outcore.errors import OutcoreError
 
 T = TypeVar("T")
@@ -52,7 +51,7 @@ class _Worker:
             [sys.executable, "-m", "outcore.planning.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            cwd=Path(outcore.__file__).parents[1],
+            cwd=Path(__file__).parents[2],
             start_new_session=True,  # an interrupt at the terminal is for the training alone
         )
         self._waiting: deque[Future[Any]] = deque()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import optimizer as torch_optimizer
@@ -20,16 +20,21 @@ from outcore.state.unit import SMALL_BYTES, Unit, is_dense
 from outcore.state.watched import WatchedState
 from outcore.state.window import Item
 
-if TYPE_CHECKING:
-    from outcore.state.updates import Updates
+
+class TakesOver(Protocol):
+    """What runs the steps of an optimizer that is taken over (`outcore.state.updates.Updates`)."""
+
+    def step(self, plainly: Callable[..., Any], closure: Callable[[], Any] | None) -> Any: ...
+    def flush(self) -> None: ...
+    def unit_of(self, parameter: torch.Tensor) -> Unit | None: ...
 
 
 class Takeover:
     """Holds on to an optimizer from its making to `close`."""
 
-    def __init__(self, optimizer: Any, updates: Updates) -> None:
+    def __init__(self, optimizer: Any, updates: TakesOver) -> None:
         self._optimizer = optimizer
-        self._updates: Updates | None = updates
+        self._updates: TakesOver | None = updates
         self._before = optimizer.__dict__.get("step")  # a scheduler's, on this object
         self._plainly: Callable[..., Any] = optimizer.step
         self._step = types.MethodType(self._make_step(), optimizer)
