@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: test lint types check oldest demo tables docs package clean
+.PHONY: test lint types check coverage oldest demo tables docs package clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,6 +24,10 @@ check: lint types  # under a minute: what needs no training step
 
 test: lint types
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+coverage: $(READY)  # the tests again, with the lines they reach: half as long again (sysmon helps from Python 3.12 on)
+	COVERAGE_CORE=$$($(BIN)/python -c 'import sys; print("sysmon" if sys.version_info >= (3, 12) else "ctrace")') \
+	$(BIN)/python -m pytest -n 2 --dist worksteal --cov=outcore --cov-report=term:skip-covered
 
 oldest: $(READY)  # the tests with the oldest PyTorch we support, in an environment of its own (several GB)
 	$(PYTHON) -m venv .venv-oldest
