@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from outcore.eager.execution import SMALL_BYTES
 from outcore.eager.module_names import ModuleNames
+from outcore.eager.restoring import SMALL_BYTES
 from outcore.eager.signatures import UNFILLED, outputs_of, reads_of, replay_kind, signature_of, tensors_in
 from outcore.values import Op, Storage, Tick, Trace, Value
 
