@@ -86,8 +86,8 @@ class Kind:
         if isinstance(shown, LeftPlan) and self.is_given_up and not was_given_up:
             warn(
                 f"steps called alike keep doing different work ({shown.because}); they run unplanned from here on, "
-                'and what does not fit is swapped: correct, but slow (give steps that differ names, ooc.step("name"); where '
-                "only parts of the model are called, let ooc.step(batch=batch) know the shapes)"
+                'and what does not fit is swapped: correct, but slow (give steps that differ names, ooc.step("name"); '
+                "where only parts of the model are called, let ooc.step(batch=batch) know the shapes)"
             )
 
     def _note_beyond(self, peak_bytes: int) -> None:
