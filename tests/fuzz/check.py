@@ -35,7 +35,7 @@ from tests.fuzz.program import Program, source
 PLANNERS = ("hybrid", "pooch", "swap-all", "recompute-all")
 SHARES = (1.0, 0.7, 0.45)  # of the in-core peak
 COMBINATIONS = tuple((planner, share) for share in SHARES for planner in PLANNERS)
-LEAST_PREDICTED_SHARE = 0.99  # of a predicted peak, that is measured
+LEAST_PREDICTED_SHARE = 0.9  # of a predicted peak, that is measured; one small tensor is some percent of these programs
 MAX_RAISES = 4  # times a budget is raised: sizes that come later may each name their own
 IN_CORE_STEPS = 4  # of a program, that tell its in-core peak
 MAX_FLIPS = 30  # of the hybrid planner's search: any plan must give the same numbers, a good one takes longer to find
