@@ -26,17 +26,17 @@ class Captures:
 
     def __init__(self, plan: FollowedPlan) -> None:
         self.switches: Switches = switches()
-        self._plan, self._program = plan, plan.program
+        self._plan = plan
         self.calls: dict[int, Call] = {}  # of ops that later ops repeat
 
     def run(self, index: int, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs op `index`, which is captured, or repeats another or is repeated."""
-        if index in self._program.repeated or index in self._program.merged_ops:
+        if index in self._plan.program.repeated or index in self._plan.program.merged_ops:
             return self._repeat(index, func, args, kwargs)
         return self._capture(index, func, args, kwargs)
 
     def _capture(self, index: int, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        plan, op = self._plan, self._program.captured[index]
+        plan, op = self._plan, self._plan.program.captured[index]
         recipe = capture(index, func, args, kwargs, partial(self.source, iter(op.reads)))
         if changed(self.switches, recipe.switches):
             plan.leave(f"op {index} ({func}) runs under other switches than the step began with")
@@ -49,7 +49,7 @@ class Captures:
         if len(fresh) + len(overwritten) != len(op.writes):
             plan.leave(f"op {index} ({func}) made {len(fresh) + len(overwritten)} values, not {len(op.writes)}")
             return result
-        if index in self._program.norm_replays:
+        if index in self._plan.program.norm_replays:
             recipe.statistics = Saved(fresh[1]), Saved(fresh[2])
         if fresh:
             recipe.made = [plan.add_output(value, tensor, recipe) for value, tensor in zip(op.writes, fresh)]
@@ -62,7 +62,7 @@ class Captures:
         return result
 
     def _overwritten(self, value: int, tensor: torch.Tensor, recipe: Recipe) -> weakref.ref[Cell]:
-        if value in self._program.outside:
+        if value in self._plan.program.outside:
             return NOBODY
         return self._plan.add_output(value, tensor, recipe, overwritten=True)
 
@@ -73,7 +73,7 @@ class Captures:
         if type(tensor) not in PLAIN:  # whose alias may have a version counter of its own
             plan.leave(f"value {value} is a {type(tensor).__name__}, not a plain tensor as recorded")
             return _UNKNOWN
-        if value in self._program.held:
+        if value in self._plan.program.held:
             held = Held(tensor)
             if not plan.contents.will_read(held):
                 plan.leave(f"value {value} lies in memory that somebody else may write into")
@@ -93,7 +93,7 @@ class Captures:
 
     def _repeat(self, index: int, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A merged op, whose result an earlier op made, or the op that it repeats."""
-        plan, program = self._plan, self._program
+        plan, program = self._plan, self._plan.program
         first = program.merged_ops.get(index, index)
         value, call = program.repeated[first], self.calls.get(first)
         if index != first:
@@ -114,7 +114,6 @@ class Captures:
 
     def go_over(self, switch: Switch) -> None:
         """From here on another program is followed."""
-        self._program = switch.program
         self.calls = {op: call for op, call in self.calls.items() if switch.has_op(op)}
 
     def forget(self, signature: Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

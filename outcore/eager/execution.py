@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from operator import length_hint
 from threading import RLock
 from typing import Any
 
 import torch
 
 from outcore.eager.actions import Actions
-from outcore.eager.branching import Spare, Switch, find_switch
+from outcore.eager.branching import Spare, Switch
 from outcore.eager.captures import Captures
-from outcore.eager.cells import Cell, Handle, Kept, cell_of, check_unchanged, shape_of
+from outcore.eager.cells import Handle, Kept, check_unchanged, shape_of
 from outcore.eager.followed_plan import FollowedPlan
 from outcore.eager.held_places import HeldPlaces
 from outcore.eager.intercept import called_by_function, in_backward, watch
@@ -40,7 +39,6 @@ from outcore.memory.clock import Clock, OpTimes
 from outcore.memory.meter import LiveBytes, see_brought
 from outcore.memory.store import Store
 from outcore.memory.tensors import is_plain
-from outcore.values import MADE_AGAIN
 
 
 def is_distributed() -> bool:
@@ -73,9 +71,6 @@ class Execution:
         self.asked_late = set() if asked_late is None else asked_late
         self.is_over = False
         self.is_watched: bool | None = None  # a mode of the user's looked at the backward; None: no backward yet
-        self.program = program
-        self.has_switched = False
-        self._others = others
         self.meter = meter
         self.times = OpTimes(clock) if clock is not None else None
         self.plan = plan = FollowedPlan(
@@ -83,6 +78,7 @@ class Execution:
             Contents(store, self),
             HeldPlaces(program.placeholders, store.device, on_refused),
             Spare(spare_bytes, store),
+            others,
         )
         self.actions = Actions(plan, store, log)
         self._captures = Captures(plan)
@@ -90,8 +86,6 @@ class Execution:
         self._follows_every_tick = log is not None
         self._stops_watching = meter is None and clock is None
         self._looks_away = False
-        self._ticks = iter(program.ticks)
-        self._num_ops = 0
         self._lock = RLock()
         plan.places.move(([], [number for number, one in enumerate(program.placeholders) if one.since < 0]))
 
@@ -108,7 +102,7 @@ class Execution:
         """Looks at no write where none can harm what the program does: it keeps everything in place. Writes are looked
         at again from where the step leaves the program, or a custom function saves something: that may make a gradient
         of what it gets back. This cannot begin later than in the forward: autograd puts threads back as they were."""
-        if self._stops_watching and self.program.keeps_everything:
+        if self._stops_watching and self.plan.program.keeps_everything:
             self._looks_away = True
             watch(ops=False, writes=False)
 
@@ -124,7 +118,8 @@ class Execution:
         times = self.times
         if times is not None:
             started = times.start(signature.name)
-        index, program, plan = self._num_ops, self.program, self.plan
+        plan = self.plan
+        index, program = plan.num_ops, plan.program
         if index > program.last_watched or not plan.on_plan:
             if self._stops_watching:  # again: what is switched off inside a vmap or a backward is on when that is over
                 watch(ops=False, writes=True)
@@ -132,11 +127,11 @@ class Execution:
                 plan.write(func, args, kwargs)
             result = signature.call(*args, **kwargs)
         else:
-            self._num_ops = index + 1
+            plan.num_ops = index + 1
             if signature.name != program.names[index]:
-                if not self._switch_at_op(index, signature.name):
+                if not self._has_switched(plan.switch_at_op(index, signature.name)):
                     plan.leave(f"op {index} is {func}, not {program.names[index]}")
-                program = self.program
+                program = plan.program
             elif index in program.moves:
                 plan.places.move(program.moves[index])
             captures = self._captures
@@ -160,13 +155,13 @@ class Execution:
         return result
 
     def enter_graph(self, kernels: Sequence[Kernel]) -> PlannedLaunches:
-        first, names = self._num_ops, self.program.names
-        if self.plan.on_plan and first < len(names):
-            self._num_ops = first + len(kernels)
-            expected = names[first : self._num_ops]
+        plan, first, names = self.plan, self.plan.num_ops, self.plan.program.names
+        if plan.on_plan and first < len(names):
+            plan.num_ops = first + len(kernels)
+            expected = names[first : plan.num_ops]
             if [kernel.name for kernel in kernels[: len(expected)]] != expected:
-                self.plan.leave(f"op {first} begins another compiled graph than recorded")
-        return PlannedLaunches(self.plan, self._captures, self.times, self.meter, first, kernels)
+                plan.leave(f"op {first} begins another compiled graph than recorded")
+        return PlannedLaunches(plan, self._captures, self.times, self.meter, first, kernels)
 
     # -- what may change a tensor -------------------------------------------------------------------------------------
 
@@ -185,21 +180,24 @@ class Execution:
     # -- what autograd saves ------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> Handle | Kept:
-        on_plan = self.plan.on_plan
-        tick = next(self._ticks, None) if on_plan else None
+        plan = self.plan
+        tick = next(plan.ticks, None) if plan.on_plan else None
         if (
             tick is None
             or not tick.is_pack
             or tensor.dtype is not tick.dtype
             or (tick.shape is not None and shape_of(tensor) != tick.shape)
         ):
-            tick = self._switch(tick, lambda other: _is_saved_at(other, tensor)) if on_plan else None
-            if tick is None:
-                if on_plan:
-                    shape = tuple(shape_of(tensor))
-                    self.plan.leave(f"autograd saved {tensor.dtype} {shape} where the plan has another tensor")
+            if not plan.on_plan:
                 return self._pack_unplanned(tensor)
-        handle = self._pack_planned(tick, tensor) if tick.needs_cell else Kept(tensor, tick.pack, self)
+            if not self._has_switched(plan.switch_at_tick(tick, lambda other: _is_saved_at(other, tensor))):
+                shape = tuple(shape_of(tensor))
+                plan.leave(f"autograd saved {tensor.dtype} {shape} where the plan has another tensor")
+                return self._pack_unplanned(tensor)
+            tick = next(plan.ticks)
+        handle = plan.pack(tick, tensor, self) if tick.needs_cell else Kept(tensor, tick.pack, self)
+        if handle is None:
+            return self._pack_unplanned(tensor)
         if self._looks_away and called_by_function():
             watch(ops=False, writes=True)
         if tick.is_busy or self._follows_every_tick:
@@ -222,30 +220,6 @@ class Execution:
                 for action in tick.actions:
                     self.actions.perform(action)
 
-    def _pack_planned(self, tick: PlannedTick, tensor: torch.Tensor) -> Handle | Kept:
-        plan, value = self.plan, tick.value
-        cell = plan.find(value)
-        if cell is not None and cell_of(tensor) is not cell:
-            plan.leave(f"value {value} is another tensor than recorded")
-            return self._pack_unplanned(tensor)
-        if plan.contents.is_exposed(tensor):
-            plan.leave(f"value {value} lies in memory that somebody may write into")
-            return self._pack_unplanned(tensor)
-        if cell is None:
-            cell = Cell(value, tensor)
-            plan.cells[value] = weakref.ref(cell)
-        if cell.parcel is None and cell.data is None and (tick.decision not in MADE_AGAIN or cell.recipe is None):
-            cell.hold(tensor, plan.contents.marks)
-            cell.recipe = None
-        if tick.packed_again:
-            plan.packed_again[value] = cell
-        else:
-            plan.packed_again.pop(value, None)
-        handle = Handle(cell, tensor, tick.pack, self)
-        if tick.is_shared:
-            handle.home = weakref.ref(tensor.untyped_storage())
-        return handle
-
     def unpack(self, handle: Handle | Kept) -> torch.Tensor:
         """Two threads may run backwards over one graph."""
         with self._lock:
@@ -260,13 +234,14 @@ class Execution:
         if self.is_watched is None:
             self.is_watched = torch._C._len_torch_dispatch_stack() > 0
         if plan.on_plan:
-            tick = next(self._ticks, None)
+            tick = next(plan.ticks, None)
             if tick is None or tick.is_pack or tick.pack != handle.pack:
-                tick = self._switch(tick, lambda other: not other.is_pack and other.pack == handle.pack)
+                switch = plan.switch_at_tick(tick, lambda other: not other.is_pack and other.pack == handle.pack)
+                tick = next(plan.ticks) if self._has_switched(switch) else None
                 if tick is None:
                     plan.leave(f"autograd asked for saved tensor {handle.pack} out of the planned order")
         if tick is None and self.is_over and handle.pack >= 0:
-            self.asked_late.add(self.program.pack_values[handle.pack])
+            self.asked_late.add(plan.program.pack_values[handle.pack])
         if isinstance(handle, Kept):
             if tick is not None and tick.is_busy:
                 self._follow(tick)
@@ -303,36 +278,14 @@ class Execution:
                 self.plan.contents.hand(tensor)
         return tensor
 
-    # -- another step than planned ------------------------------------------------------------------------------------
-
-    def _switch(self, tick: PlannedTick | None, is_next: Callable[[PlannedTick], bool]) -> PlannedTick | None:
-        """The tick of another program that begins as the step did and goes on as it does; None where there is none."""
-        before = self.program
-        num_ticks = tick.number if tick is not None else len(before.ticks)
-        switch = find_switch(self._others(), before, num_ticks, lambda other, at: is_next(other.ticks[at]))
+    def _has_switched(self, switch: Switch | None) -> bool:
+        """Whether the step follows another program from here on."""
         if switch is None:
-            return None
-        self._follow_other(switch, switch.num_ops)
-        return next(self._ticks)
-
-    def _switch_at_op(self, op: int, name: str) -> bool:
-        """The same before an op."""
-        before = self.program
-        num_ticks = len(before.ticks) - length_hint(self._ticks)
-        switch = find_switch(self._others(), before, num_ticks, lambda other, at: other.has_op_at(op, name, at))
-        if switch is not None:
-            self._follow_other(switch, op + 1)
-        return switch is not None
-
-    def _follow_other(self, switch: Switch, num_ops: int) -> None:
-        self.has_switched = True
-        self.program, self._num_ops = switch.program, num_ops
-        self._ticks = iter(switch.program.ticks[switch.num_ticks :])
+            return False
         self._captures.go_over(switch)
-        with below_everything():
-            self.plan.go_over(switch)
         if self._stops_watching:
-            watch(ops=switch.program.last_watched >= num_ops, writes=True)
+            watch(ops=switch.program.last_watched >= self.plan.num_ops, writes=True)
+        return True
 
 
 def _is_saved_at(tick: PlannedTick, tensor: torch.Tensor) -> bool:

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from outcore.eager.module_names import ModuleNames
+from outcore.eager.recorded_ops import EngineSums
 from outcore.eager.restoring import SMALL_BYTES
 from outcore.eager.signatures import UNFILLED, outputs_of, reads_of, replay_kind, signature_of, tensors_in
 from outcore.values import Op, Storage, Tick, Trace, Value
@@ -103,7 +104,7 @@ class FakeRecorder(TorchDispatchMode):
         self._num_known = 0  # storages of the model
         self._unsaid: set[int] = set()  # values written by what does not say so: running statistics
         self._calls: dict[Hashable, int] = {}  # what was called on which values -> the op that did it first
-        self._node, self._node_values = -1, set[int]()  # of autograd's graph, whose ops are running
+        self._sums = EngineSums()
         self._modules = ModuleNames(model)
         self._has_begun = False  # a step begins with the forward of its model; what was made before it is an input
         self._on_forward = model.register_forward_pre_hook(self._begin)
@@ -176,8 +177,8 @@ class FakeRecorder(TorchDispatchMode):
         reads = tuple(map(self._value_of, _strided(reads_of(func, args, kwargs))))
         forward = torch._C._current_autograd_node() is None
         replay = replay_kind(func, args, kwargs) if torch.is_grad_enabled() or not forward else "no"
-        scratch = [args[at] for at in self._scratch(func, args) if isinstance(args[at], torch.Tensor)]
-        result = self._run(func, args, kwargs)
+        scratch = [args[at] for at in _scratch(func, args) if isinstance(args[at], torch.Tensor)]
+        result = _run(func, args, kwargs)
         fresh, overwritten = (_strided(made) for made in outputs_of(func, args, kwargs, result))
         index = len(self._ops)
         self._rewrite(scratch)
@@ -199,7 +200,7 @@ class FakeRecorder(TorchDispatchMode):
                 "norm_replay": normalises,
                 "norm_replay_s": seconds if normalises else 0.0,
                 "repeats": self._first_call(index, func, args, kwargs) if is_alone else -1,
-                "joins": not forward and self._joins(func, args, reads, writes),
+                "joins": not forward and self._sums.joins(func, args, reads, writes),
             }
         )
         return result
@@ -234,20 +235,6 @@ class FakeRecorder(TorchDispatchMode):
         is_layer = self._storages[self._values[weight].storage].external
         return torch.ops.aten.add_.Tensor if is_layer and args[0].dtype is args[1].dtype else func
 
-    def _run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs)
-        if func is torch.ops.aten.add_.Tensor and result is args[0] and torch._C._current_autograd_node() is None:
-            return torch.ops.aten.alias.default(result)  # for autograd it is another tensor
-        if func is _RECURRENT and args[-1]:
-            num_bytes = recurrent_workspace_bytes(args)
-            workspace = torch.empty(num_bytes, dtype=torch.uint8, device=args[0].device)
-            return (*result[:3], workspace)
-        return result
-
-    def _scratch(self, func: Any, args: Sequence[Any]) -> tuple[int, ...]:
-        signature = signature_of(func)
-        return tuple(at for at in signature.unsaid or signature.scratch(args) if at < len(args))
-
     def _rewrite(self, tensors: Sequence[torch.Tensor]) -> None:
         """Their content changes, and no op says so."""
         for tensor in tensors:
@@ -272,15 +259,6 @@ class FakeRecorder(TorchDispatchMode):
         except TypeError:  # an argument that has no hash
             return -1
         return first if first != index else -1
-
-    def _joins(self, func: Any, args: Any, reads: Sequence[int], writes: Sequence[int]) -> bool:
-        """Whether autograd sums two gradients here, as `Recorder` finds out."""
-        number = torch._C._current_autograd_node()._sequence_nr()
-        if number != self._node:
-            self._node, self._node_values = number, set()
-        joins = func is torch.ops.aten.add.Tensor and len(reads) == 2 and reads[0] not in self._node_values
-        self._node_values.update(reads, writes)
-        return joins and not args[0]._is_view()
 
     # -- what autograd saves ------------------------------------------------------------------------------------------
 
@@ -381,3 +359,19 @@ def _asked_workspace_bytes(
         states = [torch.zeros(_ASKED_SEQUENCES, options[3], dtype=dtype) for _ in range(2)]
         workspace = _RECURRENT(inputs, *weights, *states, options[0], list(options[1]), *options[2:])[3]
         return int(workspace.nbytes)
+
+
+def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    result = func(*args, **kwargs)
+    if func is torch.ops.aten.add_.Tensor and result is args[0] and torch._C._current_autograd_node() is None:
+        return torch.ops.aten.alias.default(result)  # for autograd it is another tensor
+    if func is _RECURRENT and args[-1]:
+        num_bytes = recurrent_workspace_bytes(args)
+        workspace = torch.empty(num_bytes, dtype=torch.uint8, device=args[0].device)
+        return (*result[:3], workspace)
+    return result
+
+
+def _scratch(func: Any, args: Sequence[Any]) -> tuple[int, ...]:
+    signature = signature_of(func)
+    return tuple(at for at in signature.unsaid or signature.scratch(args) if at < len(args))

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from operator import length_hint
 from typing import Any
 
 import torch
 
-from outcore.eager.branching import Spare, Switch
-from outcore.eager.cells import Cell, MakesAgain
+from outcore.eager.branching import Spare, Switch, find_switch
+from outcore.eager.cells import Cell, Handle, MakesAgain, cell_of
 from outcore.eager.held_places import HeldPlaces
 from outcore.eager.overwriting import Contents
-from outcore.eager.program import Program
+from outcore.eager.program import PlannedTick, Program
 from outcore.eager.replay import below_everything
 from outcore.eager.signatures import OpOverload, signature_of
+from outcore.values import MADE_AGAIN
 
 NOBODY: weakref.ref[Cell] = weakref.ref(Cell.__new__(Cell))  # the cell of a value that nobody will ask for
 
@@ -26,8 +28,20 @@ class FollowedPlan:
     """Where the values of a step are while it follows a program. `on_plan` is False once it turned out to be another
     step; `left_because` says why."""
 
-    def __init__(self, program: Program, contents: Contents, places: HeldPlaces, spare: Spare) -> None:
+    def __init__(
+        self,
+        program: Program,
+        contents: Contents,
+        places: HeldPlaces,
+        spare: Spare,
+        others: Callable[[], Iterable[Program]],
+    ) -> None:
+        """`others`: the programs that the step may turn out to follow."""
         self.program, self.contents, self.places, self.spare = program, contents, places, spare
+        self.ticks = iter(program.ticks)  # those to come
+        self.num_ops = 0  # that ran, as far as the program looks at them
+        self.has_switched = False
+        self._others = others
         self.on_plan = True
         self.left_because = ""
         self.cells: dict[int, weakref.ref[Cell]] = {}
@@ -58,12 +72,31 @@ class FollowedPlan:
         self.packed_again.clear()
         self.on_the_way_out.clear()
 
-    def go_over(self, switch: Switch) -> None:
-        """From here on another program is followed. Call it below autograd."""
-        self.program = switch.program
+    def switch_at_tick(self, tick: PlannedTick | None, is_next: Callable[[PlannedTick], bool]) -> Switch | None:
+        """Goes over to a program that begins as the step did, and whose tick in the place of `tick` fits; None where
+        there is none."""
+        num_ticks = tick.number if tick is not None else len(self.program.ticks)
+        switch = find_switch(self._others(), self.program, num_ticks, lambda other, at: is_next(other.ticks[at]))
+        if switch is not None:
+            self._go_over(switch, switch.num_ops)
+        return switch
+
+    def switch_at_op(self, op: int, name: str) -> Switch | None:
+        """The same before an op."""
+        num_ticks = len(self.program.ticks) - length_hint(self.ticks)
+        switch = find_switch(self._others(), self.program, num_ticks, lambda other, at: other.has_op_at(op, name, at))
+        if switch is not None:
+            self._go_over(switch, op + 1)
+        return switch
+
+    def _go_over(self, switch: Switch, num_ops: int) -> None:
+        self.has_switched = True
+        self.program, self.num_ops = switch.program, num_ops
+        self.ticks = iter(switch.program.ticks[switch.num_ticks :])
         self.cells = switch.renamed(self.cells)
         self.recipes = {op: recipe for op, recipe in self.recipes.items() if switch.has_op(op)}
-        switch.put_away(self.cells, self.spare.store)
+        with below_everything():
+            switch.put_away(self.cells, self.spare.store)
         self.packed_again.clear()
         self.on_the_way_out.clear()
 
@@ -98,6 +131,32 @@ class FollowedPlan:
         cell.recipe = recipe
         cell.name(tensor, self.contents.marks)
         return self.add(cell)
+
+    def pack(self, tick: PlannedTick, tensor: torch.Tensor, run: Any) -> Handle | None:
+        """The handle of a value that is put away or read again; None where the step has left the plan. `run`: the
+        execution, which the handle will ask for its tensor."""
+        value = tick.value
+        cell = self.find(value)
+        if cell is not None and cell_of(tensor) is not cell:
+            self.leave(f"value {value} is another tensor than recorded")
+            return None
+        if self.contents.is_exposed(tensor):
+            self.leave(f"value {value} lies in memory that somebody may write into")
+            return None
+        if cell is None:
+            cell = Cell(value, tensor)
+            self.cells[value] = weakref.ref(cell)
+        if cell.parcel is None and cell.data is None and (tick.decision not in MADE_AGAIN or cell.recipe is None):
+            cell.hold(tensor, self.contents.marks)
+            cell.recipe = None
+        if tick.packed_again:
+            self.packed_again[value] = cell
+        else:
+            self.packed_again.pop(value, None)
+        handle = Handle(cell, tensor, tick.pack, run)
+        if tick.is_shared:
+            handle.home = weakref.ref(tensor.untyped_storage())
+        return handle
 
     # -- what may change a tensor that was saved, or is to be read again ----------------------------------------------
 

@@ -85,7 +85,6 @@ class Program:
         }
         self.merged_ops = {index: op.repeats for index, op in enumerate(trace.ops) if op.is_merged}
         self.repeated = {index: trace.ops[index].writes[0] for index in self.merged_ops.values()}
-        self.looked_at = {*self.captured, *self.merged_ops, *self.repeated}
         self.outside = {v for op in self.captured.values() for v in op.writes if _is_outside(trace, v)}
         self.pools_gradients = pools_gradients
         self.placeholders = placeholders
@@ -109,9 +108,20 @@ class Program:
             tick.is_shared = tick.value in shared
             # To drop a value there is nothing to do: its pack does not hold it.
             tick.is_busy = tick.moves is not None or any(action.kind != "drop" for action in tick.actions)
-        # Nothing is put away or brought back, and nothing is remembered of any op.
-        self.keeps_everything = not (self.cells or self.held or self.captured or self.merged_ops or self.moves)
-        self.pack_values = [tick.value for tick in self.ticks if tick.is_pack]
+
+    @cached_property
+    def looked_at(self) -> set[int]:
+        """The ops that are captured, repeat another, or are repeated."""
+        return {*self.captured, *self.merged_ops, *self.repeated}
+
+    @cached_property
+    def keeps_everything(self) -> bool:
+        """Whether nothing is put away or brought back, and nothing is remembered of any op."""
+        return not (self.cells or self.held or self.captured or self.merged_ops or self.moves)
+
+    @cached_property
+    def pack_values(self) -> list[int]:
+        return [tick.value for tick in self.ticks if tick.is_pack]
 
     # -- what tells it from other programs ----------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from outcore.eager.cells import View
-from outcore.eager.intercept import called_by_engine
 from outcore.eager.module_names import ModuleNames
 from outcore.eager.norm_replay import NormReplay, Proofs
 from outcore.eager.passes import Passes
@@ -195,13 +194,13 @@ class EngineSums:
         self._node_values: set[int] = set()  # what they read and made
 
     def joins(self, func: OpOverload, args: Sequence[Any], reads: Sequence[int], writes: Sequence[int]) -> bool:
-        """Is this autograd's own sum, and one that it makes in place where nobody looks? The engine adds after its node
-        is done: the first gradient came from another node, this one's formula has not looked at it, and no Python (a
-        formula's or a hook's) is running. Into a view it never adds: the base holds the storage too."""
+        """Whether this op is a sum of the engine, if no Python (of a formula or of a hook) called it. The engine adds
+        after its node is done: the first gradient came from another node, and this one's formula has not looked at it.
+        Where nobody looks, it adds in place, but never into a view, whose base holds the storage too."""
         node = torch._C._current_autograd_node()
         number = -1 if node is None else node._sequence_nr()
         if number != self._node:
             self._node, self._node_values = number, set()
         joins = func is torch.ops.aten.add.Tensor and len(reads) == 2 and reads[0] not in self._node_values
         self._node_values.update(reads, writes)
-        return joins and not args[0]._is_view() and called_by_engine()
+        return joins and not args[0]._is_view()

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from outcore.eager.cells import Handle, Kept
-from outcore.eager.intercept import in_backward
+from outcore.eager.intercept import called_by_engine, in_backward
 from outcore.eager.launches import Claim, Kernel
 from outcore.eager.overwriting import Contents
 from outcore.eager.recorded_cells import RecordedCells
@@ -117,7 +117,7 @@ class Recorder:
                 replay=replay,
                 module=ops.module,
                 repeats=repeats,
-                joins=not forward and ops.sums.joins(func, args, reads, writes),
+                joins=not forward and ops.sums.joins(func, args, reads, writes) and called_by_engine(),
             )
         )
         return result

@@ -264,14 +264,14 @@ class RunningStep:
                 self._was_followed(kind, listener)
 
     def _was_followed(self, kind: Kind, execution: Execution) -> None:
-        if execution.has_switched:
-            kind = next((one for one in self.owner.kinds.beside(kind) if one.has_program(execution.program)), kind)
+        if execution.plan.has_switched:
+            kind = next((one for one in self.owner.kinds.beside(kind) if one.has_program(execution.plan.program)), kind)
             execution.asked_late = kind.asked_late
         kind.num_steps += 1
         self.owner.last = kind
         self.owner.kinds.followed(kind, self._call.scalars)
         ready = kind.phase.ready
-        if ready is None or execution.has_switched:
+        if ready is None or execution.plan.has_switched:
             return
         kind.is_watched = kind.is_watched or (ready.sums_in_place and bool(execution.is_watched))
         if execution.times is not None:
@@ -310,16 +310,21 @@ class RunningStep:
         """The step ran out of memory: no plan of this size again."""
         kind, preparer = self._kind, self.owner.preparer
         if kind is None or kind.trace is None:
-            memory = format_bytes(preparer.budget.device_bytes)
             stuck_bytes = self.listener.saves.stuck_bytes if isinstance(self.listener, Recorder) else 0
-            otherwise = ", or use planner='hybrid', which makes values again" if preparer.planner in AS_IT_IS else ""
-            error.add_note(
-                f"outcore: {format_bytes(stuck_bytes)} of what this first step saves found no room beside the device; "
-                f"give it more with host=... or disk=...{otherwise}"
-                if stuck_bytes
-                else f"outcore: a step cannot even be recorded in {memory}; raise that or lower the batch size"
-            )
+            error.add_note(_why_not_recorded(preparer, stuck_bytes))
         if kind is not None and isinstance(kind.phase, Shared):
             self.owner.families.ran_out(self._call.structure)
         elif kind is not None:
             kind.take(RanOut())
+
+
+def _why_not_recorded(preparer: Preparer, stuck_bytes: int) -> str:
+    """What a user is told whose first step ran out of memory."""
+    if stuck_bytes:
+        otherwise = ", or use planner='hybrid', which makes values again" if preparer.planner in AS_IT_IS else ""
+        return (
+            f"outcore: {format_bytes(stuck_bytes)} of what this first step saves found no room beside the device; "
+            f"give it more with host=... or disk=...{otherwise}"
+        )
+    memory = format_bytes(preparer.budget.device_bytes)
+    return f"outcore: a step cannot even be recorded in {memory}; raise that or lower the batch size"
