@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -54,7 +54,7 @@ def fake_on(mode: FakeTensorMode, like: torch.Tensor, device: torch.device) -> F
 class _Storage:
     """A storage as it is being recorded."""
 
-    __slots__ = ("born", "bytes", "current", "dies", "external", "num_bytes", "num_versions", "there")
+    __slots__ = ("born", "bytes", "current", "dies", "external", "is_models", "num_bytes", "num_versions", "there")
 
     def __init__(self, num_bytes: int, grain_bytes: int, born: int, there: Any, *, external: bool) -> None:
         self.num_bytes, self.born, self.external = num_bytes, born, external
@@ -63,6 +63,56 @@ class _Storage:
         self.dies = -1
         self.current = -1  # the value of its newest version
         self.num_versions = 0
+        self.is_models = False  # a parameter's, or a buffer's
+
+
+class _Storages:
+    """The storages and values of the step. `slot` is its clock: the op or tick that runs."""
+
+    def __init__(self, grain_bytes: int) -> None:
+        self.slot = -1
+        self.values: list[Value] = []
+        self.all: list[_Storage] = []
+        self._grain_bytes = grain_bytes
+        self._watched: list[Any] = []  # weak references, which call back as long as they are held
+
+    def value_of(self, tensor: torch.Tensor) -> int:
+        """The value that a fake tensor is a view of. What no op of the step made was there before."""
+        number: int | None = tensor.untyped_storage().__dict__.get(_MARK)
+        storage = self.all[number] if number is not None else self.add(tensor, producer=-1, external=True)
+        return storage.current
+
+    def of_value(self, value: int) -> _Storage:
+        return self.all[self.values[value].storage]
+
+    def add(self, tensor: torch.Tensor, *, producer: int, external: bool) -> _Storage:
+        storage, number = tensor.untyped_storage(), len(self.all)
+        there = partial(lambda held: held, storage) if external else weakref.ref(storage)
+        added = _Storage(storage.nbytes(), self._grain_bytes, max(self.slot, 0), there, external=external)
+        self.all.append(added)
+        storage.__dict__[_MARK] = number
+        if not external:
+            self.watch(storage, partial(setattr, added, "dies"))
+        self._add_value(number, producer)
+        return added
+
+    def add_version(self, tensor: torch.Tensor, producer: int) -> int:
+        """The storage of a fake tensor is written into: the value of its next version."""
+        return self._add_value(self.values[self.value_of(tensor)].storage, producer)
+
+    def _add_value(self, number: int, producer: int) -> int:
+        storage = self.all[number]
+        self.values.append(Value(number, storage.num_versions, producer))
+        storage.num_versions += 1
+        storage.current = len(self.values) - 1
+        return storage.current
+
+    def watch(self, held: Any, note: Callable[[int], None]) -> None:
+        """Tells the slot in which it dies."""
+        self._watched.append(weakref.ref(held, lambda _: note(self.slot)))
+
+    def close(self) -> None:
+        self._watched.clear()
 
 
 class _Saved:
@@ -92,76 +142,43 @@ class FakeRecorder(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
-        self._mode, self._seconds, self._grain_bytes, self._is_cuda = mode, seconds, grain_bytes, is_cuda
-        self._slot = -1
+        self._mode, self._seconds, self._is_cuda = mode, seconds, is_cuda
+        self._storages = _Storages(grain_bytes)
         self._ops: list[dict[str, Any]] = []
         self._ticks: list[dict[str, Any]] = []
-        self._values: list[Value] = []
-        self._storages: list[_Storage] = []
-        self._watched: list[Any] = []  # weak references, which call back as long as they are held
         self._given: dict[int, torch.UntypedStorage] = {}  # of the user's tensors
         self._num_packs = 0
-        self._num_known = 0  # storages of the model
         self._unsaid: set[int] = set()  # values written by what does not say so: running statistics
         self._calls: dict[Hashable, int] = {}  # what was called on which values -> the op that did it first
         self._sums = EngineSums()
         self._modules = ModuleNames(model)
         self._has_begun = False  # a step begins with the forward of its model; what was made before it is an input
-        self._on_forward = model.register_forward_pre_hook(self._begin)
-        self._hooks: Any = _SavedTensorsHooks(self._pack, self._unpack)
+        self._undo = ExitStack()
+        self._undo.callback(self._modules.close)
+        self._undo.callback(model.register_forward_pre_hook(self._begin).remove)
 
     def __enter__(self) -> FakeRecorder:
-        self._hooks.__enter__()
+        hooks: Any = _SavedTensorsHooks(self._pack, self._unpack)
+        self._undo.enter_context(hooks)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._hooks.__exit__(*error)
-        self._on_forward.remove()
-        self._modules.close()
+        self._undo.close()
 
     def _begin(self, *_: Any) -> None:
         self._has_begun = True
 
     # -- storages and values ------------------------------------------------------------------------------------------
 
-    def _storage_of(self, tensor: torch.Tensor) -> int:
-        """The number of a tensor's storage. One that no op of the step made was there before."""
-        tensor = self._faked(tensor)
-        number: int | None = tensor.untyped_storage().__dict__.get(_MARK)
-        return number if number is not None else self._add_storage(tensor, producer=-1, external=True)
-
-    def _add_storage(self, tensor: torch.Tensor, *, producer: int, external: bool) -> int:
-        storage, number = tensor.untyped_storage(), len(self._storages)
-        there = partial(lambda held: held, storage) if external else weakref.ref(storage)
-        seen = _Storage(storage.nbytes(), self._grain_bytes, max(self._slot, 0), there, external=external)
-        self._storages.append(seen)
-        storage.__dict__[_MARK] = number
-        if not external:
-            self._watch(storage, partial(setattr, seen, "dies"))
-        self._add_value(number, producer)
-        return number
-
-    def _watch(self, held: Any, note: Callable[[int], None]) -> None:
-        """Tells the slot in which it dies."""
-        self._watched.append(weakref.ref(held, lambda _: note(self._slot)))
-
-    def _add_value(self, storage: int, producer: int) -> int:
-        seen = self._storages[storage]
-        self._values.append(Value(storage, seen.num_versions, producer))
-        seen.num_versions += 1
-        seen.current = len(self._values) - 1
-        return seen.current
-
     def _value_of(self, tensor: torch.Tensor) -> int:
-        return self._storages[self._storage_of(tensor)].current
+        return self._storages.value_of(self._faked(tensor))
 
     def know(self, model: torch.nn.Module) -> None:
         """The model's parameters and buffers, fake by now, were there before the step."""
         for tensor in (*model.parameters(), *model.buffers()):
-            self._storage_of(tensor)
-        self._num_known = len(self._storages)
+            self._storages.of_value(self._value_of(tensor)).is_models = True
 
     # -- ops ----------------------------------------------------------------------------------------------------------
 
@@ -172,7 +189,7 @@ class FakeRecorder(TorchDispatchMode):
         args, kwargs = tree_map(self._faked, (args, kwargs or {}))
         if not self._has_begun:
             return func(*args, **kwargs)
-        self._slot += 1
+        self._storages.slot += 1
         func = self._as_run(func, args)
         reads = tuple(map(self._value_of, _strided(reads_of(func, args, kwargs))))
         forward = torch._C._current_autograd_node() is None
@@ -182,14 +199,14 @@ class FakeRecorder(TorchDispatchMode):
         fresh, overwritten = (_strided(made) for made in outputs_of(func, args, kwargs, result))
         index = len(self._ops)
         self._rewrite(scratch)
-        writes = [self._storages[self._add_storage(t, producer=index, external=False)].current for t in fresh]
-        writes += [self._add_value(self._storage_of(tensor), index) for tensor in overwritten]
+        writes = [self._storages.add(t, producer=index, external=False).current for t in fresh]
+        writes += [self._storages.add_version(self._faked(tensor), index) for tensor in overwritten]
         seconds = self._seconds(func, args, kwargs, result) if fresh or overwritten else 0.0
         is_alone = forward and replay == "pure" and len(writes) == len(fresh) == 1
         normalises = bool(forward and scratch and self._is_cuda)
         self._ops.append(
             {
-                "slot": self._slot,
+                "slot": self._storages.slot,
                 "name": signature_of(func).name,
                 "phase": "forward" if forward else "backward",
                 "seconds": seconds,
@@ -228,19 +245,18 @@ class FakeRecorder(TorchDispatchMode):
         """A linear layer adds its bias in place, and only where a mode looks on it makes another tensor."""
         if func is not _ADD or not isinstance(args[1], torch.Tensor) or args[1].dim() != 1 or not self._ops:
             return func
-        producer = self._values[self._value_of(args[0])].producer
+        producer = self._storages.values[self._value_of(args[0])].producer
         if producer < len(self._ops) - 2 or producer < 0 or self._ops[producer]["name"] not in _PRODUCTS:
             return func
         weight = self._ops[producer]["reads"][-1]
-        is_layer = self._storages[self._values[weight].storage].external
+        is_layer = self._storages.of_value(weight).external
         return torch.ops.aten.add_.Tensor if is_layer and args[0].dtype is args[1].dtype else func
 
     def _rewrite(self, tensors: Sequence[torch.Tensor]) -> None:
         """Their content changes, and no op says so."""
         for tensor in tensors:
-            storage = self._storage_of(tensor)
-            self._unsaid.add(self._storages[storage].current)
-            self._add_value(storage, -1)
+            self._unsaid.add(self._value_of(tensor))
+            self._storages.add_version(self._faked(tensor), -1)
 
     def _first_call(self, index: int, func: Any, args: Any, kwargs: dict[str, Any]) -> int:
         """The op that called the same on the same values, if any did, else -1."""
@@ -266,39 +282,39 @@ class FakeRecorder(TorchDispatchMode):
         if tensor.layout is not torch.strided or tensor.is_nested:
             return tensor
         self._begin()
-        self._slot += 1
+        self._storages.slot += 1
         value = self._value_of(tensor)
         pack, self._num_packs = self._num_packs, self._num_packs + 1
-        storage = self._storages[self._values[value].storage]
+        storage = self._storages.of_value(value)
         is_held = storage.external or storage.bytes < SMALL_BYTES or self._is_unfilled(value)
         saved = _Saved(tensor, value, pack, is_held=is_held)
         tick = self._add_tick("pack", saved)
-        self._watch(saved, partial(tick.__setitem__, "dies"))
+        self._storages.watch(saved, partial(tick.__setitem__, "dies"))
         return saved
 
     def _is_unfilled(self, value: int) -> bool:
-        producer = self._values[value].producer
+        producer = self._storages.values[value].producer
         return producer >= 0 and "::".join(self._ops[producer]["name"].split(".")[:2]) in UNFILLED
 
     def _unpack(self, saved: _Saved | torch.Tensor) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
-        self._slot += 1
+        self._storages.slot += 1
         tick = self._add_tick("unpack", saved)
-        tick["dies"] = self._slot
+        tick["dies"] = self._storages.slot
         if saved.tensor is not None:
             return saved.tensor
-        number = self._values[saved.value].storage
-        storage = self._storages[number].there()
+        number = self._storages.values[saved.value].storage
+        storage = self._storages.all[number].there()
         if storage is None:
-            storage = torch.UntypedStorage(self._storages[number].num_bytes, device="meta")
+            storage = torch.UntypedStorage(self._storages.all[number].num_bytes, device="meta")
             storage.__dict__[_MARK] = number
             tick["dies"] = -1
-            self._watch(storage, partial(tick.__setitem__, "dies"))
+            self._storages.watch(storage, partial(tick.__setitem__, "dies"))
         return self._view(storage, saved, saved.device)
 
     def _add_tick(self, kind: str, saved: _Saved) -> dict[str, Any]:
-        tick = {"slot": self._slot, "kind": kind, "value": saved.value, "pack": saved.pack, "dies": -1}
+        tick = {"slot": self._storages.slot, "kind": kind, "value": saved.value, "pack": saved.pack, "dies": -1}
         tick |= {"shape": tuple(saved.shape), "dtype": str(saved.dtype).removeprefix("torch.")}
         self._ticks.append(tick)
         return tick
@@ -307,20 +323,20 @@ class FakeRecorder(TorchDispatchMode):
 
     def input_bytes(self) -> int:
         """Bytes of what the step used, did not make, and is not the model's."""
-        return sum(storage.bytes for storage in self._storages[self._num_known :] if storage.external)
+        return sum(storage.bytes for storage in self._storages.all if storage.external and not storage.is_models)
 
     def finish(self, before_bytes: int, *, device: str, name: str) -> Trace:
-        self._watched.clear()
-        last = max(self._slot, 0)
+        self._storages.close()
+        last = max(self._storages.slot, 0)
         for op in self._ops:
             if not self._unsaid.isdisjoint(op["reads"]):
                 op |= {"replay": "no", "repeats": -1}
         ticks = (tick | {"dies": last if tick["dies"] < 0 else tick["dies"]} for tick in self._ticks)
         return Trace(
             ops=tuple(Op(**op) for op in self._ops),
-            values=tuple(self._values),
+            values=tuple(self._storages.values),
             storages=tuple(
-                Storage(s.bytes, s.born, last if s.dies < 0 else s.dies, s.external) for s in self._storages
+                Storage(s.bytes, s.born, last if s.dies < 0 else s.dies, s.external) for s in self._storages.all
             ),
             ticks=tuple(Tick(**tick) for tick in ticks),
             before_bytes=before_bytes,
