@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from outcore.limit import limit
-from tests.cpu.test_common_ops import Attention, num_merged
+from tests.cpu.eager.test_common_ops import Attention, num_merged
 from tests.cpu.training import train
 
 pytestmark = [

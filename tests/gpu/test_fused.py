@@ -16,7 +16,7 @@ from outcore.eager.replay import normalise_again
 from outcore.limit import limit
 from outcore.values import Trace
 from tests.cpu.blocks import Block, NotInPlace, RootMeanSquare
-from tests.cpu.test_fused import MUL_CAST, passes_of
+from tests.cpu.eager.test_fused import MUL_CAST, passes_of
 from tests.cpu.training import train
 from tests.cpu.zoo import Step
 

@@ -14,7 +14,7 @@ from outcore.limit import limit
 from outcore.planning import PLANNERS
 from outcore.planning.planners.scoring import Planner
 from tests.cpu import zoo
-from tests.cpu.test_remade import anything, remake_all
+from tests.cpu.eager.test_remade import anything, remake_all
 from tests.cpu.training import Outcome, build, train
 
 pytestmark = [

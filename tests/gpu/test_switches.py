@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from outcore.eager.switches import changed, switches
 from outcore.limit import limit
-from tests.cpu.test_silent_faults import gradients
+from tests.cpu.eager.test_unusual_programs import gradients
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,7 +13,7 @@ from torch import Tensor
 from outcore.eager.cells import Cell, Marks
 from outcore.eager.replay import Held, Recipe, capture
 from outcore.errors import ReplayError
-from tests.cpu.test_fused import Kernels, kernels
+from tests.cpu.eager.test_fused import Kernels, kernels
 
 __all__ = ["kernels"]  # the fixture
 

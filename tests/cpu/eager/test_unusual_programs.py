@@ -1,4 +1,4 @@
-"""Silent wrong gradients that a review found, each with the program that showed it."""
+"""Programs that once got wrong gradients without a word: odd tensors, modes, left plans, noise, exchanged weights."""
 
 from __future__ import annotations
 

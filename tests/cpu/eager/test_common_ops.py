@@ -25,7 +25,7 @@ from outcore.planning.trace_index import index_of
 from outcore.reporting.explanation import explain
 from outcore.values import Budget, Decision, Plan, Schedule, Trace
 from tests.cpu.blocks import RootMeanSquare
-from tests.cpu.test_fused import MUL_CAST, Kernels, kernels, sequences, step_of
+from tests.cpu.eager.test_fused import MUL_CAST, Kernels, kernels, sequences, step_of
 from tests.cpu.training import train
 from tests.cpu.zoo import Step
 

@@ -14,7 +14,7 @@ from outcore.eager import norm_replay, recorded_ops, replay
 from outcore.eager.norm_replay import NormReplay, Proofs
 from outcore.eager.signatures import signature_of
 from tests.cpu.blocks import Block
-from tests.cpu.test_fused import NORM_RELU, Kernels, compare, kernels, loss_of, recomputed
+from tests.cpu.eager.test_fused import NORM_RELU, Kernels, compare, kernels, loss_of, recomputed
 from tests.cpu.training import train
 
 __all__ = ["kernels"]  # the fixture

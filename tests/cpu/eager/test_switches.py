@@ -14,7 +14,7 @@ from outcore.eager.replay import Call
 from outcore.eager.switches import changed, switches
 from outcore.errors import ReplayError
 from outcore.limit import limit
-from tests.cpu.test_silent_faults import data, gradients
+from tests.cpu.eager.test_unusual_programs import data, gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")
 Switch = Callable[[], AbstractContextManager[Any]]

@@ -1,4 +1,4 @@
-"""More programs that had other numbers than plain PyTorch, or broke it, without a word; a second review found them."""
+"""Memory that changes without an op that says so: custom functions, running statistics, buffers, tensor subclasses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outcore.errors import ReplayError
 from outcore.limit import limit
 from outcore.memory.device import CpuMemory
 from outcore.memory.store import Store
-from tests.cpu.test_silent_faults import assert_same, data, gradients
+from tests.cpu.eager.test_unusual_programs import assert_same, data, gradients
 
 PLANNERS = ["recompute-all", "swap-all", "keep-all"]
 
