@@ -24,6 +24,7 @@ from outcore.errors import (
 )
 
 if TYPE_CHECKING:
+    from outcore import elastic, tuning
     from outcore.estimating.estimate import Estimate, estimate
     from outcore.limit import Limited, limit
     from outcore.planning import lower, plan, simulate, verify
@@ -109,14 +110,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'outcore' has no attribute {name!r}")
-    home, drawn = _HOMES[name], random.getstate()
-    found = import_module(f"outcore.{name}") if home == "outcore" else getattr(import_module(home), name)
-    random.setstate(drawn)  # rich draws a number when it is imported, which would be the user's next one
-    globals()[name] = found
-    return found
+if not TYPE_CHECKING:  # type checkers would take any name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'outcore' has no attribute {name!r}")
+        home, drawn = _HOMES[name], random.getstate()
+        found = import_module(f"outcore.{name}") if home == "outcore" else getattr(import_module(home), name)
+        random.setstate(drawn)  # rich draws a number when it is imported, which would be the user's next one
+        globals()[name] = found
+        return found
 
 
 def __dir__() -> list[str]:

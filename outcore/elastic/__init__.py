@@ -40,8 +40,9 @@ _HOMES = {
 }
 __all__ = ["METHODS", "Method", "Settings", "Stats", "TrainingOver", "Worker", "join"]
 
+if not TYPE_CHECKING:  # type checkers would take any name for one of ours
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'outcore.elastic' has no attribute {name!r}")
-    return getattr(import_module(f"outcore.elastic.{_HOMES[name]}"), name)
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'outcore.elastic' has no attribute {name!r}")
+        return getattr(import_module(f"outcore.elastic.{_HOMES[name]}"), name)

@@ -68,8 +68,9 @@ __all__ = [
     "untouched",
 ]
 
+if not TYPE_CHECKING:  # type checkers would take any name for one of ours
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'outcore.tuning' has no attribute {name!r}")
-    return getattr(import_module(f"outcore.tuning.{_HOMES[name]}"), name)
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'outcore.tuning' has no attribute {name!r}")
+        return getattr(import_module(f"outcore.tuning.{_HOMES[name]}"), name)
