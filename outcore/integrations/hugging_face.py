@@ -46,7 +46,7 @@ class MemoryLimitMixin:
         return self._memory_limit.ooc
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._memory_limit.of(self.model).step(inputs):  # type: ignore[attr-defined]
+        with self._memory_limit.of(self.model).step(batch=inputs):  # type: ignore[attr-defined]
             return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
 
