@@ -89,9 +89,14 @@ class TensorStore:
 class FileMatrix:
     """A matrix in a file, stored by rows after `offset_bytes`. `.t()` is its transpose, no byte moved.
 
-    a = outcore.FileMatrix("a.bin", (100_000, 50_000), torch.float32)
-    c = outcore.FileMatrix.create("c.bin", (100_000, 100_000), torch.float32)
-    outcore.matmul(a, a.t(), out=c, memory="8GiB")
+    ```python
+    import outcore
+    import torch
+
+    a = outcore.FileMatrix.create("a.bin", (300, 200), torch.float32)  # an existing file: FileMatrix(...) alone
+    c = outcore.FileMatrix.create("c.bin", (300, 300), torch.float32)
+    outcore.matmul(a, a.t(), out=c, memory="1MiB")
+    ```
     """
 
     def __init__(
