@@ -46,13 +46,15 @@ docs: $(READY)  # the site, from docs/, README.md, examples/ and docstrings: bui
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	$(BIN)/mkdocs build --strict --quiet
 
-package: $(READY)  # sdist and wheel; the wheel is installed into a fresh environment, where the demo runs
+package: $(READY)  # sdist, a wheel from it; the wheel is installed into a fresh environment, where the demo runs
 	$(BIN)/pip install --quiet --disable-pip-version-check build
 	rm -rf dist build/package
 	$(BIN)/python -m build --outdir dist .
 	$(PYTHON) -m venv build/package
 	build/package/bin/pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls dist/*.whl)[demo]"
 	cd build/package && bin/outcore --version && bin/outcore demo
+	cp tests/typed_user.py build/package  # away from the source: what is installed must bring its types
+	cd build/package && $(abspath $(BIN))/mypy --strict --python-executable bin/python typed_user.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

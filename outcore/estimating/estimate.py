@@ -119,7 +119,6 @@ def estimate(
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
     found = outcore.estimate(model, torch.randn(256, 64), optimizer=torch.optim.AdamW, machine="a100")
     print(found.optimizer_bytes / found.parameter_bytes)  # a little over 2: two moments, and a count of steps
-    print(found.least_bytes, "bytes are enough,", found.in_core_peak_bytes, "are used in-core")
     ```
     """
     if not isinstance(model, torch.nn.Module):
