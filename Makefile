@@ -47,7 +47,7 @@ docs: $(READY)  # the site, from docs/, README.md, examples/ and docstrings: bui
 	$(BIN)/mkdocs build --strict --quiet
 
 package: $(READY)  # sdist, a wheel from it; the wheel is installed into a fresh environment, where the demo runs
-	$(BIN)/pip install --quiet --disable-pip-version-check build
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt build
 	rm -rf dist build/package
 	$(BIN)/python -m build --outdir dist .
 	$(PYTHON) -m venv build/package
