@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import runpy
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,15 @@ def names_in(path: Path, arguments: Sequence[str] = ()) -> dict[str, Any]:
             f"{path} ended itself (exit code {error.code}) before it defined a step; give its arguments after --, "
             "as in outcore record train.py:step -- --lr 0.1"
         ) from None
+    except OutcoreError:
+        raise
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        words = " ".join(str(error).split()) or "no message"
+        where = f", line {lines[-1]}" if lines else ""
+        raise BadFile(
+            f"{path}{where}: {type(error).__name__}: {words}; correct it, so that it runs by itself"
+        ) from error
     finally:
         sys.path.pop(0)
         sys.argv = before

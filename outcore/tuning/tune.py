@@ -161,6 +161,10 @@ class _Call:
             if sentence is None:
                 raise
             raise TuningError(sentence) from error
+        except SystemExit as error:  # a status of the user's would be taken for one of ours
+            raise TuningError(
+                f"while {self._stage or 'tuning'}, your code called sys.exit({error.code}); let it return instead"
+            ) from error
         finally:
             restore_generators()
 

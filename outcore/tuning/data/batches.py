@@ -22,11 +22,18 @@ def loss_of(model: torch.nn.Module, loss_fn: LossFn, batch: Any) -> torch.Tensor
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     batch = each_tensor(batch, lambda tensor: tensor.to(device, non_blocking=True))
     if isinstance(batch, Mapping):
-        return loss_fn(model(**batch), batch)
-    if isinstance(batch, list | tuple):
+        loss = loss_fn(model(**batch), batch)
+    elif isinstance(batch, list | tuple):
         *inputs, target = batch
-        return loss_fn(model(*inputs), target) if inputs else loss_fn(model(target))
-    return loss_fn(model(batch))
+        loss = loss_fn(model(*inputs), target) if inputs else loss_fn(model(target))
+    else:
+        loss = loss_fn(model(batch))
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        given = f"a tensor of {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        raise TuningError(
+            f"loss_fn returned {given}; return a tensor with one element, such as the mean over the batch"
+        )
+    return loss
 
 
 def size_of(batch: Any) -> int:

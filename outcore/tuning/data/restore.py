@@ -77,6 +77,11 @@ def made_optimizer(make: Callable[[Any], torch.optim.Optimizer], parameters: Any
     """
     given = list(parameters)
     optimizer, keeper = make(given), _Keeper()
+    if not hasattr(optimizer, "param_groups"):
+        raise TuningError(
+            f"the function that makes the optimizer returned a {type(optimizer).__name__}; return an optimizer, such "
+            "as torch.optim.AdamW(parameters)"
+        )
     known = {id(parameter) for parameter in given}
     if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
         raise TuningError(

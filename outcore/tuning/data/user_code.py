@@ -8,27 +8,43 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
+from itertools import takewhile
 from pathlib import Path
 
 import torch
 
 import outcore
 
+_HINT = "correct it there and tune again"
+_CALLER = str(Path(__file__).with_name("batches.py"))  # whose loss_of calls model and loss
+_NN = str(Path(torch.nn.__file__).parent)
 _OURS = (str(Path(outcore.__file__).parent), str(Path(torch.__file__).parent), sysconfig.get_paths()["stdlib"])
 
 
 def sentence_for(error: Exception, stage: str) -> str | None:
-    """None where no line of the user's is part of the traceback: then the error is not theirs.
+    """None where neither a line of the user's is part of the traceback nor their model or loss: then the error is not
+    theirs.
 
     Library code between the user's line and the error (a shape that does not fit, say) is not named.
     """
-    frames = traceback.extract_tb(error.__traceback__)
-    user_frames = [frame for frame in frames if not frame.filename.startswith((*_OURS, "<"))]
-    called_by_us = [frame for frame in user_frames if frame is not frames[0]]
-    if not called_by_us or not any(frame.filename.startswith(_OURS[0]) for frame in frames):
-        return None
-    frame = called_by_us[-1]
     words = str(error).strip().splitlines()
     said = f"{type(error).__name__}: {words[0]}" if words else type(error).__name__
-    where = f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
-    return f"while {stage or 'tuning'}, your code raised {said} ({where}); correct it there and tune again"
+    raised = _where_raised(error)
+    return None if raised is None else f"while {stage or 'tuning'}, {raised[0]} raised {said} ({raised[1]}); {_HINT}"
+
+
+def _where_raised(error: Exception) -> tuple[str, str] | None:
+    """Whose code, and where in it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    calls = [number for number, frame in enumerate(frames) if (frame.filename, frame.name) == (_CALLER, "loss_of")]
+    inside = frames[calls[-1] + 1 :] if calls else frames[1:]
+    users = [frame for frame in inside if not frame.filename.startswith((*_OURS, "<"))]
+    users = [frame for frame in users if not frame.name.startswith("__torch_")]  # modes pass calls on
+    if users and any(frame.filename.startswith(_OURS[0]) for frame in frames):
+        return "your code", f"{Path(users[-1].filename).name}, line {users[-1].lineno}, in {users[-1].name}"
+    # A model and a loss may be torch's own, and the line that chose them is not in the traceback.
+    torchs = takewhile(lambda frame: frame.filename.startswith(_OURS[1]), inside if calls else ())
+    named = [frame for frame in torchs if frame.filename.startswith(_NN) and not frame.name.startswith("_")]
+    if not named:
+        return None
+    return "your model or loss", f"torch.nn's {Path(named[-1].filename).name}, in {named[-1].name}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import outcore
 from outcore import tuning
@@ -457,6 +458,35 @@ def test_an_exception_of_the_users_code_becomes_a_sentence_with_its_line(name: s
     said = f"while {stage}, your code raised KeyError: 'label' (test_tune.py, line {line}, in raising)"
     assert str(caught.value).startswith(said)
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+TORCHS_OWN: dict[str, tuple[dict[str, Any], str]] = {
+    "labels": (
+        {"dataset": TensorDataset(DATA.tensors[0], torch.full((len(DATA),), 99))},
+        r"^while recording a batch of 2, your model or loss raised IndexError: Target 99 is out of bounds. "
+        r"\(torch.nn's functional.py, in cross_entropy\); correct it",
+    ),
+    "shapes": (
+        {"make_model": lambda: nn.Linear(3, 4)},
+        "your model or loss raised RuntimeError: .*torch.nn's linear.py, in forward",
+    ),
+    "loss": (
+        {"loss_fn": partial(F.cross_entropy, reduction="none")},
+        r"^loss_fn returned a tensor of \[2\]; return a tensor with one element",
+    ),
+    "optimizer": ({"optimizer": lambda parameters: 7}, "makes the optimizer returned a int; return an optimizer"),
+    "exit": ({"make_model": lambda: sys.exit(3)}, r"^while making the model, your code called sys.exit\(3\)"),
+}
+
+
+@pytest.mark.parametrize("name", TORCHS_OWN)
+def test_what_is_wrong_with_torchs_own_parts_is_one_sentence_too(name: str, folder: str) -> None:
+    """The user's line is in no traceback: their model and loss are torch's."""
+    changed, words = TORCHS_OWN[name]
+    asked: dict[str, Any] = {"make_model": mlp, "loss_fn": F.cross_entropy, "dataset": DATA, "optimizer": make_sgd}
+    with pytest.raises(TuningError, match=words) as caught:
+        tune(**asked | {"memory": "16MiB", "disk": folder} | changed)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_error_of_ours_is_not_taken_for_the_users(monkeypatch: pytest.MonkeyPatch, folder: str) -> None:

@@ -87,13 +87,15 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_cannot_be_done_ends_in_one_sentence(tmp_path: Path) -> None:
-    bad, empty = tmp_path / "bad.py", tmp_path / "empty.py"
+    bad, empty, lacking = tmp_path / "bad.py", tmp_path / "empty.py", tmp_path / "lacking.py"
+    lacking.write_text("import os\nimport not_installed\n")
     bad.write_text("def make_model(:\n")
     empty.write_text("make_model = 3\n")
     memory, search = ["--memory", "12MiB"], ["--search", "3", "--target", "val_accuracy=0.9"]
     wrong: list[tuple[list[str | Path], str]] = [
         ([tmp_path / "none.py", *memory], "cannot read"),
         ([bad, *memory], "is no Python"),
+        ([lacking, *memory], "lacking.py, line 2: ModuleNotFoundError: No module named 'not_installed'; correct it"),
         ([empty, *memory], "defines no 'loss_fn'; define it or name another with --loss"),
         ([EXAMPLE, *memory, "--target", "0.97"], "'0.97' is no target"),
         ([EXAMPLE, *memory, "--target", "val_accuracy=much"], "'much' is no number"),
