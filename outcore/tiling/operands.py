@@ -90,10 +90,11 @@ class FileMatrix:
     """A matrix in a file, stored by rows after `offset_bytes`. `.t()` is its transpose, no byte moved.
 
     ```python
-    import outcore
     import torch
 
-    a = outcore.FileMatrix.create("a.bin", (300, 200), torch.float32)  # an existing file: FileMatrix(...) alone
+    import outcore
+
+    a = outcore.FileMatrix.save("a.bin", torch.randn(300, 200))  # FileMatrix("a.bin", (300, 200), torch.float32) later
     c = outcore.FileMatrix.create("c.bin", (300, 300), torch.float32)
     outcore.matmul(a, a.t(), out=c, memory="1MiB")
     ```
