@@ -126,14 +126,15 @@ def mnist(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
 
 
 def merge(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
-    """Seeds that were run by several commands, as if by one."""
+    """Seeds that were run by several commands, as if by one; what it says of the machine is where they ran."""
     parts = [json.loads(path.read_text()) for path in args.parts]
-    first, alike = parts[0], ("num_workers", "num_cores", "data", "target")
+    first, alike = parts[0], ("question", "hardware", "num_workers", "num_cores", "data", "target")
     if any(part[key] != first[key] for part in parts for key in alike):
         raise SystemExit(f"{[str(path) for path in args.parts]} differ in one of {', '.join(alike)}")
     rows = [row for part in parts for row in part["rows"]]
     missing = [row for part in parts for row in part["missing"]]
-    return {**{key: first[key] for key in alike}, **judged(rows, first["target"]), "missing": missing}
+    told = {key: first[key] for key in (*alike, "date")}
+    return {**told, **judged(rows, first["target"]), "missing": missing}
 
 
 def judged(rows: list[dict[str, Any]], target: float) -> dict[str, Any]:
@@ -326,13 +327,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that it runs")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    stem = f"elastic-claims-{args.question}_{hardware()}_{date.today():%Y%m%d}.json"
-    out = args.out or ROOT / "benchmarks/results" / stem
     began_s = time.monotonic()
     found = {"mnist": mnist, "prediction": prediction, "merge": merge}[args.question](args, Clock(args.limit_s - 15))
-    told = {"question": f"elastic-claims-{args.question}", "hardware": hardware(), "date": date.today().isoformat()}
+    told: dict[str, Any] = {"question": f"elastic-claims-{args.question}", "hardware": hardware()}
+    told["date"] = date.today().isoformat()
     asked = json.loads(json.dumps(vars(args), default=str))
-    out.write_text(json.dumps({**told, "asked": asked, "took_s": time.monotonic() - began_s, **found}, indent=1))
+    told |= {"asked": asked, "took_s": time.monotonic() - began_s, **found}
+    stem = f"{told['question']}_{told['hardware']}_{told['date'].replace('-', '')}.json"
+    out = args.out or ROOT / "benchmarks/results" / stem
+    out.write_text(json.dumps(told, indent=1))
     for bar in found.get("bars", []):
         print(f"  {'holds' if bar['holds'] else 'SHORT'}  {bar['bar']}: {bar['measured']}")
     print(f"wrote {out} after {time.monotonic() - began_s:.0f} s")

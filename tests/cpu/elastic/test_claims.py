@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +14,11 @@ from benchmarks.elastic_claims import (
     LEVEL_3,
     METHODS,
     PAPERS_READING,
+    Clock,
     bars_of,
     claim_trials,
     costs_of,
+    merge,
     predict,
     row_of,
     seconds_to,
@@ -73,6 +77,20 @@ def test_medians_are_over_seeds_and_ratios_within_one() -> None:
     page = SECTIONS["elastic-claims"][1](told | {"medians": short, "bars": bars_of(short, 0.985)})
     assert "| sync-easgd level 3 | not reached |  | 99.00 % | 10.0 % | 10.0 % | 5.0 % |" in page
     assert "5.3 x | not reached | **SHORT** |" in page
+
+
+def test_seeds_of_several_commands_are_one_result_of_the_machine_where_they_ran(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{seed}.json" for seed in range(2)]
+    for seed, path in enumerate(paths):
+        told = {"question": "elastic-claims-mnist", "hardware": "x86_64-16cpu", "date": "2026-11-18", "data": "mnist"}
+        told |= {"num_workers": 8, "num_cores": 16, "target": 0.985, "missing": []}  # type: ignore[dict-item]
+        path.write_text(json.dumps(told | {"rows": [result(LEVEL_3, seed, 1.0, 0.1, 0.9, 0.99)]}))
+    merged = merge(Namespace(parts=paths), Clock(1.0))
+    assert (merged["question"], merged["hardware"]) == ("elastic-claims-mnist", "x86_64-16cpu")
+    assert [row["seed"] for row in merged["rows"]] == [0, 1]
+    paths[1].write_text(paths[1].read_text().replace("16cpu", "2cpu"))
+    with pytest.raises(SystemExit, match="differ in one of question, hardware"):
+        merge(Namespace(parts=paths), Clock(1.0))
 
 
 def test_every_seed_runs_every_method_and_begins_with_another() -> None:
