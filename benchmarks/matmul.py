@@ -186,7 +186,7 @@ def ours(
         tile=[tiles.num_rows, tiles.num_cols, tiles.depth],
         slots=[tiles.num_a_slots, tiles.num_b_slots, tiles.num_c_slots],
         order=[tiles.keeps, tiles.band, tiles.ramp, tiles.opening, tiles.closing],
-        traffic_over_lower_bound=moved_bytes / tiles.lower_bound_bytes,
+        traffic_over_lower_bound=moved_bytes / tiles.square_tiles_bytes,
         link_roofline_tflops=best.num_flop / link_s / 1e12,
         rates=[rates.flop_per_s, rates.in_bytes_per_s, rates.out_bytes_per_s, rates.memory_bytes_per_s],
         relative_error=relative_error(c, a, b),

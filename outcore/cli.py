@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outcore.errors import BadFile, BudgetTooSmall, OutcoreError
+from outcore.reporting.comparison import predicted_figures
 from outcore.reporting.output import OutFile, show, write_file
 from outcore.script import file_and_function, names_in, step_in
 
@@ -129,6 +130,7 @@ def _measure(device: str, folder: Path | None) -> Machine:
     import torch
 
     from outcore.memory.machine import measure_machine
+    from outcore.memory.op_rates import measure_op_rates
 
     if folder is not None and not folder.is_dir():
         raise OutcoreError(f"there is no folder {folder}; make it or name another with --folder")
@@ -140,7 +142,8 @@ def _measure(device: str, folder: Path | None) -> Machine:
         raise OutcoreError(f"{device!r} is no device; write cpu, cuda or cuda:1") from None
     if where.type not in ("cpu", "cuda") or (where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count()):
         raise OutcoreError(f"there is no device {device} here ({torch.cuda.device_count()} GPUs); try --device cpu")
-    return measure_machine(where, str(folder or tempfile.gettempdir()))
+    found = measure_machine(where, str(folder or tempfile.gettempdir()))
+    return dataclasses.replace(found, op_rates=measure_op_rates(where))
 
 
 @main.command(short_help="Record one training step of FILE.py, op by op.")
@@ -327,6 +330,7 @@ def _facts_of_plan(made: Plan, predicted: Timeline) -> dict[str, Any]:
         "predicted_peak_bytes": predicted.peak_bytes,
         "peak_at": predicted.peak_at,
         "in_core_step_s": made.in_core_step_s,
+        "over_in_core": predicted_figures(made, predicted).over_in_core,
         "in_core_peak_bytes": made.in_core_peak_bytes,
         "bound_step_s": made.bound_step_s,
         "stall_s": predicted.stall_s,
@@ -413,7 +417,7 @@ def demo(
     if html is not None or perfetto is not None:
         target, recorded, made, schedule, measured = found.values
         planned = Planned(made, schedule, simulate(recorded, schedule, target, detail=True))
-        _write_pages(html, perfetto, target, recorded, planned.with_trace(recorded), measured)
+        _write_pages(html, perfetto, target, recorded, planned.with_trace(recorded), measured, found.in_core_step_s)
     facts = found.facts()
     show(facts if as_json else demo_table(facts))
     if not found.bitwise_equal:
@@ -446,13 +450,14 @@ def _write_pages(
     recorded: Trace,
     prepared: PreparedStep,
     measured: Timeline | None = None,
+    in_core_step_s: float = 0.0,
 ) -> None:
     from outcore.reporting.curve import curve_of
     from outcore.reporting.page import page
     from outcore.reporting.perfetto import trace_events
 
     if html is not None:
-        write_file(html, page(target, recorded, prepared, measured))
+        write_file(html, page(target, recorded, prepared, measured, in_core_step_s))
     if perfetto is not None:
         curve = curve_of(prepared.trace, prepared.schedule, target)
         write_file(perfetto, trace_events([("predicted", prepared.predicted, curve)]))

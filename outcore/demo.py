@@ -96,6 +96,7 @@ class Demo:
     in_core_step_s: float
     step_s: float
     predicted_step_s: float
+    predicted_in_core_step_s: float
     first_loss: float
     last_loss: float
     total_s: float
@@ -107,7 +108,12 @@ class Demo:
 
     def facts(self) -> dict[str, Any]:
         names = [field.name for field in dataclasses.fields(self) if field.name != "values"]
-        return {**{name: getattr(self, name) for name in names}, "in_budget": self.in_budget}
+        return {
+            **{name: getattr(self, name) for name in names},
+            "in_budget": self.in_budget,
+            "over_in_core": self.step_s / self.in_core_step_s - 1,
+            "predicted_over_in_core": self.predicted_step_s / self.predicted_in_core_step_s - 1,
+        }
 
 
 @dataclasses.dataclass
@@ -224,6 +230,7 @@ def _compare(ooc: Limited, plain: Training, ours: Training, in_core_peak_bytes: 
     timed = ours.settled or range(1, len(ours.seconds))
     if trace is None or plan is None or schedule is None or predicted is None or measured is None:
         raise OutcoreError("the demo's steps were not planned, which is a bug; run it again with --planner swap-all")
+    step_s = statistics.median(ours.seconds[step] for step in timed)
     return Demo(
         device=ooc.machine.device,
         num_threads=torch.get_num_threads(),
@@ -241,12 +248,13 @@ def _compare(ooc: Limited, plain: Training, ours: Training, in_core_peak_bytes: 
         swapped_bytes=predicted.swapped_bytes,
         recomputed_bytes=predicted.recomputed_bytes,
         in_core_step_s=statistics.median(plain.seconds[step] for step in timed),
-        step_s=statistics.median(ours.seconds[step] for step in timed),
+        step_s=step_s,
         predicted_step_s=predicted.step_s,
+        predicted_in_core_step_s=plan.in_core_step_s,
         first_loss=ours.losses[0],
         last_loss=ours.losses[-1],
         total_s=total_s,
-        values=(ooc.machine, trace, plan, schedule, measured),
+        values=(ooc.machine, trace, plan, schedule, dataclasses.replace(measured, step_s=step_s)),
     )
 
 

@@ -95,6 +95,17 @@ class BudgetTooSmall(OutcoreError):
             f"{format_bytes(needed_bytes)} ({needed_bytes} bytes); raise the budget or lower the batch size"
         )
 
+    @classmethod
+    def for_model(cls, there_bytes: int, budget_bytes: int, *, where: str) -> BudgetTooSmall:
+        """The parameters are larger than the budget, before any step."""
+        error = cls(there_bytes, budget_bytes, "the model", where=where)
+        error.args = (
+            f"the model's parameters, buffers and gradients take {format_bytes(there_bytes)} on {where}, more than the "
+            f"budget of {format_bytes(budget_bytes)}; raise the budget above what a step needs beside them "
+            "(outcore.estimate tells), or take a smaller model",
+        )
+        return error
+
     def __reduce__(self) -> tuple[object, ...]:
         return _remake_budget_too_small, (self.needed_bytes, self.budget_bytes, self.at_op, self.where)
 

@@ -13,18 +13,18 @@ from typing import Any, Self
 
 import torch
 
-from outcore.errors import OutcoreError, warn
+from outcore.errors import BudgetTooSmall, OutcoreError, warn
 from outcore.fitting.cache import default_folder
 from outcore.fitting.hooks import ACTIVE as _ACTIVE  # noqa: F401 (empty, unless a step is running)
 from outcore.fitting.loop import Loop, open_loops
 from outcore.fitting.settings import FittingSettings
 from outcore.fitting.view import LoopView
 from outcore.memory.device import memory_of
-from outcore.memory.machine import device_bytes, device_of, measure_machine, tiers_below
+from outcore.memory.machine import bytes_of, device_of, granted_bytes, measure_machine, tiers_below
 from outcore.memory.store import Store
 from outcore.planning import PLANNERS
 from outcore.reporting.text import as_html, report, summary
-from outcore.units import format_bytes, parse_bytes
+from outcore.units import format_bytes
 from outcore.values import Budget, Plan, Trace
 
 __all__ = ["Limited", "limit"]
@@ -44,7 +44,8 @@ def limit(
     """Makes the training steps of `model` fit into `memory` bytes of its device, with the same numbers.
 
     `memory` is the peak of allocated bytes over the whole step, parameters, gradients and optimizer state included:
-    `"16GiB"`, a number of bytes, or `"80%"` of the device. `host` limits pinned host memory, `disk` names a folder for
+    `"16GiB"`, a number of bytes, `"80%"` of the device, or `"auto"`: 90 % of what is free now, and what the model has
+    already. `host` limits pinned host memory, `disk` names a folder for
     a swap file that is used when the host's share is spent (on the CPU it is the only place to swap to, and defaults to
     the folder for temporary files). `plan`, a Plan or the file of one, is used instead of planning if it was made for
     the same step. `measure` keeps measuring every step; without it only the first planned steps are measured closely.
@@ -67,11 +68,14 @@ def limit(
     ooc.close()
     ```
     """
-    earlier = open_loops(model)
+    earlier = open_loops(model) if isinstance(model, torch.nn.Module) else []
     if any(loop.is_running for loop in earlier):
         raise OutcoreError("limit() was called inside a step of the same model; leave the step first")
     folder = default_folder() if cache is True else Path(cache) if cache else None
     limited = Limited(model, memory, host=host, disk=disk, planner=planner, plan=plan, measure=measure, cache=folder)
+    if limited.budget.device_bytes < (there_bytes := bytes_of(model)):
+        limited.close()
+        raise BudgetTooSmall.for_model(there_bytes, limited.budget.device_bytes, where=str(limited.device))
     for loop in earlier:
         warn(
             f"this model had a limit of {format_bytes(loop.preparer.budget.device_bytes)} already; it is closed, and "
@@ -116,8 +120,10 @@ class Limited(LoopView):
         if planner not in PLANNERS:
             raise OutcoreError(f"there is no planner {planner!r}; choose one of {', '.join(PLANNERS)}")
         given = Plan.load(plan) if isinstance(plan, str | Path) else plan
+        if not isinstance(model, torch.nn.Module):
+            raise OutcoreError(f"limit() takes a torch.nn.Module, not {type(model).__name__}; give it the model itself")
         device = device_of(model)
-        memory_bytes = parse_bytes(memory, of_bytes=device_bytes(device))
+        memory_bytes = granted_bytes(model, device, memory)
         host_bytes, folder = tiers_below(device, host, disk)
         machine = measure_machine(device, folder)
         budget = Budget(memory_bytes, host_bytes, machine.disk_bytes)
@@ -140,8 +146,15 @@ class Limited(LoopView):
         """
         return self._loop.step(self, name, batch)
 
-    def stats(self) -> dict[str, int]:
-        """How many steps were recorded, followed a plan, left one, and ran unplanned, so far."""
+    def stats(self) -> dict[str, float]:
+        """What the steps did and cost so far, as a flat dict of numbers:
+
+        - `recorded`, `planned`, `left`, `unplanned`: how many went which way; `in_core`: how many of the planned ones
+          kept everything on the device;
+        - `recorded_s`, `planned_s`, `left_s`, `unplanned_s`: seconds of the host inside them, planning included;
+        - `swapped_bytes` (one way), `recomputed_bytes`: by the planned ones;
+        - `measured`: how many of them were measured closely; `waited_s`: how long these waited for copies.
+        """
         return self._loop.stats()
 
     def expect(self, trace: Trace) -> None:
@@ -169,8 +182,9 @@ class Limited(LoopView):
         self.close()
 
     def __str__(self) -> str:
-        timeline = self.timeline
-        return report(self.budget, self.trace, self.plan, self.predicted, timeline, where=str(self.device))
+        timeline, because = self.timeline, self._loop.tally.unplanned_because
+        where = str(self.device)
+        return report(self.budget, self.trace, self.plan, self.predicted, timeline, where=where, because=because)
 
     def __repr__(self) -> str:
         name, where = type(self.model).__name__, str(self.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 from outcore.eager.cells import Cell
 from outcore.eager.followed_plan import FollowedPlan
@@ -12,7 +13,7 @@ from outcore.memory.clock import Clock
 from outcore.memory.meter import see_brought
 from outcore.memory.store import Store
 from outcore.units import format_bytes
-from outcore.values import Action
+from outcore.values import Action, Span
 
 
 class Actions:
@@ -44,6 +45,15 @@ class Actions:
         """Seconds the compute stream waited for copies, and seconds of reruns. Waits for the device."""
         waits = self._stopwatches["wait_out"].seconds() + self._stopwatches["wait_in"].seconds()
         return sum(waits), sum(self._stopwatches["rerun"].seconds())
+
+    def measured_spans(self, began: Any) -> tuple[Span, ...]:
+        """The waits and the reruns on the clock of the step, which began with an event or at a time of that clock."""
+        found = [
+            Span("compute", start_s, end_s, "rerun" if kind == "rerun" else "stall")
+            for kind, stopwatch in self._stopwatches.items()
+            for start_s, end_s in stopwatch.spans(began)
+        ]
+        return tuple(sorted(found, key=lambda span: span.start_s))
 
     def _drop(self, action: Action) -> None:
         """Nothing to do: the pack did not hold it."""

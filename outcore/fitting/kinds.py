@@ -35,6 +35,7 @@ from outcore.fitting.phases import (
 from outcore.fitting.preparing import Preparer
 from outcore.fitting.remembering import Remembering
 from outcore.fitting.settings import FittingSettings
+from outcore.fitting.telling import tell_change
 from outcore.units import format_bytes
 from outcore.values import Plan, Timeline, Trace
 
@@ -123,7 +124,8 @@ class Kind:
             self.num_steps = 0
         if after is None:  # what was measured of a plan goes with it
             self.measured = None
-        self.phase = phase
+        before_phase, self.phase = self.phase, phase
+        tell_change(before_phase, phase)
 
     # -- for those who run steps for a purpose of their own (`outcore.tuning`) ----------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from outcore.eager.execution import Execution
 from outcore.eager.intercept import Interception
 from outcore.errors import OutcoreError, StoreError
 from outcore.fitting.cache import StepCache
@@ -19,10 +21,12 @@ from outcore.fitting.calls import Calls
 from outcore.fitting.families import Families
 from outcore.fitting.hooks import ACTIVE, ForwardHook, hook_of
 from outcore.fitting.kinds import Kind, Kinds
+from outcore.fitting.phases import GivenUp
 from outcore.fitting.preparing import Preparer
 from outcore.fitting.remembering import Remembering
 from outcore.fitting.running import RunningStep
 from outcore.fitting.settings import FITTING, FittingSettings
+from outcore.fitting.tally import Stats, Tally
 from outcore.memory.device import DeviceMemory
 from outcore.memory.store import Store
 from outcore.values import Budget, Machine, Plan, Trace
@@ -57,7 +61,7 @@ class Loop:
         self.calls = Calls(model, memory.device.type)
         self.interception = Interception()
         self.last: Kind | None = None  # of the last step
-        self.counts = Counter({"recorded": 0, "planned": 0, "left": 0, "unplanned": 0})  # steps, by how they went
+        self.tally = Tally()
         self.warns_outside = False  # of trainings outside any step
         self.has_graphs: bool | None = None  # whether steps call compiled graphs; None: not known yet
         self._unread: Callable[[], None] | None = None
@@ -78,6 +82,7 @@ class Loop:
             raise OutcoreError("this limit is closed; call outcore.limit() again for the model")
         self.read_measured()
         step = RunningStep(self, name, batch)
+        counts, began_s = Counter(self.tally.counts), time.perf_counter()
         try:
             try:
                 step.enter()
@@ -86,8 +91,12 @@ class Loop:
                 step.complete()
             finally:
                 step.leave()
-        except torch.OutOfMemoryError as error:
-            step.ran_out(error)
+            self._note(step, counts, time.perf_counter() - began_s)
+        except Exception as error:
+            said = str(error).strip().partition("\n")[0]
+            self.tally.unplanned_because = f"it ended with {type(error).__name__}: {said}"
+            if isinstance(error, torch.OutOfMemoryError):
+                step.ran_out(error)
             raise
         finally:
             step.leave()
@@ -100,9 +109,30 @@ class Loop:
         ops = tuple(replace(op, norm_replay=False, norm_replay_s=0.0, fused=(), fused_s=0.0) for op in trace.ops)
         self.kinds.expect(replace(trace, ops=ops))
 
-    def stats(self) -> dict[str, int]:
-        """How many steps were recorded, followed a plan, left one, and ran unplanned."""
-        return dict(self.counts)
+    def _note(self, step: RunningStep, before: Counter[str], seconds: float) -> None:
+        """A step is complete: how it went, and why it followed no plan if it did not."""
+        way = next(iter(self.tally.counts - before), "")
+        ready = self.last.phase.ready if self.last is not None else None
+        self.tally.note(way, seconds, ready.prepared.predicted if ready is not None else None)
+        because = ""
+        if not way:
+            because = (
+                "nothing in it was saved for a backward pass; call the model inside `with ooc.step():`, with gradients "
+                "switched on"
+            )
+        elif way == "left" and isinstance(step.listener, Execution):
+            because = (
+                f"it left its plan ({step.listener.plan.left_because}); it ran on with the same numbers, and the next "
+                "one like it is recorded"
+            )
+        elif self.last is not None and isinstance(self.last.phase, GivenUp):
+            because = f"steps called alike keep doing different work ({self.last.phase.because})"
+        self.tally.unplanned_because = because
+
+    def stats(self) -> Stats:
+        """What the steps did and cost so far."""
+        self.read_measured()
+        return self.tally.stats()
 
     def read_later(self, read: Callable[[], None]) -> None:
         self._unread = read

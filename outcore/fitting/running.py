@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -29,6 +28,7 @@ from outcore.fitting.hooks import ACTIVE
 from outcore.fitting.kinds import Kind, Kinds
 from outcore.fitting.phases import Measured, New, Phase, RanOut, Settled, Shared, TimedOps, Timing
 from outcore.fitting.preparing import Preparer
+from outcore.fitting.tally import Tally
 from outcore.memory.clock import Clock
 from outcore.memory.device import DeviceMemory, PeakWatch
 from outcore.memory.meter import outside
@@ -52,7 +52,7 @@ class Owner(Protocol):
     measure: bool
     last: Kind | None
     has_graphs: bool | None  # whether steps call compiled graphs; None: not known yet
-    counts: Counter[str]
+    tally: Tally
 
     @property
     def store(self) -> Store: ...
@@ -248,14 +248,14 @@ class RunningStep:
                 )
             return
         if isinstance(listener, Recorder):
-            self.owner.counts["recorded"] += 1
+            self.owner.tally.counts["recorded"] += 1
             trace = listener.finish()
             self.owner.last = kinds.was_recorded(kind, self._call.scalars, trace, listener.saves.asked_late)
             self.owner.families.note_recorded(self._call.structure, self._call.sizes, trace)
             self.owner.memory.after_recording()
         elif isinstance(listener, Execution):
             way = "unplanned" if kind.is_given_up else "planned" if listener.plan.on_plan else "left"
-            self.owner.counts[way] += 1
+            self.owner.tally.counts[way] += 1
             if not listener.plan.on_plan and isinstance(kind.phase, Shared):
                 self.owner.families.left(self._call.structure, self._call.sizes, listener.plan.left_because)
             elif not listener.plan.on_plan and not kind.is_given_up:
@@ -282,6 +282,7 @@ class RunningStep:
     def _reader(self, kind: Kind, predicted: Timeline, execution: Execution, watch: _Watch) -> Callable[[], None]:
         """Times are read when somebody asks or the next step begins: the device is not made to wait for them."""
         watch.stopwatch.stop(watch.started)
+        tally = self.owner.tally  # not the owner, which holds what is read later
         peak, store = watch.peak.read(), self.owner.store
         num_restarts = self.owner.memory.num_restarts() - watch.num_restarts
 
@@ -299,9 +300,10 @@ class RunningStep:
                 disk_peak_bytes=store.peak_bytes["disk"],
                 reserved_bytes=peak.reserved_bytes,
                 actions=tuple(watch.log),
-                spans=(),
+                spans=execution.actions.measured_spans(watch.started),
                 memory=(),
             )
+            tally.note_measured(kind.measured)
             kind.take(Measured(kind.measured, num_restarts))
 
         return read

@@ -80,6 +80,13 @@ class Clock:
         else:
             self._pairs.append((started, self._stream.record_event(torch.cuda.Event(enable_timing=True))))
 
+    def spans(self, began: Any) -> list[tuple[float, float]]:
+        """Start and end of each, in seconds since `began`, which another clock's `start` returned."""
+        if self.device.type != "cuda":
+            return [(start - began, end - began) for start, end in self._pairs]
+        torch.cuda.synchronize(self.device)
+        return [(began.elapsed_time(start) / 1e3, began.elapsed_time(end) / 1e3) for start, end in self._pairs]
+
     def seconds(self) -> list[float]:
         if self.device.type != "cuda":
             return [end - start for start, end in self._pairs]

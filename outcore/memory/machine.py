@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -13,13 +14,18 @@ from pathlib import Path
 
 import psutil
 import torch
+from torch.nn.parameter import is_lazy
 
 from outcore.errors import OutcoreError
 from outcore.memory.disk import DiskLane, SwapFile
 from outcore.memory.store import PinnedSlab
-from outcore.units import GIB, MIB, parse_bytes
+from outcore.units import GIB, MIB, format_bytes, parse_bytes
 from outcore.values import Machine
 
+log = logging.getLogger("outcore")
+AUTO_SHARE = (
+    0.9  # of what is free, for memory="auto": others on the device, and kernels' workspaces, want some (guessed)
+)
 HOST_SHARE = 0.6  # of what is available: the data loader and the page cache live there too
 
 
@@ -40,6 +46,36 @@ def tiers_below(device: torch.device, host: int | str, disk: str | Path | None) 
     if host != "auto":
         parse_bytes(host, of_bytes=host_bytes_granted())  # nonsense is refused here, too
     return 0, tempfile.gettempdir() if disk is None else str(disk)
+
+
+def granted_bytes(model: torch.nn.Module, device: torch.device, memory: int | str) -> int:
+    """The budget that `memory` asks for. `"auto"`: what is free now, less a margin, and what the model has."""
+    if memory != "auto":
+        return parse_bytes(memory, of_bytes=device_bytes(device))
+    if device.type == "cuda":
+        free_bytes = torch.cuda.mem_get_info(device)[0]
+        there_bytes = torch.cuda.memory_allocated(device)
+        free_bytes += torch.cuda.memory_reserved(device) - there_bytes
+    else:
+        free_bytes = min(psutil.virtual_memory().available, _cgroup_room_bytes())
+        there_bytes = bytes_of(model)
+    granted = there_bytes + int(free_bytes * AUTO_SHARE)
+    log.info(
+        "memory='auto': %s are free on %s, of which %s stay free; with what is there already the budget is %s",
+        format_bytes(free_bytes),
+        device,
+        format_bytes(free_bytes - int(free_bytes * AUTO_SHARE)),
+        format_bytes(granted),
+    )
+    return granted
+
+
+def bytes_of(model: torch.nn.Module) -> int:
+    """Parameters, buffers and the gradients that are there, on the model's device."""
+    there = [*model.parameters(), *model.buffers()]
+    there += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    known = [tensor for tensor in there if tensor.layout is torch.strided and not is_lazy(tensor)]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in known}.values())
 
 
 def _cgroup_room_bytes() -> int:

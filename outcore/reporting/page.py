@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from outcore.reporting.curve import curve_of, in_core_curve
+from outcore.planning.trace_index import index_of
+from outcore.reporting.comparison import format_over, measured_figures, predicted_figures
+from outcore.reporting.curve import Curve, curve_of, in_core_curve
 from outcore.reporting.explanation import Explained, ModuleShare, by_module, explain
-from outcore.reporting.picture import lanes_picture, memory_picture
-from outcore.reporting.text import cost_of, format_percent, short_name
+from outcore.reporting.module_memory import ModuleMemory, module_memory
+from outcore.reporting.picture import both_widths, lanes_picture, memory_picture, module_picture
+from outcore.reporting.text import cost_of, short_name
 from outcore.units import format_bytes, format_seconds
 from outcore.values import Machine, Plan, PreparedStep, Timeline, Trace
 
@@ -22,7 +25,9 @@ STYLE = """
 :root { color-scheme: light dark;
   --page: #fbfaf8; --card: #ffffff; --ink: #1d2126; --soft: #6a727c; --line: #e3e1dc; --faint: #f1efeb;
   --forward: #8d99a8; --backward: #5b6776; --keep: #a9b1bb; --swap: #2f6fde; --swap-in: #7aa5f0; --recompute: #e08a1e;
-  --limit: #d0342c; --ours: #2f6fde; --ours-fill: #2f6fde2b; --in-core: #a9b1bb; --in-core-fill: #a9b1bb24; }
+  --limit: #d0342c; --ours: #2f6fde; --ours-fill: #2f6fde2b; --in-core: #a9b1bb; --in-core-fill: #a9b1bb24;
+  --module-0: #c9ced6; --module-1: #2f6fde; --module-2: #e08a1e; --module-3: #3a9b78; --module-4: #a35bc4;
+  --module-5: #c9535d; --module-6: #5d8aa8; --module-7: #8c8c7a; }
 @media (prefers-color-scheme: dark) { :root {
   --page: #14171b; --card: #1b1f25; --ink: #e8eaed; --soft: #98a1ad; --line: #2d333b; --faint: #22272e;
   --forward: #77838f; --backward: #a7b2be; --keep: #5f6a76; --swap: #5b93f5; --swap-in: #9dbdf9; --recompute: #f0a645;
@@ -38,6 +43,12 @@ section { padding: 20px; margin-top: 20px; }
 .tile { background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 14px 16px; }
 .tile b { display: block; font-size: 22px; font-weight: 600; font-variant-numeric: tabular-nums; }
 .tile span { color: var(--soft); font-size: 13px; }
+.narrow { display: none; }
+.on-ground { paint-order: stroke; stroke: var(--card); stroke-width: 4px; stroke-linejoin: round; }
+code { overflow-wrap: anywhere; } ul { margin: 6px 0 0; padding-left: 20px; } li { margin: 4px 0; }
+@media (max-width: 700px) { main { padding: 20px 8px 40px; } section { padding: 14px; } .wide { display: none; }
+  .narrow { display: block; } .tiles { grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); }
+  .tile b { font-size: 18px; } }
 svg { display: block; width: 100%; height: auto; margin-top: 12px; }
 svg text { font: 11px system-ui, sans-serif; fill: var(--soft); }
 .key { display: flex; flex-wrap: wrap; gap: 4px 18px; margin-top: 8px; color: var(--soft); font-size: 13px; }
@@ -57,20 +68,27 @@ def page(
     trace: Trace,
     prepared: PreparedStep,
     measured: Timeline | None = None,
+    in_core_step_s: float = 0.0,
 ) -> str:
-    """The report page of a recorded step and what was prepared for it, with spans: `prepare(..., detail=True)`."""
+    """The report page of a recorded step and what was prepared for it, with spans: `prepare(..., detail=True)`.
+    `in_core_step_s`: of the step with everything kept, if that was measured."""
     plan, predicted = prepared.plan, prepared.predicted
     explained = explain(prepared.trace, plan, machine)
     curves = in_core_curve(trace, machine), curve_of(prepared.trace, prepared.schedule, machine)
     end_s = max(curves[0][-1][0], predicted.step_s)
+    lanes_end_s = max(end_s, measured.step_s if measured is not None else 0.0)
+    modules = module_memory(prepared.trace, plan, curves[1])
     body = "\n".join(
         [
             _heading(machine, trace, plan),
-            _tiles(plan, predicted, measured),
+            _tiles(plan, predicted, measured, in_core_step_s),
             _memory_section(plan, predicted, measured, curves, end_s),
-            _lanes_section(trace, predicted, end_s),
+            _module_memory_section(modules, plan, end_s),
+            _lanes_section(trace, predicted, measured, lanes_end_s),
+            _less_section(prepared.trace, predicted),
             _modules_section(by_module(explained)),
             _values_section(explained),
+            _perfetto_section(),
         ]
     )
     title = f"outcore: {escape(trace.model or 'a step')} in {format_bytes(plan.budget.device_bytes)}"
@@ -88,14 +106,25 @@ def _heading(machine: Machine, trace: Trace, plan: Plan) -> str:
     return f"<h1>{name} in {format_bytes(plan.budget.device_bytes)}</h1><p>{escape(' · '.join(facts))}</p>"
 
 
-def _tiles(plan: Plan, predicted: Timeline, measured: Timeline | None) -> str:
-    shown, word = (measured, "measured") if measured is not None else (predicted, "predicted")
-    over = predicted.step_s / plan.in_core_step_s - 1 if plan.in_core_step_s else 0.0
-    gap = predicted.step_s / plan.bound_step_s - 1 if plan.bound_step_s else 0.0
-    tiles = [
-        (format_bytes(shown.peak_bytes), f"peak, {word}; in-core {format_bytes(plan.in_core_peak_bytes)}"),
-        (format_seconds(shown.step_s), f"step, {word}; in-core {format_seconds(plan.in_core_step_s)}"),
-        (f"{100 * over:+.1f} %", f"predicted over in-core; {format_percent(gap)} over the bound"),
+def _tiles(plan: Plan, predicted: Timeline, measured: Timeline | None, in_core_step_s: float) -> str:
+    """The same figures as on the terminal, under the same words (`outcore.reporting.comparison`)."""
+    promised, seen = predicted_figures(plan, predicted), measured_figures(measured, in_core_step_s)
+    peak = f"peak, predicted; in-core {format_bytes(plan.in_core_peak_bytes)}"
+    step = f"step, predicted; in-core {format_seconds(promised.in_core_step_s)}"
+    tiles = [(format_bytes(predicted.peak_bytes), peak), (format_seconds(promised.step_s), step)]
+    if measured is not None:
+        against = f"; in-core {format_seconds(seen.in_core_step_s)}" if seen.in_core_step_s else ""
+        tiles = [
+            (format_bytes(measured.peak_bytes), "peak, measured"),
+            (format_seconds(seen.step_s), f"step, measured{against}"),
+            *tiles,
+        ]
+    if seen.over_in_core is not None:
+        tiles.append((format_over(seen.over_in_core), "over in-core, measured"))
+    if promised.over_in_core is not None:
+        least = f"; the least a plan could predict: {format_seconds(plan.bound_step_s)}" if plan.bound_step_s else ""
+        tiles.append((format_over(promised.over_in_core), f"over in-core, predicted{least}"))
+    tiles += [
         (format_bytes(predicted.swapped_bytes), f"swapped each way; {format_seconds(predicted.stall_s)} waited"),
         (format_bytes(predicted.recomputed_bytes), f"recomputed; {format_seconds(predicted.recompute_s)} of reruns"),
     ]
@@ -110,22 +139,67 @@ def _memory_section(
     plan: Plan,
     predicted: Timeline,
     measured: Timeline | None,
-    curves: tuple[list[tuple[float, int]], list[tuple[float, int]]],
+    curves: tuple[Curve, Curve],
     end_s: float,
 ) -> str:
     said = f"Predicted peak {format_bytes(predicted.peak_bytes)}, at {predicted.peak_at}."
     if measured is not None:
         said += f" Measured peak {format_bytes(measured.peak_bytes)}."
-    picture = memory_picture(*curves, plan.budget.device_bytes, end_s, measured=measured.memory if measured else ())
+    seen, budget_bytes = measured.memory if measured is not None else (), plan.budget.device_bytes
+    picture = both_widths(lambda clock: memory_picture(clock, *curves, budget_bytes, measured=seen), end_s)
     key = [("in-core", "everything kept"), ("ours", "with this plan"), ("limit", "budget")]
     return f"<section><h2>Device memory over the step</h2><p>{escape(said)}</p>{picture}{_key(key)}</section>"
 
 
-def _lanes_section(trace: Trace, predicted: Timeline, end_s: float) -> str:
+def _module_memory_section(shares: Sequence[ModuleMemory], plan: Plan, end_s: float) -> str:
+    picture = both_widths(lambda clock: module_picture(clock, shares, plan.budget.device_bytes), end_s)
+    key = [(f"module-{number}", escape(share.module)) for number, share in enumerate(shares)]
+    said = "Whose tensors fill it, as predicted; what a copy or a rerun holds for a moment is not in it."
+    return f"<section><h2>Memory by module</h2><p>{said}</p>{picture}{_key(key)}</section>"
+
+
+def _lanes_section(trace: Trace, predicted: Timeline, measured: Timeline | None, end_s: float) -> str:
     key = [("forward", "forward"), ("backward", "backward"), ("recompute", "recomputing"), ("limit", "waiting")]
     key += [("swap", "swap out"), ("swap-in", "swap in")]
-    said = "Compute, and the copies beside it, on the same clock. Predicted."
-    return f"<section><h2>Lanes</h2><p>{said}</p>{lanes_picture(trace, predicted, end_s)}{_key(key)}</section>"
+    said = "Compute, and the copies beside it, on the same clock, as predicted."
+    if measured is not None and measured.spans:
+        said += " The last row is what was measured: the whole step, and in it the reruns and the waits."
+    picture = both_widths(lambda clock: lanes_picture(clock, trace, predicted, measured), end_s)
+    return f"<section><h2>Lanes</h2><p>{said}</p>{picture}{_key(key)}</section>"
+
+
+def _less_section(trace: Trace, predicted: Timeline) -> str:
+    """What to change to need less memory."""
+    rows = "".join(f"<li>{escape(sentence)}</li>" for sentence in needs_less(trace, predicted))
+    return f"<section><h2>To need less</h2><ul>{rows}</ul></section>"
+
+
+def needs_less(trace: Trace, predicted: Timeline) -> list[str]:
+    """Sentences with numbers: what the peak consists of, and what would lower it."""
+    trace_index, before_bytes = index_of(trace), trace.before_bytes
+    least_bytes = int(trace_index.natural_bytes.max(initial=before_bytes))
+    at = trace_index.op_at(int(trace_index.natural_bytes.argmax())) if len(trace_index.natural_bytes) else "no op"
+    half_bytes = before_bytes + (least_bytes - before_bytes) // 2
+    sentences = [
+        f"{format_bytes(before_bytes)} of the peak of {format_bytes(predicted.peak_bytes)} are there before the step: "
+        "parameters, optimizer state and inputs. An optimizer with less state, or weights in half precision, lower it.",
+        f"No plan needs less than {format_bytes(least_bytes)}: that is {at} with what the program itself holds then. "
+        f"With half the batch it would be about {format_bytes(half_bytes)}.",
+    ]
+    kept_bytes = sum(trace_index.value_bytes[value] for value in trace_index.kept_for)
+    if kept_bytes > predicted.peak_bytes // 10:
+        sentences.append(
+            f"{format_bytes(kept_bytes)} of what autograd saves can be neither moved nor made again; the table of "
+            "saved values says why."
+        )
+    return sentences
+
+
+def _perfetto_section() -> str:
+    return (
+        "<section><h2>In Perfetto</h2><p>The same lanes, to zoom into: run the command that wrote this page with "
+        "<code>--perfetto step.json</code>, and open the file at ui.perfetto.dev.</p></section>"
+    )
 
 
 def _key(items: Sequence[tuple[str, str]]) -> str:

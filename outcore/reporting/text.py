@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from outcore.reporting.comparison import Compared, compared, format_over, predicted_figures
 from outcore.reporting.explanation import Explained, ModuleShare
 from outcore.units import format_bytes, format_rate, format_seconds
 from outcore.values import MADE_AGAIN, Budget, Decision, Machine, Plan, PreparedStep, Timeline, Trace
@@ -26,14 +27,17 @@ def report(
     measured: Timeline | None,
     *,
     where: str,
+    because: str = "",
 ) -> str:
-    """What was planned and what was measured, side by side."""
+    """What was planned and what was measured, side by side. `because`: why the last step followed no plan."""
+    room = f"outcore: {format_bytes(budget.device_bytes)} on {where}"
+    why = f"the last step followed no plan: {because}" if because else ""
     if trace is None:
-        return f"outcore: {format_bytes(budget.device_bytes)} on {where}; nothing recorded yet: run a step"
+        return f"{room}; {why or 'nothing recorded yet: run a step'}"
     if plan is None or predicted is None:
-        room = format_bytes(budget.device_bytes)
-        return f"outcore: {room} on {where}; {len(trace.ops)} ops recorded, planned when the next step begins"
-    return render(plan_table(budget, trace, plan, predicted, measured, where=where))
+        return f"{room}; {why or f'{len(trace.ops)} ops recorded, planned when the next step begins'}"
+    table = render(plan_table(budget, trace, plan, predicted, measured, where=where))
+    return f"{table}\n{why}" if why else table
 
 
 def summary(trace: Trace | None, prepared: PreparedStep | None, *, settled: bool) -> str:
@@ -43,7 +47,8 @@ def summary(trace: Trace | None, prepared: PreparedStep | None, *, settled: bool
     if prepared is None:
         return f"{len(trace.ops)} ops recorded, not planned yet"
     plan, predicted = prepared.plan, prepared.predicted
-    over = f" ({predicted.step_s / plan.in_core_step_s - 1:+.1%} over in-core)" if plan.in_core_step_s else ""
+    over = format_over(predicted_figures(plan, predicted).over_in_core)
+    over = f" ({over} over in-core)" if over else ""
     state = "settled" if settled else "being tried"
     return f"{state}, predicted {format_seconds(predicted.step_s)}{over}, peak {format_bytes(predicted.peak_bytes)}"
 
@@ -62,7 +67,7 @@ def plan_table(
     rows += [(name, "", _part(plan, decisions, num_bytes), "") for name, decisions, num_bytes in _parts(predicted)]
     rows.append(("recompute time", "", format_seconds(predicted.recompute_s), ""))
     rows.append(("waiting for copies", "", format_seconds(predicted.stall_s), ""))
-    rows.append(("no plan is faster than", "", f"{format_seconds(plan.bound_step_s)}{_gap(plan)}", ""))
+    rows.append(("the least a plan could predict", "", f"{format_seconds(plan.bound_step_s)}{_gap(plan)}", ""))
     rows.append(("planner", "", plan.planner, ""))
     headings = ("", "in-core", "predicted") + (("measured",) if measured is not None else ())
     return _table(title, headings, [row[: len(headings)] for row in rows])
@@ -72,6 +77,7 @@ def _compared(plan: Plan, predicted: Timeline, measured: Timeline | None) -> lis
     step_s, peak_bytes = (measured.step_s, measured.peak_bytes) if measured is not None else (0.0, 0)
     rows: list[tuple[str, ...]] = [
         ("step", *map(format_seconds, (plan.in_core_step_s, predicted.step_s, step_s))),
+        ("over in-core, as predicted", "", format_over(predicted_figures(plan, predicted).over_in_core), ""),
         ("peak memory", *map(format_bytes, (plan.in_core_peak_bytes, predicted.peak_bytes, peak_bytes))),
     ]
     if measured is not None and measured.reserved_bytes:
@@ -114,6 +120,11 @@ def machine_table(machine: Machine) -> Table:
         rows.append(("read from the disk", format_rate(machine.disk_read_bytes_per_s)))
     rows.append(("rate each way while both run", format_percent(machine.duplex_share)))
     rows.append(("fixed cost of a copy", format_seconds(machine.copy_latency_s)))
+    if machine.op_rates is not None:
+        rates = machine.op_rates
+        rows.append(("products in float32", f"{rates.float32_flops_per_s / 1e12:.3g} TFLOP/s"))
+        rows.append(("products in half precision", f"{rates.half_flops_per_s / 1e12:.3g} TFLOP/s"))
+        rows.append(("the device's own memory", format_rate(rates.memory_bytes_per_s)))
     if machine.given:
         rows.append(("given, not measured", ", ".join(machine.given)))
     title = f"outcore: {machine.device}" + (f", measured {machine.measured_at}" if machine.measured_at else "")
@@ -182,7 +193,8 @@ def format_percent(part: float) -> str:
 
 def demo_table(facts: Mapping[str, Any]) -> Table:
     """What `outcore demo` found."""
-    over = facts["step_s"] / facts["in_core_step_s"] - 1
+    measured = compared(facts["in_core_step_s"], facts["step_s"])
+    predicted = compared(facts["predicted_in_core_step_s"], facts["predicted_step_s"])
     share = facts["peak_bytes"] / facts["in_core_peak_bytes"]
     equal = "equal, bit for bit" if facts["bitwise_equal"] else "DIFFERENT"
     rows = [
@@ -190,15 +202,19 @@ def demo_table(facts: Mapping[str, Any]) -> Table:
         ("budget", format_bytes(facts["budget_bytes"])),
         ("measured peak", f"{format_bytes(facts['peak_bytes'])} ({format_percent(share)} of in-core)"),
         ("predicted peak", format_bytes(facts["predicted_peak_bytes"])),
-        ("in-core step", format_seconds(facts["in_core_step_s"])),
-        ("measured step", f"{format_seconds(facts['step_s'])} ({100 * over:+.1f} %)"),
-        ("predicted step", format_seconds(facts["predicted_step_s"])),
+        ("measured step", _over_of(measured)),
+        ("predicted step", _over_of(predicted)),
         ("swapped", format_bytes(facts["swapped_bytes"])),
         ("recomputed", format_bytes(facts["recomputed_bytes"])),
         ("loss", f"{facts['first_loss']:.4f} -> {facts['last_loss']:.4f} in {facts['num_steps']} steps"),
         ("loss, gradients, parameters", equal),
     ]
     return rows_table(f"outcore demo: a ResNet on digits, batch {facts['batch']}, on {facts['device']}", rows)
+
+
+def _over_of(figures: Compared) -> str:
+    in_core = format_seconds(figures.in_core_step_s)
+    return f"{format_seconds(figures.step_s)}, {format_over(figures.over_in_core)} over {in_core} in-core"
 
 
 def rows_table(title: str, rows: Sequence[Sequence[str]]) -> Table:

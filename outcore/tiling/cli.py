@@ -113,6 +113,7 @@ def describe(tiles: Tiles, prediction: Prediction) -> list[str]:
     """The plan in a few lines for people."""
     gemm = tiles.gemm
     moved_bytes = prediction.bytes_in + prediction.bytes_out
+    share = moved_bytes / tiles.square_tiles_bytes
     flop_per_s = gemm.num_flop / prediction.seconds if prediction.seconds else 0.0
     in_rate = prediction.bytes_in / prediction.in_s if prediction.in_s else 0.0
     return [
@@ -121,7 +122,7 @@ def describe(tiles: Tiles, prediction: Prediction) -> list[str]:
         f"tiles      {tiles.num_rows} x {tiles.num_cols}, depth {tiles.depth}: {tiles.num_tasks} tasks",
         f"memory     {format_bytes(tiles.device_bytes)} of {format_bytes(tiles.budget_bytes)} on the device",
         f"traffic    {format_bytes(prediction.bytes_in)} in at {format_rate(in_rate)}, "
-        f"{format_bytes(prediction.bytes_out)} out ({moved_bytes / tiles.lower_bound_bytes:.2f} of the lower bound)",
+        f"{format_bytes(prediction.bytes_out)} out ({share:.2f} of what square tiles move)",
         f"predicted  {format_seconds(prediction.seconds)}, {flop_per_s / 1e12:.3g} TFLOP/s, "
         f"bound by {prediction.bound} (compute {format_seconds(prediction.compute_s)}, "
         f"in {format_seconds(prediction.in_s)}, out {format_seconds(prediction.out_s)})",

@@ -167,8 +167,9 @@ class Tiles:
         return self.grid[0] * self.grid[1]
 
     @property
-    def lower_bound_bytes(self) -> float:
-        """2mnk / sqrt(M) words for M words of device memory, plus each matrix once."""
+    def square_tiles_bytes(self) -> float:
+        """What square tiles that fill the memory would move: 2mnk / sqrt(M) words for M words, plus each matrix once.
+        No bound: where an operand fits, a plan may move less."""
         gemm = self.gemm
         num_words = max(1.0, self.budget_bytes / gemm.host_element_bytes)
         compulsory_bytes = (gemm.m * gemm.k + gemm.k * gemm.n) * gemm.host_element_bytes
@@ -412,7 +413,7 @@ def plan_tiles(gemm: Gemm, rates: Rates, budget_bytes: int, num_lanes: int = 1) 
 def _score(tiles: Tiles, prediction: Prediction) -> float:
     """Seconds, with traffic as the tie-break: a plan that moves twice the lower bound must be five percent faster, and
     where others hardly move more than the bound, much faster: the link is not this product's alone."""
-    ratio = (prediction.bytes_in + prediction.bytes_out) / tiles.lower_bound_bytes
+    ratio = (prediction.bytes_in + prediction.bytes_out) / tiles.square_tiles_bytes
     return prediction.seconds * (1 + 0.05 * ratio + 0.3 * max(0.0, ratio - 1.1))
 
 

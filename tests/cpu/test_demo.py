@@ -65,7 +65,7 @@ def test_a_budget_of_ones_own(tiny: None, monkeypatch: pytest.MonkeyPatch) -> No
     assert found.in_budget
     assert found.facts()["in_budget"] is True
     with pytest.raises(BudgetTooSmall) as caught:
-        run_demo("64KiB", num_steps=5)
+        run_demo("256KiB", num_steps=5)
     assert run_demo(caught.value.needed_bytes, num_steps=5).in_budget
 
 

@@ -33,7 +33,7 @@ def needs(name: str) -> tuple[int, int]:
     """The bytes of the leanest step and of the step in-core, as outcore sees them."""
     if name not in NEEDS:
         model, loss = build(name)
-        ooc = limit(model, 1)
+        ooc = Limited(model, 1)
         with pytest.raises(BudgetTooSmall) as caught:
             train(model, loss, ooc, num_steps=2)
         ooc.close()

@@ -105,7 +105,7 @@ class Reader(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.num_boxes += tag == "rect"
-        if tag not in ("meta", "line", "path"):
+        if tag not in ("meta", "line"):
             self.open.append(tag)
         self.foreign += [name for name, _ in attrs if name in ("src", "href", "srcset")]
 

@@ -82,7 +82,7 @@ def test_a_host_that_waits_need_not_with_another_headroom(pretend: Pretend) -> N
 def test_a_size_too_small_to_plan_in_ends_the_trying(pretend: Pretend) -> None:
     model, loss_of = build("resnet")
     with pytest.raises(BudgetTooSmall) as caught:
-        train(model, loss_of, limit(model, 1), 2)
+        train(model, loss_of, Limited(model, 1), 2)
     ooc = pretend.limit(model, int(1.15 * caught.value.needed_bytes))
     gpu_of(ooc).starts_over = lambda: True
     train(model, loss_of, ooc, 21)
@@ -171,7 +171,7 @@ def fragmented(monkeypatch: pytest.MonkeyPatch) -> None:
 def tight(name: str, pretend: Pretend) -> tuple[nn.Module, Any, Limited]:
     model, loss_of = build(name)
     with pytest.raises(BudgetTooSmall) as caught:
-        train(model, loss_of, limit(model, 1), 2)
+        train(model, loss_of, Limited(model, 1), 2)
     model, loss_of = build(name)
     return model, loss_of, pretend.limit(model, int(1.145 * caught.value.needed_bytes))
 
@@ -338,7 +338,7 @@ def test_a_step_that_leaves_its_plan_keeps_no_place(pretend: Pretend, monkeypatc
             model(x).log_softmax(1).sum().backward()
         model.zero_grad()
 
-    ooc = limit(model, 1)
+    ooc = Limited(model, 1)
     train_once()
     with pytest.raises(BudgetTooSmall) as caught:
         train_once()
