@@ -107,7 +107,7 @@ def _slowdown_headline(result: Result, row: Row) -> str:
     needs = f" instead of {in_core[0]['peak_gib']:.1f} GiB" if in_core else ""
     return (
         f"**{row['network']}, batch {row['batch']}, trains in {row['memory_gib']:g} GiB{needs}, and a step takes "
-        f"{100 * row['slowdown']:+.1f} %** ({conditions(result)})."
+        f"{100 * row['slowdown']:+.1f} %** on one {str(result.get('hardware', '')).upper()}."
     )
 
 
