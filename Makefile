@@ -55,6 +55,7 @@ package: $(READY)  # sdist, a wheel from it; the wheel is installed into a fresh
 	cd build/package && bin/outcore --version && bin/outcore demo
 	cp tests/typed_user.py build/package  # away from the source: what is installed must bring its types
 	cd build/package && $(abspath $(BIN))/mypy --strict --python-executable bin/python typed_user.py
+	cd build/package && bin/python -c "from outcore.machines import machine_from; machine_from('a100')"
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

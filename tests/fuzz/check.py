@@ -258,7 +258,7 @@ def limited_run(
                 seen = running.step(t, ooc.step)
                 measured = ooc.timeline
             if ooc.stats()["recorded"] > num_recorded:
-                num_recorded, recorded[rows[t % len(rows)]] = ooc.stats()["recorded"], t
+                num_recorded, recorded[rows[t % len(rows)]] = int(ooc.stats()["recorded"]), t
             different = difference(expected.snapshots[t], seen)
             if different:
                 raise Wrong("numbers", f"{different} {'differs' if ',' not in different else 'differ'}", t)

@@ -72,7 +72,7 @@ def compare(
     return ooc
 
 
-def counts(ooc: Limited) -> tuple[int, ...]:
+def counts(ooc: Limited) -> tuple[float, ...]:
     """Steps that were recorded, planned, left their plan, ran unplanned."""
     stats = ooc.stats()
     return stats["recorded"], stats["planned"], stats["left"], stats["unplanned"]

@@ -71,7 +71,7 @@ def compare(make: Callable[[], nn.Module], sizes: list[Sizes], memory: int, plan
         assert ooc is not None
         assert all(map(torch.equal, numbers, expected))
         assert ooc.timeline is None or ooc.timeline.peak_bytes <= memory
-        num_recorded = ooc.stats()["recorded"]
+        num_recorded = int(ooc.stats()["recorded"])
     return num_recorded, len(set(sizes))
 
 
