@@ -241,11 +241,7 @@ class RunningStep:
         kind, listener, kinds = self._kind, self.listener, self.owner.kinds
         if kind is None:
             if self._is_transformed:
-                warn(
-                    "the model ran inside a transform of torch.func, which saves its tensors by itself, and nothing "
-                    "else of the step was saved: the step is not limited; call loss.backward() in its place, or use "
-                    "transforms for parts of the model"
-                )
+                _warn_of_transform()
             return
         if isinstance(listener, Recorder):
             self.owner.tally.counts["recorded"] += 1
@@ -330,3 +326,11 @@ def _why_not_recorded(preparer: Preparer, stuck_bytes: int) -> str:
         )
     memory = format_bytes(preparer.budget.device_bytes)
     return f"outcore: a step cannot even be recorded in {memory}; raise that or lower the batch size"
+
+
+def _warn_of_transform() -> None:
+    warn(
+        "the model ran inside a transform of torch.func, which saves its tensors by itself, and nothing else of the "
+        "step was saved: the step is not limited; call loss.backward() in its place, or use transforms for parts of "
+        "the model"
+    )
