@@ -89,7 +89,7 @@ def test_its_plan_is_followed(transform: Callable[[nn.Module, Tensor], Tensor]) 
             model.zero_grad()
             with ooc.step():
                 loss_of(model, step).backward()
-        assert ooc.stats() == {"recorded": 1, "planned": 3, "left": 0, "unplanned": 0}
+        assert (ooc.stats()["planned"], ooc.stats()["left"]) == (3, 0)
         assert ooc.predicted is not None
         assert ooc.predicted.swapped_bytes >= 6 * 256 * 32 * 4  # what is saved before and after the transform
 
