@@ -96,7 +96,8 @@ class Result:
     @property
     def communication_share(self) -> float:
         """Of the clock. Workers side by side: their mean, waiting for a slower one included. Where only one works at a
-        time (turns that cover the gradient), the exchanges of all lie one after the other on the clock: their sum."""
+        time (turns that cover the gradient), the exchanges of all lie one after the other on the clock: their sum, at
+        most all of it (they overlap while connections are made)."""
         return self._share(self.waits_s, self.train_s)
 
     @property
@@ -112,7 +113,7 @@ class Result:
         if not waits_s or not took_s:
             return 0.0
         at_once = 1 if self.trial.get("join", {}).get("turn") == "iteration" else len(waits_s)
-        return sum(waits_s) / at_once / took_s
+        return min(1.0, sum(waits_s) / at_once / took_s)
 
     @property
     def least_share(self) -> float:
