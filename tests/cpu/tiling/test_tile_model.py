@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -197,6 +199,34 @@ def test_a_second_derivative_is_refused_where_plain_layers_hide_that_a_part_is_m
     torch.testing.assert_close(slope, torch.autograd.grad(plain(x).square().sum(), x)[0])
     with pytest.raises(TilingError, match="a second derivative of a TiledLinear was asked for"):
         slope.square().sum().backward()
+
+
+def test_the_rest_of_the_step_runs_in_a_budget_with_the_same_bits() -> None:
+    """Weights of tiled layers, and `outcore.limit` for what the step saves."""
+
+    def trained(memory: str | None) -> tuple[list[float], list[Tensor]]:
+        torch.manual_seed(0)
+        sizes = (64, 128, 512, 128, 64)
+        model = nn.Sequential(*(part for pair in pairwise(sizes) for part in (nn.Linear(*pair), nn.GELU())))
+        outcore.tile(model, memory="200KB", larger_than="200KB", devices=["cpu"])
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+        limited = outcore.limit(model, memory) if memory else None
+        for seed in range(4):
+            x = torch.randn(256, 64, generator=torch.Generator().manual_seed(seed))
+            with limited.step() if limited else nullcontext():
+                loss = model(x).square().mean()
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        if limited:
+            assert limited.stats()["planned"] > 0
+            limited.close()
+        return losses, list(model.parameters())
+
+    (plain, weights), (ours, theirs) = trained(None), trained("3MiB")
+    assert ours == plain
+    assert all(torch.equal(*pair) for pair in zip(weights, theirs))
 
 
 def test_state_goes_from_one_form_to_the_other() -> None:
