@@ -309,7 +309,7 @@ def plan(
         try:
             made = make_plan(recorded, target, budget, planner=planner, progress=tell)
         except BudgetTooSmall as error:
-            raise BudgetTooSmall(error.needed_bytes, error.budget_bytes, error.at_op, where=target.device) from None
+            raise error.on(target.device) from None
         prepared = prepare(recorded, made, target, detail=True)
     predicted = prepared.predicted
     _save(made, out)

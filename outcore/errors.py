@@ -85,14 +85,45 @@ class BudgetTooSmall(OutcoreError):
     ```
     """
 
-    def __init__(self, needed_bytes: int, budget_bytes: int, at_op: str, *, where: str = "device") -> None:
-        self.needed_bytes = needed_bytes
-        self.budget_bytes = budget_bytes
-        self.at_op = at_op
-        self.where = where
-        super().__init__(
-            f"no plan fits {format_bytes(budget_bytes)} on {where}: {at_op} alone needs "
-            f"{format_bytes(needed_bytes)} ({needed_bytes} bytes); raise the budget or lower the batch size"
+    def __init__(
+        self,
+        needed_bytes: int,
+        budget_bytes: int,
+        at_op: str,
+        *,
+        where: str = "device",
+        before_bytes: int = 0,  # of what is needed: there before the step
+        planner: str = "",  # the one that cannot, where another may
+    ) -> None:
+        self.needed_bytes, self.budget_bytes, self.before_bytes = needed_bytes, budget_bytes, before_bytes
+        self.at_op, self.where, self.planner = at_op, where, planner
+        needed, budget = format_bytes(needed_bytes), format_bytes(budget_bytes)
+        own, before = format_bytes(needed_bytes - before_bytes), format_bytes(before_bytes)
+        if planner:
+            super().__init__(
+                f"planner {planner!r} finds no plan for {budget} on {where}: {at_op} needs {needed} "
+                f"({needed_bytes} bytes) with what is there before the step; use planner='hybrid', or raise the budget"
+            )
+        elif before_bytes:
+            super().__init__(
+                f"no plan fits {budget} on {where}: {at_op} needs {own} beside {before} that are there before the "
+                f"step, {needed} ({needed_bytes} bytes) in all; raise the budget or lower the batch size"
+            )
+        else:
+            super().__init__(
+                f"no plan fits {budget} on {where}: {at_op} alone needs {needed} ({needed_bytes} bytes); raise the "
+                "budget or lower the batch size"
+            )
+
+    def on(self, where: str, *, needed_bytes: int | None = None, budget_bytes: int | None = None) -> BudgetTooSmall:
+        """The same, of a machine and a budget that the planner was not told of."""
+        return BudgetTooSmall(
+            self.needed_bytes if needed_bytes is None else needed_bytes,
+            self.budget_bytes if budget_bytes is None else budget_bytes,
+            self.at_op,
+            where=where,
+            before_bytes=self.before_bytes,
+            planner=self.planner,
         )
 
     @classmethod
@@ -107,11 +138,16 @@ class BudgetTooSmall(OutcoreError):
         return error
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _remake_budget_too_small, (self.needed_bytes, self.budget_bytes, self.at_op, self.where)
+        kept = self.needed_bytes, self.budget_bytes, self.at_op, self.where, self.before_bytes, self.planner, self.args
+        return _remake_budget_too_small, kept
 
 
-def _remake_budget_too_small(needed_bytes: int, budget_bytes: int, at_op: str, where: str) -> BudgetTooSmall:
-    return BudgetTooSmall(needed_bytes, budget_bytes, at_op, where=where)
+def _remake_budget_too_small(
+    needed_bytes: int, budget_bytes: int, at_op: str, where: str, before_bytes: int, planner: str, said: tuple[str, ...]
+) -> BudgetTooSmall:
+    error = BudgetTooSmall(needed_bytes, budget_bytes, at_op, where=where, before_bytes=before_bytes, planner=planner)
+    error.args = said
+    return error
 
 
 class PlanMismatch(OutcoreError):

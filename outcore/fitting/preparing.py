@@ -124,9 +124,8 @@ class Preparer:
             except BudgetTooSmall as error:
                 too_small = error.with_traceback(None)  # which holds every frame, and with them the user's tensors
         needed_bytes = int(too_small.needed_bytes / (1 - margin)) + 1 + (self.settings.unsplit_bytes if margin else 0)
-        raise BudgetTooSmall(
-            needed_bytes, self.budget.device_bytes, too_small.at_op, where=str(self.memory.device)
-        ) from None
+        where, budget_bytes = str(self.memory.device), self.budget.device_bytes
+        raise too_small.on(where, needed_bytes=needed_bytes, budget_bytes=budget_bytes) from None
 
     def _plans(self, trace: Trace, size_bytes: int, planner: str, known: list[Plan], *, most: int) -> list[Plan]:
         budget = replace(self.budget, device_bytes=size_bytes)

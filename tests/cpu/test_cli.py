@@ -24,7 +24,7 @@ def call(*args: str | Path) -> Result:
 
 
 def call_json(*args: str | Path) -> Any:
-    result = call(*args, "--json")
+    result = call(*args) if "--json" in args else call(*args, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
@@ -125,6 +125,7 @@ def wrong_calls(files: dict[str, Path], folder: Path) -> list[tuple[list[str | P
         (["record", f"{folder / 'idle.py'}:walk"], "no function 'walk'"),
         (["record", f"{folder / 'idle.py'}:step"], "saved nothing"),
         (["record", f"{folder / 'none.py'}:step"], "cannot read"),
+        ([*plan_args(files, "8MiB"), "--planner", "keep-all"], "use planner='hybrid', or raise the budget"),
         (["machine", "--folder", folder / "nowhere"], "there is no folder"),
         (["machine", "--device", "abacus"], "is no device"),
         (["demo", "--planner", "magic"], "there is no planner 'magic'"),
@@ -140,6 +141,58 @@ def test_what_cannot_be_done_ends_in_one_sentence(files: dict[str, Path], tmp_pa
         assert says in said, (args, said)
         assert "Traceback" not in result.output
         assert result.stdout == ""
+
+
+def test_arguments_of_a_script_and_whatever_it_raises(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import argparse, torch\n"
+        "parser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--width', type=int, required=True)\n"
+        "width = parser.parse_args().width\n"
+        "model = torch.nn.Linear(width, width).to('cpu')\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
+        "x = torch.randn(64, width)\n"
+        "def step(): model(x).square().sum().backward()\n"
+        "def walk(far): pass\n"
+        "def rest(): model(x)\n"
+        "def fall(): return {}['nothing']\n"
+    )
+    before, width = sys.argv, ["--", "--width", "32"]
+    recorded = call_json("record", "-o", tmp_path / "t.json", "--folder", tmp_path, "--json", f"{script}:step", *width)
+    assert recorded["num_ops"] > 5
+    svg = tmp_path / "picture.svg"
+    args: list[str | Path] = [
+        "estimate",
+        "--machine",
+        "a100",
+        "--json",
+        "--svg",
+        svg,
+        "--memory",
+        "1MiB",
+        f"{script}:step",
+        *width,
+    ]
+    estimated = json.loads(call(*args).stdout)
+    assert estimated["parameter_bytes"] == 4 * (32 * 32 + 32)
+    assert estimated["optimizer_bytes"] == 2 * estimated["parameter_bytes"] + 2 * 4
+    assert estimated["in_core_step_s"] > 0
+    assert "slowdown against budget" in svg.read_text()
+    assert sys.argv is before
+    refused: list[tuple[list[str | Path], str]] = [
+        (["record", f"{script}:step"], "give its arguments after --"),
+        (["record", f"{script}:walk", *width], "walk(far) in"),
+        (["record", f"{script}:rest", *width], "rest ran no backward pass"),
+        (["record", f"{script}:fall", *width], f"KeyError at {script}:11: 'nothing'; the traceback: outcore --debug"),
+    ]
+    for args, says in refused:
+        result = call(*args)
+        assert result.exit_code == 1, args
+        assert says in result.stderr.splitlines()[-1], result.stderr
+        assert "Traceback" not in result.output
+    debugged = call("--debug", "record", f"{script}:fall", *width)
+    assert isinstance(debugged.exception, KeyError)
 
 
 def test_every_verb_teaches() -> None:

@@ -90,8 +90,7 @@ def plans(
         if planner not in PURE:  # a last resort that every planner which mixes has
             decided = [score(trace_index, machine, budget, leanest(trace_index, machine, budget, tell))]
         if not decided[0].fits:
-            searches = planner in ("priced", "hybrid", "exact")
-            raise _too_small(trace_index, machine, budget, dict(decided[0].decisions), searches=searches)
+            raise _too_small(trace_index, machine, budget, dict(decided[0].decisions), planner)
     bound_s = bound_step_s(trace_index, machine, budget)
     return [
         Plan(
@@ -118,16 +117,20 @@ def _say_nothing(what: str, part: float) -> None:
 
 
 def _too_small(
-    trace_index: TraceIndex, machine: Machine, budget: Budget, decisions: Decisions, *, searches: bool
+    trace_index: TraceIndex, machine: Machine, budget: Budget, decisions: Decisions, planner: str
 ) -> BudgetTooSmall:
     """With the lean peak of these decisions, or a lower one that a planner which searches would find."""
+    searches = planner in ("priced", "hybrid", "exact")
     slot_bytes = lean_bytes(trace_index, budget, decisions)
     needed_bytes = int(slot_bytes.max(initial=trace_index.trace.before_bytes))
     smaller = smallest_fit(trace_index, machine, budget, needed_bytes) if searches else None
     if smaller is not None:
         needed_bytes, decisions = smaller
         slot_bytes = lean_bytes(trace_index, budget, decisions)
-    return BudgetTooSmall(needed_bytes, budget.device_bytes, trace_index.op_at(int(slot_bytes.argmax())))
+    at_op = trace_index.op_at(int(slot_bytes.argmax()))
+    before_bytes = trace_index.trace.before_bytes
+    alone = "" if searches else planner
+    return BudgetTooSmall(needed_bytes, budget.device_bytes, at_op, before_bytes=before_bytes, planner=alone)
 
 
 def _reasons(trace_index: TraceIndex, scored: Scored) -> dict[int, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 
 import psutil
 import pytest
@@ -18,15 +19,19 @@ def network() -> nn.Sequential:
     return nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(128, 128), nn.GELU())])
 
 
+def train(model: nn.Module, ooc: outcore.Limited, num_steps: int) -> None:
+    for _ in range(num_steps):
+        with ooc.step():
+            model(torch.ones(1024, 128)).sum().backward()
+        model.zero_grad()
+
+
 def test_each_change_is_said_in_the_log_and_stats_add_up(caplog: pytest.LogCaptureFixture) -> None:
-    model, x = network(), torch.randn(1024, 128)
+    model = network()
     caplog.set_level(logging.INFO, "outcore")
     with outcore.limit(model, "4MiB") as ooc:
         assert "nothing recorded yet" in str(ooc)
-        for _ in range(4):
-            with ooc.step():
-                model(x).sum().backward()
-            model.zero_grad()
+        train(model, ooc, 4)
         stats = ooc.stats()
         assert (stats["recorded"], stats["planned"], stats["left"], stats["unplanned"]) == (1, 3, 0, 0)
         assert ooc.predicted is not None
@@ -68,8 +73,13 @@ def test_a_budget_below_the_model_and_what_is_no_module_are_refused_at_once() ->
         BudgetTooSmall, match=r"parameters, buffers and gradients take .* more than the budget of 1\.00 K"
     ):
         outcore.limit(model, "1KiB")
-    with outcore.limit(model, parameter_bytes):
-        pass
+    with outcore.limit(model, parameter_bytes) as ooc:
+        train(model, ooc, 1)
+        with pytest.raises(BudgetTooSmall, match="there before the step") as no:
+            train(model, ooc, 1)
+    again = pickle.loads(pickle.dumps(no.value))
+    assert (str(again), again.needed_bytes) == (str(no.value), no.value.needed_bytes)
+    assert no.value.needed_bytes > no.value.before_bytes >= parameter_bytes
     with pytest.raises(OutcoreError, match=r"takes a torch\.nn\.Module, not function"):
         outcore.limit(lambda x: x, "1GiB")  # type: ignore[arg-type]
     with pytest.raises(OutcoreError, match="parameters"):
