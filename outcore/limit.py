@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 
 from outcore.errors import BudgetTooSmall, OutcoreError, warn
+from outcore.fitting.beside import beside
 from outcore.fitting.cache import default_folder
 from outcore.fitting.hooks import ACTIVE as _ACTIVE  # noqa: F401 (empty, unless a step is running)
 from outcore.fitting.loop import Loop, open_loops
@@ -40,6 +41,7 @@ def limit(
     plan: Plan | str | Path | None = None,
     measure: bool = False,
     cache: bool | str | Path = True,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Limited:
     """Makes the training steps of `model` fit into `memory` bytes of its device, with the same numbers.
 
@@ -50,7 +52,9 @@ def limit(
     the folder for temporary files). `plan`, a Plan or the file of one, is used instead of planning if it was made for
     the same step. `measure` keeps measuring every step; without it only the first planned steps are measured closely.
     `cache` is the folder in which recorded steps and their plans are kept for later runs of the same training; True
-    stands for `$OUTCORE_CACHE` or the user's cache folder, False for none.
+    stands for `$OUTCORE_CACHE` or the user's cache folder, False for none. With `optimizer`, the one that you step,
+    weights, gradients and optimizer state may leave the device, too: what of them stays is planned with the rest, and
+    the others come when they are used.
 
     A model has one limit at a time: an earlier one is closed.
 
@@ -72,8 +76,17 @@ def limit(
     if any(loop.is_running for loop in earlier):
         raise OutcoreError("limit() was called inside a step of the same model; leave the step first")
     folder = default_folder() if cache is True else Path(cache) if cache else None
-    limited = Limited(model, memory, host=host, disk=disk, planner=planner, plan=plan, measure=measure, cache=folder)
-    if limited.budget.device_bytes < (there_bytes := bytes_of(model)):
+    options: dict[str, Any] = {
+        "planner": planner,
+        "plan": plan,
+        "measure": measure,
+        "cache": folder,
+        "optimizer": optimizer,
+    }
+    for loop in [loop for loop in earlier if loop.beside is not None]:
+        loop.retire()  # two cannot bring the same weights
+    limited = Limited(model, memory, host=host, disk=disk, **options)
+    if optimizer is None and limited.budget.device_bytes < (there_bytes := bytes_of(model)):
         limited.close()
         raise BudgetTooSmall.for_model(there_bytes, limited.budget.device_bytes, where=str(limited.device))
     for loop in earlier:
@@ -116,6 +129,7 @@ class Limited(LoopView):
         measure: bool = False,
         cache: Path | None = None,
         settings: FittingSettings | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         if planner not in PLANNERS:
             raise OutcoreError(f"there is no planner {planner!r}; choose one of {', '.join(PLANNERS)}")
@@ -127,11 +141,15 @@ class Limited(LoopView):
         host_bytes, folder = tiers_below(device, host, disk)
         machine = measure_machine(device, folder)
         budget = Budget(memory_bytes, host_bytes, machine.disk_bytes)
-        self.model, self.device, self.planner, self.budget = model, device, planner, budget
-        self.store = Store(device, host_bytes, machine.disk_bytes, folder)
+        state = None
+        if optimizer is not None:
+            state, budget = beside(model, optimizer, budget, folder)
+        self.model, self.device, self.planner, self.budget, self.state = model, device, planner, budget, state
+        self.store = Store(device, budget.host_bytes, budget.disk_bytes, folder)
         self.device_memory = memory_of(model, device, memory_bytes)
         options: dict[str, Any] = {} if settings is None else {"settings": settings}
-        options |= {"planner": planner, "given": given, "measure": measure, "cache": cache}
+        options |= {"planner": planner, "given": given, "measure": measure, "state": state}
+        options |= {"cache": cache if state is None else None}  # what is remembered is of steps whose state stays
         self._loop = Loop(model, self.device_memory, self.store, machine, budget, **options)
 
     def step(self, name: str | None = None, *, batch: Any = None) -> AbstractContextManager[Limited]:
@@ -153,7 +171,9 @@ class Limited(LoopView):
           kept everything on the device;
         - `recorded_s`, `planned_s`, `left_s`, `unplanned_s`: seconds of the host inside them, planning included;
         - `swapped_bytes` (one way), `recomputed_bytes`: by the planned ones;
-        - `measured`: how many of them were measured closely; `waited_s`: how long these waited for copies.
+        - `measured`: how many of them were measured closely; `waited_s`: how long these waited for copies;
+        - with `optimizer=`, the bytes of the training state that stay on the device and that do not, and that the last
+          step moved.
         """
         return self._loop.stats()
 
@@ -184,7 +204,8 @@ class Limited(LoopView):
     def __str__(self) -> str:
         timeline, because = self.timeline, self._loop.tally.unplanned_because
         where = str(self.device)
-        return report(self.budget, self.trace, self.plan, self.predicted, timeline, where=where, because=because)
+        told = report(self.budget, self.trace, self.plan, self.predicted, timeline, where=where, because=because)
+        return f"{told}\n{self._loop.beside}" if self._loop.beside is not None else told
 
     def __repr__(self) -> str:
         name, where = type(self.model).__name__, str(self.device)

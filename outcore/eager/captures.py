@@ -15,7 +15,7 @@ from outcore.eager.followed_plan import NOBODY, FollowedPlan
 from outcore.eager.replay import Call, Held, Recipe, Saved, capture
 from outcore.eager.signatures import OpOverload, Signature, outputs_of, signature_of
 from outcore.eager.switches import Switches, changed, switches
-from outcore.memory.tensors import PLAIN
+from outcore.memory.tensors import PLAIN, source_of
 
 _UNKNOWN = Cell.__new__(Cell)  # the cell of a tensor that is not looked at any more
 
@@ -73,6 +73,8 @@ class Captures:
         if type(tensor) not in PLAIN:  # whose alias may have a version counter of its own
             plan.leave(f"value {value} is a {type(tensor).__name__}, not a plain tensor as recorded")
             return _UNKNOWN
+        if value in self._plan.program.held and (source := source_of(tensor)) is not None:
+            return plan.contents.will_bring(source, tensor)
         if value in self._plan.program.held:
             held = Held(tensor)
             if not plan.contents.will_read(held):

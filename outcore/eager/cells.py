@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from outcore.memory.store import Parcel, Store
-from outcore.memory.tensors import PLAIN, as_bytes, data_ptr, storage_ptr
+from outcore.memory.tensors import PLAIN, as_bytes, data_ptr, source_of, storage_ptr
 
 _MARK, _OTHERS = "_outcore_cell", "_outcore_cells"
 
@@ -265,6 +265,29 @@ class Kept:
     def keep(self, tensor: torch.Tensor) -> None:
         self.tensor = alias(tensor)
         self.version = version_of(tensor)
+
+    def find(self) -> torch.Tensor:
+        check_unchanged(self.version, self.tensor)
+        return self.tensor
+
+
+class KeptAway(Kept):
+    """The handle of a weight that is on the device only while somebody reads it (`outcore.state`)."""
+
+    __slots__ = ("handle",)
+
+    def __init__(self, handle: Any, pack: int, run: Any) -> None:
+        self.handle, self.pack, self.run = handle, pack, run
+
+    def find(self) -> torch.Tensor:
+        found: torch.Tensor = self.handle.run.unpack(self.handle)
+        return found
+
+
+def kept(tensor: torch.Tensor, pack: int, run: Any) -> Kept:
+    """The handle of a tensor that was there before the step."""
+    source = source_of(tensor)
+    return Kept(tensor, pack, run) if source is None else KeptAway(source.pack(tensor), pack, run)
 
 
 def is_packed_from(handle: Handle | Kept, tensor: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ import torch
 from outcore.eager.actions import Actions
 from outcore.eager.branching import Spare, Switch
 from outcore.eager.captures import Captures
-from outcore.eager.cells import Handle, Kept, check_unchanged, shape_of
+from outcore.eager.cells import Handle, Kept, check_unchanged, kept, shape_of
 from outcore.eager.followed_plan import FollowedPlan
 from outcore.eager.held_places import HeldPlaces
 from outcore.eager.intercept import called_by_function, in_backward, watch
@@ -195,7 +195,11 @@ class Execution:
                 plan.leave(f"autograd saved {tensor.dtype} {shape} where the plan has another tensor")
                 return self._pack_unplanned(tensor)
             tick = next(plan.ticks)
-        handle = plan.pack(tick, tensor, self) if tick.needs_cell else Kept(tensor, tick.pack, self)
+        handle: Handle | Kept | None
+        if tick.needs_cell:
+            handle = plan.pack(tick, tensor, self)
+        else:
+            handle = kept(tensor, tick.pack, self) if tick.is_outside else Kept(tensor, tick.pack, self)
         if handle is None:
             return self._pack_unplanned(tensor)
         if self._looks_away and called_by_function():
@@ -245,9 +249,9 @@ class Execution:
         if isinstance(handle, Kept):
             if tick is not None and tick.is_busy:
                 self._follow(tick)
-            check_unchanged(handle.version, handle.tensor)
-            plan.contents.hand(handle.tensor)
-            return handle.tensor
+            found = handle.find()
+            plan.contents.hand(found)
+            return found
         if tick is not None and tick.moves is not None:
             plan.places.move(tick.moves)
         with below_everything():

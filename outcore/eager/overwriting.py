@@ -44,10 +44,10 @@ from outcore.eager.cells import (
     version_of,
 )
 from outcore.eager.intercept import asked_by_function, in_backward
-from outcore.eager.replay import Held
+from outcore.eager.replay import Away, Held
 from outcore.memory.meter import see_brought
 from outcore.memory.store import Store
-from outcore.memory.tensors import PLAIN, as_bytes, below_everything, is_plain, storage_ptr
+from outcore.memory.tensors import PLAIN, Source, as_bytes, below_everything, is_plain, source_at, storage_ptr
 
 
 class Contents:
@@ -60,6 +60,7 @@ class Contents:
         self._run = weakref.ref(run)  # of which handles are: it refers to this
         self._on_copy = on_copy
         self._held: dict[int, list[weakref.ref[Held]]] = {}
+        self._away: dict[int, list[weakref.ref[Away]]] = {}  # by the id of who brings them
         self._opened: Places = {}  # there are tensors on these storages that have version counters of their own
         self._exposed: Places = {}  # somebody may write into these without any op
         self._handed: Places = {}  # custom functions got these back, and may have made gradients of them
@@ -67,6 +68,7 @@ class Contents:
     def clear(self) -> None:
         self.marks.clear()
         self._held.clear()
+        self._away.clear()
         self._opened.clear()
         self._exposed.clear()
         self._handed.clear()
@@ -77,6 +79,12 @@ class Contents:
         address = storage_ptr(held.storage)
         self._held.setdefault(address, []).append(weakref.ref(held))
         return address not in self._exposed and held.storage.resizable()
+
+    def will_bring(self, source: Source, tensor: torch.Tensor) -> Away:
+        """A rerun will read a weight that is not on the device all the time."""
+        away = Away(source.pack(tensor), tensor)
+        self._away.setdefault(id(source), []).append(weakref.ref(away))
+        return away
 
     # -- what can happen to a tensor ----------------------------------------------------------------------------------
 
@@ -94,6 +102,8 @@ class Contents:
                 needed |= self._keep_for_reruns(address)
             if address in self._handed:
                 self._copy_kept(address)
+            if self._away:
+                needed |= self._keep_away(address, tensor)
             storage = self.marks.find(address)
             if storage is not None:
                 follow = silent or storage_at(self._opened, address) is not None
@@ -128,6 +138,7 @@ class Contents:
         """A tensor is about to get another storage (`x.data = ...`). Reruns go on reading the one it has. Autograd
         saved the tensor itself where it was the input of an op, and sees the other one then; of an op's output it saved
         what lay below. What is returned is called when the tensor has the other one. True: handles follow it."""
+        self._keep_away(address_of(tensor), tensor)
         for mark in self._held.get(address_of(tensor), ()):
             held = mark()
             if held is not None and held.tensor is tensor:
@@ -167,6 +178,20 @@ class Contents:
         self._put_away(cell)
         for held in helds:
             held.put_away(cell)
+        return True
+
+    def _keep_away(self, address: int, tensor: torch.Tensor) -> bool:
+        """A weight is about to change, wherever it is at the moment."""
+        source = source_at(address)
+        marks = self._away.pop(id(source), ()) if source is not None else ()
+        aways = [away for away in (mark() for mark in marks) if away is not None]
+        if not aways:
+            return False
+        cell = Cell(-1, tensor)
+        cell.data = detached(tensor)
+        self._put_away(cell)
+        for away in aways:
+            away.put_away(cell)
         return True
 
     def _kept_at(self, address: int) -> list[Kept]:

@@ -24,6 +24,7 @@ class PlannedTick:
         "dtype",
         "gives_at",
         "is_busy",
+        "is_outside",
         "is_pack",
         "is_shared",
         "moves",
@@ -44,6 +45,7 @@ class PlannedTick:
         self.dtype = getattr(torch, tick.dtype, None)
         self.decision = decision
         self.needs_cell = self.is_busy = self.packed_again = False
+        self.is_outside = False  # its value was there before the step
         self.is_shared = False  # several storages of the step stand for its value: those of merged ops
         self.actions: list[Action] = []
         self.gives_at = -1  # the action at which what an unpack gives must be taken: it ends our hold on it
@@ -106,6 +108,7 @@ class Program:
             tick.packed_again = tick.is_pack and last_packs[tick.value] > tick.number
             tick.needs_cell = tick.value in self.cells
             tick.is_shared = tick.value in shared
+            tick.is_outside = _is_outside(trace, tick.value)
             # To drop a value there is nothing to do: its pack does not hold it.
             tick.is_busy = tick.moves is not None or any(action.kind != "drop" for action in tick.actions)
 

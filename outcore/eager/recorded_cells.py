@@ -11,10 +11,11 @@ from outcore.eager.cells import Cell, MakesAgain, version_of
 from outcore.eager.overwriting import Contents
 from outcore.eager.recorded_storages import RecordedStorages
 from outcore.eager.remaking import HANDFUL, has_same_bytes, let_go_all, quickly_made
-from outcore.eager.replay import below_everything
+from outcore.eager.replay import Held, below_everything
 from outcore.eager.replay_safety import ReplaySafety
 from outcore.eager.restoring import bring
 from outcore.errors import ReplayError
+from outcore.memory.tensors import source_of
 
 
 class RecordedCells:
@@ -51,6 +52,15 @@ class RecordedCells:
             cell.recipe = recipe
             marks.append(self._name(cell, tensor))
         return marks
+
+    def source_of(self, index: int, tensor: torch.Tensor) -> Cell | Held:
+        """What stands for a tensor that op `index` reads."""
+        source = source_of(tensor)
+        if source is None:
+            return self.cell_of(tensor)
+        away = self._contents.will_bring(source, tensor)
+        self._safety.reads_away(index, away)
+        return away
 
     def cell_of(self, tensor: torch.Tensor) -> Cell:
         """The cell of the value that a tensor is a view of, which an op reads or autograd saves."""

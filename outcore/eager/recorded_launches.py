@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 from outcore.eager.intercept import in_backward
@@ -41,7 +42,8 @@ class RecordedLaunches:
             replay = "no"
         recipe = None
         if replay != "no":
-            recipe = recipe_of(kernel, reads, changes, numbers, self._cells.cell_of, is_random=replay == "random")
+            find = partial(self._cells.source_of, len(self._ops.ops))
+            recipe = recipe_of(kernel, reads, changes, numbers, find, is_random=replay == "random")
             self._safety.read_by_recipes.update(values)
         self._changing((*changes, *(reads[place] for place in kernel.overwrites)))
         return kernel, values, replay, recipe, self._ops.start()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -147,13 +147,19 @@ class RecordedOps:
         self._modules.close()
 
     def finish(
-        self, saved: set[int], written_into: set[int], is_lost: Callable[[Sequence[int], Sequence[int]], bool]
+        self,
+        saved: set[int],
+        written_into: set[int],
+        is_lost: Callable[[Sequence[int], Sequence[int]], bool],
+        lost: Iterable[int] = (),
     ) -> tuple[Op, ...]:
         """`saved`: the values that autograd saved. `written_into`: those that custom functions may write into.
-        `is_lost`: whether an op that reads and writes these values must never run again."""
+        `is_lost`: whether an op that reads and writes these values must never run again, as those in `lost`."""
         seconds = self._clock.seconds()
         for index, norm_replay in self._norm_replays.items():
             self.ops[index].norm_replay_s = norm_replay.seconds()
+        for index in lost:
+            self.ops[index].replay, self.ops[index].repeats = "no", -1
         for op in self.ops:
             if is_lost(op.reads, op.writes):
                 op.replay, op.repeats = "no", -1

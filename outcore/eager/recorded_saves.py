@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from outcore.eager.cells import Cell, Handle, Kept, cells_on, check_unchanged, shape_of
+from outcore.eager.cells import Cell, Handle, Kept, cells_on, kept, shape_of
 from outcore.eager.intercept import called_by_function
 from outcore.eager.overwriting import Contents
 from outcore.eager.recorded_cells import RecordedCells
@@ -106,7 +106,8 @@ class RecordedSaves:
         tick = self._add_tick("pack", value, pack, tensor)
         storage = storages.storage_of(value)
         if storage.external or not storage.movable or storage.bytes < SMALL_BYTES or self._is_unfilled(value):
-            return self._watch_handle(Kept(tensor, pack, run), tick)
+            held = kept(tensor, pack, run) if storage.external and strided else Kept(tensor, pack, run)
+            return self._watch_handle(held, tick)
         cell = self._cells.cell_of(tensor)
         if called_by_function() and not self._cells.can_be_made(cell, tensor):
             cell = self._cells.replace(value, tensor)
@@ -155,10 +156,10 @@ class RecordedSaves:
         if isinstance(handle, Kept):
             if function is not None:
                 self._safety.written_into.add(value)
-            self._add_tick("unpack", value, handle.pack, handle.tensor)
-            check_unchanged(handle.version, handle.tensor)
-            self._contents.hand(handle.tensor)
-            return handle.tensor
+            found = handle.find()
+            self._add_tick("unpack", value, handle.pack, found)
+            self._contents.hand(found)
+            return found
         with below_everything():
             present = handle.cell.data is not None
             data = bring(handle.cell)
@@ -189,8 +190,7 @@ class RecordedSaves:
 def _unpack_late(handle: Handle | Kept) -> torch.Tensor:
     """The step is over, and its trace is made."""
     if isinstance(handle, Kept):
-        check_unchanged(handle.version, handle.tensor)
-        return handle.tensor
+        return handle.find()
     with below_everything():
         is_absent = handle.cell.data is None
         tensor = handle.of(bring(handle.cell, see_brought))

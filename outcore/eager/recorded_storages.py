@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from outcore.memory.device import DeviceMemory
-from outcore.memory.tensors import is_plain
+from outcore.memory.tensors import Source, is_plain, source_of
 from outcore.values import Storage, Value
 
 _MARK, _WATCH = "_outcore_recorded", "_outcore_watched"
@@ -43,12 +43,16 @@ class RecordedStorages:
         there: Iterable[torch.UntypedStorage],
         memory: DeviceMemory,
         is_exposed: Callable[[torch.Tensor], bool],
+        beside: Callable[[], int],
     ) -> None:
         """`there`: the storages that exist before the step. `is_exposed`: whether somebody may write into a tensor's
-        memory without any op."""
+        memory without any op. `beside`: bytes that others have on the device at the moment, and account for."""
         self.slot = -1
+        self._beside = beside
+        self._watched: dict[int, int] = {}  # storage -> the number of its reference
+        self._of_sources: dict[Source, int] = {}  # whose tensors come and go -> the number of the storage
         self.values: list[Value] = []
-        self.live_bytes = 0
+        self._own_bytes = 0
         self.exposed: set[int] = set()  # storages that somebody may write into without any op
         self._memory, self._device_type = memory, memory.device.type
         self._is_exposed = is_exposed
@@ -58,6 +62,11 @@ class RecordedStorages:
         self._serial = object()
         for storage in there:
             storage.__dict__[_MARK] = (self._serial, None)
+
+    @property
+    def live_bytes(self) -> int:
+        """On the device, beyond what was there before the step."""
+        return self._own_bytes + self._beside()
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether its storage is one of the step's, or was there before."""
@@ -69,8 +78,21 @@ class RecordedStorages:
         known = self.knows(tensor)
         if known and (number := tensor.untyped_storage().__dict__[_MARK][1]) is not None:
             return int(number)
+        if (source := source_of(tensor)) is not None:
+            return self._number_from(source, tensor)
         here = tensor.device.type == self._device_type
         return self._add(tensor, external=known or not here, producer=-1)
+
+    def _number_from(self, source: Source, tensor: torch.Tensor) -> int:
+        """A weight has one number, wherever it is at the moment: it was there before the step."""
+        number = self._of_sources.get(source)
+        if number is None:
+            number = self._of_sources[source] = len(self._storages)
+            num_bytes = tensor.untyped_storage().nbytes()
+            self._storages.append(RecordedStorage(num_bytes, max(self.slot, 0), external=True, movable=False))
+            self._add_value(number, -1)
+        tensor.untyped_storage().__dict__[_MARK] = (self._serial, number)
+        return number
 
     def value_of(self, tensor: torch.Tensor) -> int:
         """The value that a tensor is a view of."""
@@ -111,7 +133,7 @@ class RecordedStorages:
             added.movable = False
             self.exposed.add(number)
         if not external:
-            self._watch(storage, added.bytes, partial(self._ended, added))
+            self._watched[number] = self._watch(storage, added.bytes, partial(self._ended, added))
         self._add_value(number, producer)
         return number
 
@@ -126,13 +148,13 @@ class RecordedStorages:
 
     def _watch(self, storage: torch.UntypedStorage, num_bytes: int, on_death: Callable[[], None]) -> int:
         number, self._next_ref = self._next_ref, self._next_ref + 1
-        self.live_bytes += num_bytes
+        self._own_bytes += num_bytes
         self._refs[number] = weakref.ref(storage, partial(self._died, number, num_bytes, on_death))
         return number
 
     def _died(self, number: int, num_bytes: int, on_death: Callable[[], None], _: object) -> None:
         if self._refs.pop(number, None) is not None:
-            self.live_bytes -= num_bytes
+            self._own_bytes -= num_bytes
             on_death()
 
     def _ended(self, storage: RecordedStorage) -> None:
@@ -153,8 +175,18 @@ class RecordedStorages:
         marks.pop(_MARK, None)
         number, num_bytes, on_death = marks.pop(_WATCH, (-1, 0, None))
         if self._refs.pop(number, None) is not None:
-            self.live_bytes -= num_bytes
+            self._own_bytes -= num_bytes
             on_death(self.slot - 1)  # that value begins with the launch
+
+    def take(self, tensor: torch.Tensor) -> int:
+        """Others account for the memory of this tensor from now on: the number of its storage, -1 if the step did not
+        make it."""
+        mark: Any = tensor.untyped_storage().__dict__.get(_MARK)
+        number = mark[1] if mark is not None and mark[0] is self._serial and mark[1] is not None else -1
+        if self._refs.pop(self._watched.pop(number, -1), None) is not None:
+            self._own_bytes -= self._storages[number].bytes
+            self._storages[number].dies = self.slot
+        return int(number)
 
     def expose(self, storage: torch.UntypedStorage) -> None:
         """Somebody may write into it without any op from now on, so it stays where it is."""

@@ -37,7 +37,7 @@ from outcore.memory.device import DeviceMemory
 from outcore.memory.meter import storages_there
 from outcore.memory.store import Store
 from outcore.memory.tensors import is_plain
-from outcore.values import Replay, Trace
+from outcore.values import Replay, StateUse, Trace
 
 
 class Recorder:
@@ -53,21 +53,25 @@ class Recorder:
         budget_bytes: int,
         *,
         reruns: bool = True,
+        state_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         """`reruns`: whether values may be made again while recording; not where the user asked that each bit be
-        itself."""
+        itself. `state_bytes`: that the training state has on the device at the moment, where it comes and goes."""
         self.before_bytes = before_bytes
         self.name = type(model).__name__
         self.device = memory.device
         self.switches = switches()  # that the step began with
         self._contents = contents = Contents(store, self, on_copy=partial(_see_copy, weakref.ref(self)))
-        self.storages = storages = RecordedStorages(storages_there(model, inputs), memory, contents.is_exposed)
+        self.storages = storages = RecordedStorages(
+            storages_there(model, inputs), memory, contents.is_exposed, state_bytes
+        )
         self.ops = ops = RecordedOps(model, storages, memory, before_bytes, budget_bytes)
         self.safety = safety = ReplaySafety(storages, ops.workspaces)
         excuse = memory.refusals.excuse
         self.cells = cells = RecordedCells(storages, contents, safety, budget_bytes, ops.reset_peak, excuse)
         beside = Beside(store, budget_bytes, memory.is_slow_to_pin, reruns)
         self.saves = RecordedSaves(storages, ops, cells, contents, safety, beside)
+        self._state: list[StateUse] = []
         self._lock = RLock()
 
     # -- ops and launches ---------------------------------------------------------------------------------------------
@@ -83,7 +87,7 @@ class Recorder:
         replay = self._replay_of(func, args, kwargs, forward=forward)
         recipe = None
         if forward and replay != "no":
-            recipe = capture(len(ops.ops), func, args, kwargs, self.cells.cell_of)
+            recipe = capture(len(ops.ops), func, args, kwargs, partial(self.cells.source_of, len(ops.ops)))
             safety.read_by_recipes.update(reads)
         if signature.writes:
             self.write(func, args, kwargs)
@@ -190,6 +194,16 @@ class Recorder:
         with self._lock:
             return self.saves.unpack(handle, function)
 
+    # -- the training state, where it comes and goes (`outcore.state`) -----------------------------------------------
+
+    def needs_weight(self, unit: int) -> None:
+        self._state.append(StateUse(max(self.storages.slot, 0), "weight", unit))
+
+    def takes_gradient(self, unit: int, gradient: torch.Tensor) -> None:
+        """It is on its way home: from here on it is counted there."""
+        storage = self.storages.take(gradient)
+        self._state.append(StateUse(max(self.storages.slot, 0), "gradient", unit, storage))
+
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -204,11 +218,12 @@ class Recorder:
         last_slot = max(self.storages.slot, 0)
         saved = {tick.value for tick in self.saves.ticks}
         return Trace(
-            ops=self.ops.finish(saved, self.safety.written_into, self.safety.is_lost),
+            ops=self.ops.finish(saved, self.safety.written_into, self.safety.is_lost, self.safety.changed_away),
             values=tuple(self.storages.values),
             storages=self.storages.finish(last_slot),
             ticks=tuple(tick.finish(last_slot) for tick in self.saves.ticks),
             before_bytes=self.before_bytes,
+            state=tuple(self._state),
             device=self.device.type if self.device.type == "cpu" else torch.cuda.get_device_name(self.device),
             torch=torch.__version__,
             model=self.name,

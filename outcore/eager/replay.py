@@ -81,6 +81,30 @@ class Held:
         return self.view.of(self.cell.data)
 
 
+class Away(Held):
+    """A weight that is on the device only while somebody reads it (`outcore.state`). It is put away before it changes,
+    too; where that was not seen, and its version tells, it is an error."""
+
+    __slots__ = ("handle", "lies")
+
+    def __init__(self, handle: Any, tensor: torch.Tensor) -> None:
+        self.handle, self.lies, self.cell, self.view = handle, View(tensor), None, None
+
+    def put_away(self, cell: Cell) -> None:
+        self.cell, self.view = cell, self.lies
+
+    def find(self) -> torch.Tensor:
+        if self.cell is not None:
+            return super().find()
+        try:
+            found: torch.Tensor = self.handle.run.unpack(self.handle)
+        except RuntimeError as error:
+            raise ReplayError(
+                f"a weight cannot be read again ({error}); change it after backward(), or use planner='swap'"
+            ) from None
+        return found
+
+
 class Scratch:
     """An argument whose content does not matter."""
 
@@ -470,7 +494,7 @@ def with_generator(start: tuple[torch.device, torch.Tensor] | None) -> Iterator[
 
 
 def refuse_held(held: Held, func: OpOverload | str) -> None:
-    if held.cell is None and state_of(held.tensor) != held.state:
+    if type(held) is Held and held.cell is None and state_of(held.tensor) != held.state:
         raise _changed(held.tensor, func)
 
 

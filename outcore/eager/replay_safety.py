@@ -13,6 +13,7 @@ import torch
 
 from outcore.eager.recorded_storages import RecordedStorages
 from outcore.eager.remaking import checksum
+from outcore.eager.replay import Away
 from outcore.memory.workspace import WorkspaceMeter
 
 
@@ -24,6 +25,7 @@ class ReplaySafety:
         self.rewritten: set[int] = set()  # values that changed in or after a custom function, and by no op
         self.unsaid: set[int] = set()  # values that an op writes into without saying so: running statistics
         self.read_by_recipes: set[int] = set()
+        self._aways: list[tuple[int, Away]] = []  # ops that read a weight which comes and goes
         self._storages, self._workspaces = storages, workspaces
 
     def is_lost(self, reads: Sequence[int], writes: Sequence[int]) -> bool:
@@ -32,6 +34,14 @@ class ReplaySafety:
         exposed, known = self._storages.exposed, self._storages.values
         is_exposed = bool(exposed) and not exposed.isdisjoint(known[value].storage for value in values)
         return is_exposed or not self.unsaid.isdisjoint(reads) or not self.rewritten.isdisjoint(values)
+
+    def reads_away(self, op: int, away: Away) -> None:
+        self._aways.append((op, away))
+
+    @property
+    def changed_away(self) -> set[int]:
+        """Ops that read a weight which was put away because it changed later in the step."""
+        return {op for op, away in self._aways if away.cell is not None}
 
     def see_given(self, function: Any, value: int, tensor: torch.Tensor) -> None:
         """The backward of a custom function got a saved tensor. Whether it changes is known when that backward is over:

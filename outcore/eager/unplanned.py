@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from outcore.eager.branching import Spare
-from outcore.eager.cells import Cell, Handle, Kept, View, cell_of
+from outcore.eager.cells import Cell, Handle, Kept, View, cell_of, kept
 from outcore.eager.overwriting import Contents
 from outcore.eager.replay import below_everything
 from outcore.eager.restoring import SMALL_BYTES
 from outcore.memory.store import Store
-from outcore.memory.tensors import is_plain
+from outcore.memory.tensors import is_plain, source_of
 
 
 class UnplannedSaves:
@@ -31,7 +31,7 @@ class UnplannedSaves:
     def pack(self, tensor: torch.Tensor, run: Any) -> Handle | Kept:
         """`run`: the execution, which the handle will ask for its tensor."""
         if not is_plain(tensor) or tensor.device.type != self._store.device.type or self._is_outside(tensor):
-            return Kept(tensor, -1, run)
+            return kept(tensor, -1, run) if is_plain(tensor) else Kept(tensor, -1, run)
         if not tensor.requires_grad and tensor.is_floating_point():  # noise, say, that is saved before it is drawn
             return Kept(tensor, -1, run)
         if self._contents.is_exposed(tensor):
@@ -54,4 +54,4 @@ class UnplannedSaves:
         if self._outside is None:
             self._outside = self._find_outside()
         storage = tensor.untyped_storage()
-        return storage.nbytes() < SMALL_BYTES or storage._cdata in self._outside
+        return storage.nbytes() < SMALL_BYTES or storage._cdata in self._outside or source_of(tensor) is not None

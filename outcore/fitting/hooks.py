@@ -53,10 +53,14 @@ class ForwardHook:
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
-    def add(self, owner: Any, model: torch.nn.Module) -> None:
+    def add(self, owner: Any, model: torch.nn.Module, *, first: bool = False) -> None:
+        """`first`: before the hooks that bring weights, which are moved when a step begins."""
         self.owners.add(owner)
         if self._handle is None:
             self._handle = model.register_forward_pre_hook(self, with_kwargs=True)
+        if first:
+            hooks: Any = model._forward_pre_hooks
+            hooks.move_to_end(self._handle.id, last=False)
 
     def remove_if_unused(self) -> None:
         if not list(self.owners) and self._handle is not None:  # a list: the owner that is just dying is not in it

@@ -16,6 +16,7 @@ import torch
 from outcore.eager.execution import Execution
 from outcore.eager.intercept import Interception
 from outcore.errors import OutcoreError, StoreError
+from outcore.fitting.beside import StateBeside
 from outcore.fitting.cache import StepCache
 from outcore.fitting.calls import Calls
 from outcore.fitting.families import Families
@@ -29,6 +30,7 @@ from outcore.fitting.settings import FITTING, FittingSettings
 from outcore.fitting.tally import Stats, Tally
 from outcore.memory.device import DeviceMemory
 from outcore.memory.store import Store
+from outcore.state.state import State
 from outcore.values import Budget, Machine, Plan, Trace
 
 T = TypeVar("T")
@@ -50,9 +52,11 @@ class Loop:
         measure: bool = False,
         cache: Path | None = None,
         settings: FittingSettings = FITTING,
+        state: State | None = None,
     ) -> None:
         self.model, self.memory, self.measure = model, memory, measure
         self.preparer = Preparer(machine, budget, planner, memory, store, given, settings)
+        self.beside = StateBeside(state, self.preparer) if state is not None else None
         remembering = (
             Remembering(StepCache(cache), model, memory.device, budget, planner) if cache and not given else None
         )
@@ -66,7 +70,7 @@ class Loop:
         self.has_graphs: bool | None = None  # whether steps call compiled graphs; None: not known yet
         self._unread: Callable[[], None] | None = None
         self._hook = hook_of(model, settings.num_forgotten)
-        self._hook.add(self, model)
+        self._hook.add(self, model, first=state is not None)
         self._detach = weakref.finalize(self, _detach, self._hook, memory)
         self._detach.atexit = False
 
@@ -132,7 +136,7 @@ class Loop:
     def stats(self) -> Stats:
         """What the steps did and cost so far."""
         self.read_measured()
-        return self.tally.stats()
+        return self.tally.stats() | (self.beside.stats() if self.beside is not None else {})
 
     def read_later(self, read: Callable[[], None]) -> None:
         self._unread = read
@@ -159,6 +163,8 @@ class Loop:
         self._hook.owners.discard(self)
         self.families.close()
         self._detach()
+        if self.beside is not None:
+            self.beside.state.close()
         self.store.close()
 
     def retire(self) -> None:

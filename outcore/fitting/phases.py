@@ -50,7 +50,7 @@ from typing import Protocol, Self
 
 from outcore.errors import BudgetTooSmall, OutcoreError
 from outcore.fitting.headroom import Headroom
-from outcore.fitting.preparing import Preparer, as_run
+from outcore.fitting.preparing import Preparer
 from outcore.fitting.ready import Ready
 from outcore.fitting.retiming import timed_again
 from outcore.planning.rewrites.gradient_sums import adds_in_place
@@ -183,7 +183,7 @@ class Recorded(_Known):
         trace, headroom = self._trace_now(life, before_bytes), self._headroom_now(life, before_bytes)
         in_place = _adds_in_place(life, trace)
         try:
-            plan = life.preparer.brief_plan(as_run(trace, in_place=in_place), headroom)
+            plan = life.preparer.brief_plan(life.preparer.as_run(trace, in_place=in_place), headroom)
         except BudgetTooSmall:  # the planner that is asked for in the end may find more
             return Timed(trace, self.ready, headroom).begin(life, before_bytes)
         assert plan is not None, "nothing was tried yet that it could not beat"
@@ -202,7 +202,7 @@ class Timed(_Known):
         preparer = life.preparer
         trace, headroom = self._trace_now(life, before_bytes), self._headroom_now(life, before_bytes)
         in_place = _adds_in_place(life, trace)
-        plan = preparer.plan(as_run(trace, in_place=in_place), headroom, same_size=self.same_size)
+        plan = preparer.plan(preparer.as_run(trace, in_place=in_place), headroom, same_size=self.same_size)
         if plan is None:
             return settled_on_best(life, trace, self.ready, headroom)
         ready = preparer.make_ready(trace, plan, headroom, in_place=in_place, may_switch=life.may_switch)

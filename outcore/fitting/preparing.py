@@ -16,15 +16,16 @@ from outcore.fitting.ready import Ready
 from outcore.fitting.settings import FittingSettings
 from outcore.memory.device import DeviceMemory
 from outcore.memory.store import Store
-from outcore.planning import plans
+from outcore.planning import AS_IT_IS, plans
 from outcore.planning.allocator.fragmentation import Placement, search_placement
 from outcore.planning.allocator.hints import AllocatorHints
 from outcore.planning.planners.scoring import lean_bytes
 from outcore.planning.planners.simple import swap_all
 from outcore.planning.preparing import at_pace, prepare
+from outcore.planning.residency import beside_state, choose_residency, with_gradients
 from outcore.planning.rewrites.gradient_sums import sums_in_place
 from outcore.planning.trace_index import index_of
-from outcore.values import Budget, Machine, Plan, Timeline, Trace
+from outcore.values import Budget, Machine, Plan, Residency, Timeline, Trace
 
 
 class Preparer:
@@ -42,6 +43,7 @@ class Preparer:
     ) -> None:
         self.machine, self.budget, self.planner, self.memory = machine, budget, planner, memory
         self.settings = settings
+        self.residency: Residency | None = None  # of the training state, where it may leave the device
         self.uses_given = False  # a step came that the given plan was made for
         self._given, self.store = given, store
 
@@ -129,16 +131,31 @@ class Preparer:
 
     def _plans(self, trace: Trace, size_bytes: int, planner: str, known: list[Plan], *, most: int) -> list[Plan]:
         budget = replace(self.budget, device_bytes=size_bytes)
-        return plans(trace, self.machine, budget, planner=planner, most=most, starts=known)
+        machine = beside_state(self.machine, self.residency)
+        return plans(trace, machine, budget, planner=planner, most=most, starts=known)
+
+    def choose_residency(self, trace: Trace, least: Residency, budget: Budget) -> Residency:
+        """Where the training state is best, beside this step."""
+        planner = self.planner if self.planner in AS_IT_IS else "priced"
+
+        def plan(step: Trace, machine: Machine, budget: Budget) -> Plan:
+            return plans(step, machine, budget, planner=planner, most=1)[0]
+
+        return choose_residency(trace, least, self.machine, budget, plan)
 
     # -- what follows from it -----------------------------------------------------------------------------------------
+
+    def as_run(self, trace: Trace, *, in_place: bool) -> Trace:
+        """The step to plan for, of a recorded one. `in_place`: autograd adds gradients in place."""
+        step = with_gradients(trace, self.residency)
+        return sums_in_place(step) if in_place else step
 
     def make_ready(
         self, trace: Trace, plan: Plan, headroom: Headroom | None, *, in_place: bool, may_switch: bool = False
     ) -> Ready:
         """Lowered, verified, simulated, and with what its steps do for the allocator. `may_switch`: its steps may turn
         out to be other ones."""
-        prepared = prepare(as_run(trace, in_place=in_place), plan, self.machine)
+        prepared = prepare(self.as_run(trace, in_place=in_place), plan, self.machine, residency=self.residency)
         peak = prepared.predicted
         if peak.peak_bytes > self.budget.device_bytes:  # a plan that was given, for another budget
             where = str(self.memory.device)
@@ -203,8 +220,3 @@ class Preparer:
     def at_pace(self, ready: Ready, pace: float) -> Ready:
         """The same plan where every op takes `pace` times as long."""
         return replace(ready, prepared=at_pace(ready.prepared, pace, self.machine))
-
-
-def as_run(trace: Trace, *, in_place: bool) -> Trace:
-    """The step to plan for, of a recorded one. `in_place`: autograd adds gradients in place."""
-    return sums_in_place(trace) if in_place else trace

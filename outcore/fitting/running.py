@@ -22,6 +22,7 @@ from outcore.eager.intercept import Interception, in_backward, in_transform
 from outcore.eager.program import Program
 from outcore.eager.recorder import Recorder
 from outcore.errors import OutcoreError, warn
+from outcore.fitting.beside import StateBeside
 from outcore.fitting.calls import Call, Calls, no_forward
 from outcore.fitting.families import Families
 from outcore.fitting.hooks import ACTIVE
@@ -49,6 +50,7 @@ class Owner(Protocol):
     families: Families
     calls: Calls
     interception: Interception
+    beside: StateBeside | None
     measure: bool
     last: Kind | None
     has_graphs: bool | None  # whether steps call compiled graphs; None: not known yet
@@ -92,6 +94,8 @@ class RunningStep:
         gc.disable()  # a step makes and frees thousands of objects: every look at them all takes a tenth of a second
         has_compiler = graphs.listen(self._graph_session)
         compiles = has_compiler and self.owner.has_graphs is not False
+        if self.owner.beside is not None:
+            self.owner.beside.enter()
         self.owner.interception.start(lambda: self._begin_alone(compiles), compiles=compiles)
 
     def leave(self) -> None:
@@ -102,6 +106,8 @@ class RunningStep:
         graphs.stop_listening()
         if self._collects:
             gc.enable()
+        if self.owner.beside is not None:
+            self.owner.beside.leave()
         self.owner.memory.end_step()
         if self.listener is not None:
             self.listener.close()
@@ -144,16 +150,26 @@ class RunningStep:
         """It is known what the model is called with: finds the kind, plans where a plan is due, and listens."""
         owner, self._call = self.owner, call
         before_bytes = owner.memory.before_step_bytes(call.inputs)
-        kind = self._kind = self._find_kind(call, before_bytes)
+        beside = owner.beside
+        kind = self._kind = self._find_kind(call, before_bytes + self._reserved_bytes)
         if isinstance(kind.phase, New):
             owner.memory.before_recording()
             before_bytes = owner.memory.before_step_bytes(call.inputs)
         owner.kinds.tell_if_late(kind)
-        phase = kind.begin(before_bytes)
+        if beside is None:
+            phase = kind.begin(before_bytes)
+        else:
+            phase = beside.begin(kind, lambda: owner.memory.before_step_bytes(call.inputs))
+            before_bytes = owner.memory.before_step_bytes(call.inputs)
         if isinstance(phase, New):
             self._record(before_bytes)
         else:
             self._follow(kind, phase, before_bytes)
+
+    @property
+    def _reserved_bytes(self) -> int:
+        """That the training state may take, where it comes and goes."""
+        return self.owner.beside.reserved_bytes if self.owner.beside is not None else 0
 
     def _find_kind(self, call: Call, before_bytes: int) -> Kind:
         """A kind of its own where its plan is settled; else, where sizes vary, one that shares a plan with others."""
@@ -167,7 +183,7 @@ class RunningStep:
         return owner.kinds.find(call.signature, call.scalars)
 
     def _record(self, before_bytes: int) -> None:
-        owner = self.owner
+        owner, beside = self.owner, self.owner.beside
         owner.calls.know_parameters()
         recorder = Recorder(
             owner.model,
@@ -177,7 +193,10 @@ class RunningStep:
             before_bytes,
             owner.preparer.budget.device_bytes,
             reruns=owner.preparer.planner not in AS_IT_IS,
+            state_bytes=(lambda: beside.state.window.used_bytes) if beside is not None else (lambda: 0),
         )
+        if beside is not None:
+            beside.watch(recorder)
         self._listen(recorder, ops=True)
 
     def _follow(self, kind: Kind, phase: Phase, before_bytes: int) -> None:
@@ -207,8 +226,8 @@ class RunningStep:
             on_refused=memory.refusals.excuse,
             outside=lambda: outside(model, inputs),
             asked_late=kind.asked_late,
-            others=lambda: self._other_programs(kind, before_bytes),
-            spare_bytes=lambda: self._spare_bytes(kind, before_bytes),
+            others=lambda: self._other_programs(kind, before_bytes + self._reserved_bytes),
+            spare_bytes=lambda: self._spare_bytes(kind, before_bytes + self._reserved_bytes),
         )
         self._listen(execution, ops=bool(program.last_watched >= 0 or execution.meter or clock))
         execution.look_away()

@@ -31,12 +31,13 @@ from typing import Any
 import torch
 
 from outcore.errors import StoreError
+from outcore.memory.meter import BESIDE, see_brought
 from outcore.memory.pinning import pin, unpin
-from outcore.memory.tensors import as_bytes, below_everything
+from outcore.memory.tensors import as_bytes, below_everything, data_ptr
 from outcore.units import format_bytes
 
 PAGE_BYTES = 4096
-_HOME = "_outcore_home"
+_HOME = BESIDE
 
 Done = torch.cuda.Event | Future[None]  # a copy that was started
 
@@ -134,6 +135,7 @@ class Homes:
         """Starts copying a tensor to the device. Read it after `wait`."""
         with below_everything(), torch.inference_mode(False):
             target = torch.empty_strided(home.size(), home.stride(), dtype=home.dtype, device=self.device)
+            see_brought(target)
             return target, self._copy("in", target, home)
 
     def send(self, source: torch.Tensor, home: torch.Tensor) -> Done:
@@ -170,11 +172,17 @@ class Homes:
             return event
 
     def _in_thread(self, way: str, target: torch.Tensor, source: torch.Tensor) -> Done:
+        pair = [target, source]
+
         def copy(delay_s: float) -> None:
-            if delay_s:
-                time.sleep(delay_s)
-            with torch.no_grad():
-                target.copy_(source)
+            """Holds neither tensor any more when it is over."""
+            try:
+                if delay_s:
+                    time.sleep(delay_s)
+                with torch.no_grad():
+                    pair[0].copy_(pair[1])
+            finally:
+                pair.clear()
 
         return self._threads[way].submit(copy, self.delay_s)
 
@@ -225,15 +233,15 @@ def _pinned(size: int, num_bytes: int, device: torch.device) -> tuple[torch.Unty
         mapped.madvise(mmap.MADV_HUGEPAGE)  # 512 times fewer pages to fault in and to pin
     host = torch.frombuffer(mapped, dtype=torch.uint8)
     host.zero_()  # every core faults its share
-    if not pin(host.data_ptr(), size):
+    if not pin(data_ptr(host), size):
         raise StoreError(
             f"{format_bytes(size)} of host memory could not be pinned for the training state; lower host=..., free "
             "host memory, or raise the locked-memory limit"
         )
     memory = _Memory(num_bytes, host)
-    weakref.finalize(memory, _unpin, host.data_ptr(), mapped, device).atexit = False
+    weakref.finalize(memory, _unpin, data_ptr(host), mapped, device).atexit = False
     construct: Any = torch._C._construct_storage_from_data_pointer
-    return construct(host.data_ptr(), device, num_bytes), memory
+    return construct(data_ptr(host), device, num_bytes), memory
 
 
 def _unpin(address: int, mapped: mmap.mmap, device: torch.device) -> None:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
 from itertools import chain, compress
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -20,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from outcore.memory.tensors import PLAIN, gradient_of, innermost
 
 _SEEN = "_outcore_metered"
+BESIDE = "_outcore_home"  # on storages whose bytes lie beside the device (`outcore.memory.home`)
 _RUNNING: list[weakref.ref[LiveBytes]] = []  # the one of the step that is running, if it has one
 
 
@@ -40,7 +42,8 @@ def storages_there(model: torch.nn.Module, inputs: Iterable[torch.Tensor]) -> It
 def outside(model: torch.nn.Module, inputs: Iterable[torch.Tensor]) -> frozenset[int]:
     """Which storages a model and its inputs have, by number: nothing is won by swapping those."""
     there = map(innermost, chain(model.parameters(), model.buffers(), inputs))
-    return frozenset(tensor.untyped_storage()._cdata for tensor in there if tensor.layout is torch.strided)
+    with torch._C.DisableTorchFunctionSubclass():  # to ask for these is not to look at their content
+        return frozenset(tensor.untyped_storage()._cdata for tensor in there if tensor.layout is torch.strided)
 
 
 class LiveBytes:
@@ -58,9 +61,10 @@ class LiveBytes:
     def see(self, tensor: torch.Tensor) -> None:
         """Counts the storage of `tensor`, which was not there before the step, once."""
         storage = tensor.untyped_storage()
-        if storage.__dict__.get(_SEEN) is self or storage.device.type != "cpu":  # formulas are tried out on "meta"
+        marks = storage.__dict__
+        if marks.get(_SEEN) is self or BESIDE in marks or storage.device.type != "cpu":  # formulas are tried on "meta"
             return
-        storage.__dict__[_SEEN] = self
+        marks[_SEEN] = self
         number, self._next = self._next, self._next + 1
         size = storage.nbytes()
         self.current_bytes += size
@@ -116,8 +120,14 @@ def _tell(listener: weakref.WeakMethod[Callable[..., None]], optimizer: torch.op
         tell(optimizer)
 
 
+def _values(held: Any) -> Iterable[Any]:
+    values: Iterable[Any] = dict.values(held) if isinstance(held, dict) else held.values()
+    return values
+
+
 def resident_bytes(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> int:
-    """Bytes on the CPU between steps: parameters, gradients, buffers and optimizer state."""
+    """Bytes on the CPU between steps: parameters, gradients, buffers and optimizer state, but for what lies beside it.
+    Nobody is told that we look: updates of `outcore.state` may be due."""
     tensors: list[torch.Tensor] = []
     for parameter in model.parameters():
         tensors.append(parameter)
@@ -125,13 +135,14 @@ def resident_bytes(model: torch.nn.Module, optimizers: Iterable[torch.optim.Opti
             tensors.append(gradient)
     tensors.extend(model.buffers())
     for optimizer in optimizers:
-        for state in optimizer.state.values():
-            for item in state.values():  # LBFGS has lists of tensors
+        for state in _values(optimizer.state):
+            for item in _values(state):  # LBFGS has lists of tensors
                 parts = item if isinstance(item, list | tuple) else (item,)
                 tensors.extend(part for part in parts if isinstance(part, torch.Tensor))
-    storages = [
-        tensor.untyped_storage()
-        for tensor in map(innermost, tensors)
-        if tensor.device.type == device.type and tensor.layout is torch.strided and not is_lazy(tensor)
-    ]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    with torch._C.DisableTorchFunctionSubclass():
+        storages = [
+            tensor.untyped_storage()
+            for tensor in map(innermost, tensors)
+            if tensor.device.type == device.type and tensor.layout is torch.strided and not is_lazy(tensor)
+        ]
+    return sum({storage._cdata: storage.nbytes() for storage in storages if BESIDE not in storage.__dict__}.values())

@@ -6,12 +6,13 @@ no hook sees it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+PLAIN: set[type] = {torch.Tensor, torch.nn.Parameter}  # and classes that only notice who looks (`outcore.state`)
 # The dispatch keys on which a step's ops are watched (`eager/intercept.py`). PyTorch has no kernel for either. All ops:
 # below autograd and autocast, where kernels get their final arguments, and beside the key of dispatch modes. Ops that
 # write into what is there: above autograd.
@@ -25,6 +26,20 @@ WATCHED = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(OPS_KEY)) | torch
 # pointer may write through it.
 data_ptr: Callable[[torch.Tensor], int] = torch._C.TensorBase.data_ptr
 storage_ptr: Callable[[torch.UntypedStorage], int] = getattr(torch._C.StorageBase, "data_ptr")  # noqa: B009
+
+
+_data: Any = torch._C.TensorBase.data
+
+
+def data_of(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor.data`, which is watched while a step runs, for those who do not write through it."""
+    data: torch.Tensor = _data.__get__(tensor)
+    return data
+
+
+def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """`tensor.data = data` with the same content: nothing that a step must be told of."""
+    _data.__set__(tensor, data)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -79,6 +94,50 @@ def below_everything() -> Any:
     """Below autograd, autocast, modes and our own watching: where kernels are. All guards as one, and no Python of ours
     around it: an interrupt between two lines would leave a guard on."""
     return torch._C._ExcludeDispatchKeyGuard(_ABOVE)
+
+
+def unseen() -> Any:
+    """What is done inside is no part of the step that is watched."""
+    return torch._C._ExcludeDispatchKeyGuard(WATCHED)
+
+
+class Source(Protocol):
+    """Who brings a tensor to the device whenever somebody reads it (`outcore.state`)."""
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What stands for the tensor, or a view of it, while it may be away: `handle.run.unpack(handle)` gives it back,
+        or raises RuntimeError where it was changed since."""
+        ...
+
+
+_SOURCE = "_outcore_source"
+_SOURCES: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # storages that have one, by where they lie
+_MOST_SOURCES = 4096  # before those that are gone are removed
+
+
+def set_source(storage: torch.UntypedStorage, source: Source) -> None:
+    """Whoever holds a tensor on this storage holds it for a moment only."""
+    storage.__dict__[_SOURCE] = weakref.ref(source)
+    _SOURCES[storage_ptr(storage)] = weakref.ref(storage)
+    if len(_SOURCES) > _MOST_SOURCES:
+        for address in [address for address, mark in _SOURCES.items() if mark() is None]:
+            del _SOURCES[address]
+
+
+def source_at(address: int) -> Any:
+    """Who brings what lies there, if anybody does. To ask a tensor for its storage has consequences, which this has
+    not (`outcore.eager.cells`)."""
+    storage = _SOURCES[address]() if address in _SOURCES else None
+    mark = storage.__dict__[_SOURCE] if storage is not None and storage_ptr(storage) == address else None
+    return mark() if mark is not None else None
+
+
+def source_of(tensor: torch.Tensor) -> Any:
+    """Who brings this tensor to the device, if anybody does."""
+    if tensor.layout is not torch.strided:
+        return None
+    mark = tensor.untyped_storage().__dict__.get(_SOURCE)
+    return mark() if mark is not None else None
 
 
 # What compiled code saves for its backward never leaves our hands: autograd gets an empty tensor in its place. A type

@@ -15,16 +15,22 @@ from outcore.planning.program import lower as lowering
 from outcore.planning.program import simulate as simulating
 from outcore.planning.program import verify as verifying
 from outcore.planning.rewrites.common_ops import as_planned
-from outcore.values import Budget, Machine, Plan, PreparedStep, Schedule, Timeline, Trace
+from outcore.values import Budget, Machine, Plan, PreparedStep, Residency, Schedule, Timeline, Trace
 
 
-def prepare(trace: Trace, plan: Plan, machine: Machine, *, detail: bool = False) -> PreparedStep:
+def prepare(
+    trace: Trace, plan: Plan, machine: Machine, *, detail: bool = False, residency: Residency | None = None
+) -> PreparedStep:
     """Makes a plan ready to run on `machine`. `trace` is the step that was planned, before ops that make the same value
-    were merged; `detail` adds the spans and the memory curve to the prediction."""
+    were merged; `detail` adds the spans and the memory curve to the prediction. `residency`: where the training state
+    is, whose copies the step's own meet."""
     step = as_planned(trace, plan)
     schedule = lowering.lower(step, plan, machine)
     verifying.verify(step, schedule)
-    return PreparedStep(step, plan, schedule, simulating.simulate(step, schedule, machine, detail=detail))
+    predicted = simulating.simulate(step, schedule, machine, detail=detail, residency=residency)
+    if residency is not None:
+        plan = replace(plan, predicted_step_s=predicted.step_s)
+    return PreparedStep(step, plan, schedule, predicted, residency)
 
 
 def lower(trace: Trace, plan: Plan, machine: Machine) -> Schedule:
@@ -93,7 +99,7 @@ def plan_step(trace: Trace, machine: Machine, budget: Budget, planner: str, *, b
 def at_pace(prepared: PreparedStep, pace: float, machine: Machine) -> PreparedStep:
     """The same program where every op takes `pace` times as long."""
     trace = prepared.trace.at(pace)
-    predicted = simulating.simulate(trace, prepared.schedule, machine)
+    predicted = simulating.simulate(trace, prepared.schedule, machine, residency=prepared.residency)
     in_core_s = pace * prepared.plan.in_core_step_s
     plan = replace(prepared.plan, predicted_step_s=predicted.step_s, in_core_step_s=in_core_s)
-    return PreparedStep(trace, plan, prepared.schedule, predicted)
+    return PreparedStep(trace, plan, prepared.schedule, predicted, prepared.residency)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from outcore.memory.tensors import below_everything, is_plain
+from outcore.memory.tensors import below_everything, is_plain, unseen
 from outcore.state.watched import is_held, is_watched, num_users, unwatch, watch
 from outcore.state.window import Item, Window
 
@@ -80,7 +80,7 @@ class Gradient(Item):
         unwatch(self.shown)
         self.norms.clear()
         if self.scalings:
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), unseen():
                 self.scale(self.arrive())
                 self.scalings.clear()
                 self.send()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from outcore.memory.home import is_at_home
-from outcore.memory.tensors import below_everything
+from outcore.memory.tensors import below_everything, unseen
 from outcore.state.gradient import Gradient, Norm
 from outcore.state.unit import Unit, can_move
 from outcore.state.window import Window
@@ -30,14 +30,21 @@ class Gradients:
     def __init__(self, units: Sequence[Unit], window: Window) -> None:
         self._window = window
         self._norms: dict[Norm, None] = {}  # that steps ask for
-        self._hooks: list[Any] = []
+        self._hooks: dict[Unit, list[Any]] = {}
         self._made: list[Unit] = []  # whose gradient is not on its way yet: other hooks may still change it
         self._taken: set[Unit] = set()  # whose old gradient waits at home while the new one is made
         for unit in units:
-            if unit.parameter.requires_grad:
-                before = unit.parameter.register_hook(partial(self._before, unit))
-                after = unit.parameter.register_post_accumulate_grad_hook(partial(self._after, unit))
-                self._hooks += [before, after]
+            self.add(unit)
+
+    def add(self, unit: Unit) -> None:
+        if unit.parameter.requires_grad:
+            before = unit.parameter.register_hook(partial(self._before, unit))
+            after = unit.parameter.register_post_accumulate_grad_hook(partial(self._after, unit))
+            self._hooks[unit] = [before, after]
+
+    def remove(self, unit: Unit) -> None:
+        for hook in self._hooks.pop(unit, ()):
+            hook.remove()
 
     def end(self) -> None:
         """The step is over. Where it failed between two hooks, what was there before comes back."""
@@ -48,12 +55,15 @@ class Gradients:
         self._taken.clear()
 
     def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        for unit in list(self._hooks):
+            self.remove(unit)
 
     def _before(self, unit: Unit, new: torch.Tensor) -> None:
         """Autograd is about to add `new` to the gradient, if there is one."""
+        with unseen():
+            self._make_way(unit, new)
+
+    def _make_way(self, unit: Unit, new: torch.Tensor) -> None:
         self._send_made()
         item = unit.gradient
         if item is None:
@@ -67,6 +77,10 @@ class Gradients:
 
     def _after(self, unit: Unit, parameter: torch.Tensor) -> None:
         """Autograd has added it. Hooks of others may come after ours and see, or change, what we do not hold yet."""
+        with unseen():
+            self._take(unit, parameter)
+
+    def _take(self, unit: Unit, parameter: torch.Tensor) -> None:
         self._send_made()
         self._made.append(unit)
         hooks: Any = parameter._post_accumulate_grad_hooks
@@ -99,6 +113,8 @@ class Gradients:
                 unit.gradient.drop()
             return
         item = unit.gradient = self._home_of(unit)
+        if (watcher := self._window.watcher) is not None:
+            watcher.takes_gradient(unit.number, new)
         item.renew(new)
         self._window.depart(item, partial(self._arrived, unit, item))
 

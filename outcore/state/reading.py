@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from outcore.memory.tensors import below_everything, is_plain
+from outcore.memory.tensors import below_everything, is_plain, unseen
 from outcore.state.unit import Unit, unit_of
 from outcore.state.watched import is_watched, unwatch
 from outcore.state.window import Window
@@ -92,16 +92,37 @@ class Reading:
         self._orders = {True: Order(), False: Order()}  # inside and outside of training steps
         self._last: Unit | None = None  # brought by the backward; it stays until another one is asked for
         self._hooks: list[Any] = [model.register_forward_pre_hook(_Hook(self._before_model), prepend=True)]
-        by_id = {id(unit.parameter): unit for unit in units}
+        known = {id(unit.parameter) for unit in units}
+        self._owners: dict[int, list[weakref.ref[nn.Module]]] = {}  # parameter, by id -> the modules that own it
         for module in model.modules():
-            found = [by_id[id(p)] for p in module._parameters.values() if p is not None and id(p) in by_id]
-            for unit in found:
-                unit.owner = weakref.ref(module)
-            if found:
-                self._readers[id(module)] = found
+            owned = [id(p) for p in module._parameters.values() if p is not None and id(p) in known]
+            for parameter in owned:
+                self._owners.setdefault(parameter, []).append(weakref.ref(module))
+            if owned:
                 before = module.register_forward_pre_hook(_Hook(self._enter), prepend=True)
                 after = module.register_forward_hook(_Hook(self._leave), always_call=True)
                 self._hooks += [before, after]
+        for unit in units:
+            self.add(unit)
+
+    def add(self, unit: Unit) -> None:
+        """From now on its weight is brought when it is read."""
+        unit.reading = self
+        for mark in self._owners[id(unit.parameter)]:
+            if (module := mark()) is not None:
+                unit.owner = mark
+                self._readers.setdefault(id(module), []).append(unit)
+
+    def remove(self, unit: Unit) -> None:
+        """Its weight stays on the device."""
+        unit.reading = None
+        for units in self._readers.values():
+            units[:] = [other for other in units if other is not unit]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no module runs that reads a weight."""
+        return not self._running
 
     @property
     def order(self) -> list[Unit]:
@@ -140,24 +161,30 @@ class Reading:
         fresh = [unit for unit in units if unit.depth == 0 and unit.is_itself]
         for unit in units:
             unit.depth += 1
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), unseen():
             due = [unit for unit in fresh if unit.due is not None]
             if due:
                 self._updates.run_due(due)
             for unit in fresh:
                 unit.expose()
                 unit.observe()
+                self._tell(unit)
             for unit in fresh:
                 self._fetch_ahead(unit)
+
+    def _tell(self, unit: Unit) -> None:
+        if (watcher := self._window.watcher) is not None:
+            watcher.needs_weight(unit.number)
 
     def _leave(self, module: nn.Module) -> None:
         if not self._running or self._running[-1] != id(module):
             return  # the step that it ran in is over
         self._running.pop()
-        for unit in self._readers.get(id(module), ()):
-            unit.depth -= 1
-            if unit.depth == 0:
-                self._conceal(unit)
+        with unseen():
+            for unit in self._readers.get(id(module), ()):
+                unit.depth -= 1
+                if unit.depth == 0:
+                    self._conceal(unit)
 
     def _conceal(self, unit: Unit) -> None:
         """The weight's copy goes, and what the module changed of it goes home."""
@@ -176,9 +203,9 @@ class Reading:
         following = self._orders[self._in_step].reached(unit)
         self._window.settle_over()
         for other in following:
-            if not self._window.has_room(other.missing_bytes()):
+            if not self._window.has_room_ahead(other.missing_bytes()):
                 break
-            if other.weight.here is None and other.is_untouched:
+            if other.weight.here is None and other.reading is not None and other.is_untouched:
                 other.fetch()
 
     # -- what autograd saves ------------------------------------------------------------------------------------------
@@ -186,8 +213,9 @@ class Reading:
     def pack(self, tensor: torch.Tensor) -> Handle | None:
         """A handle if `tensor` lies on a weight of ours."""
         unit = unit_of(tensor) if is_plain(tensor) else None
-        if unit is None:
-            return None
+        return self.handle_of(unit, tensor) if unit is not None else None
+
+    def handle_of(self, unit: Unit, tensor: torch.Tensor) -> Handle:
         if unit.depth == 0 and self._running:
             self._readers.setdefault(self._running[-1], []).append(unit)  # read by it, announced by none
             unit.depth += 1
@@ -203,12 +231,14 @@ class Reading:
             )
         if not unit.is_itself:  # it was given other data since: then autograd would hold the old data, which is gone
             raise RuntimeError(f"{unit.name} was given other data between forward and backward")
-        data = unit.bring()
-        last, self._last = self._last, unit
-        if last is not None and last is not unit:
-            self._let_go(last)
-        self._fetch_ahead(unit)
-        return handle.of(data)
+        with unseen():
+            data = unit.bring()
+            self._tell(unit)
+            last, self._last = self._last, unit
+            if last is not None and last is not unit:
+                self._let_go(last)
+            self._fetch_ahead(unit)
+            return handle.of(data)
 
     def _let_go(self, unit: Unit) -> None:
         """Autograd holds what it was given for as long as it needs it."""

@@ -26,14 +26,16 @@ from torch.nn.parameter import is_lazy
 
 from outcore.errors import OutcoreError
 from outcore.memory.home import Homes, is_at_home
+from outcore.memory.tensors import unseen
 from outcore.state.gradients import Gradients
 from outcore.state.optimizers import Splitting, splitting_of, unwrapped
 from outcore.state.reading import Handle, Reading
 from outcore.state.unit import Unit, can_move
 from outcore.state.updates import Updates
-from outcore.state.watched import num_users
+from outcore.state.watched import WatchedState, num_users
 from outcore.state.window import Window
 from outcore.units import format_bytes
+from outcore.values import Residency, StateUnit
 
 
 class State:
@@ -58,10 +60,16 @@ class State:
         device = next(model.parameters()).device
         self.splitting: Splitting = splitting_of(self.optimizer)
         self.window = Window(Homes(device, home_bytes, folder), window_bytes)
-        self.kept_for: dict[str, str] = {}  # parameter that stays on the device -> why
-        chosen = self._choose(device)
-        self._check_room(chosen)
-        self.units = [Unit(name, parameter, self.window) for name, parameter in chosen.items()]
+        self.kept_for: dict[str, str] = {}  # parameter that cannot leave the device -> why
+        self._updated = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        self._movable = self._choose(device)  # parameters by name, in the order of their numbers
+        self.sizes = tuple(self._size_of(name, parameter) for name, parameter in self._movable.items())
+        self._check_room()
+        self.units = [
+            Unit(name, parameter, self.window, number) for number, (name, parameter) in enumerate(self._movable.items())
+        ]
+        self.resident: frozenset[int] = frozenset()  # numbers of those that are on the device for now
+        self.is_late = later and self.splitting.later
         self._updates = Updates(
             self.optimizer, self.units, self.window, self.splitting, later=later, order=lambda: self._reading.order
         )
@@ -71,10 +79,9 @@ class State:
 
     def _choose(self, device: torch.device) -> dict[str, nn.Parameter]:
         chosen: dict[str, nn.Parameter] = {}
-        updated = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         for name, parameter in self.model.named_parameters():
             why = _why_it_stays(parameter, device)
-            if not why and id(parameter) in updated and not self.splitting.by_parameter:
+            if not why and id(parameter) in self._updated and not self.splitting.by_parameter:
                 why = self.splitting.because
             if why:
                 self.kept_for[name] = why
@@ -87,17 +94,15 @@ class State:
             )
         return chosen
 
-    def _check_room(self, chosen: dict[str, nn.Parameter]) -> None:
+    def _size_of(self, name: str, parameter: nn.Parameter) -> StateUnit:
+        num_bytes, trains = parameter.nbytes, parameter.requires_grad
+        kept_bytes = self.splitting.state_bytes(parameter) if trains and id(parameter) in self._updated else 0
+        return StateUnit(name, num_bytes, num_bytes if trains else 0, kept_bytes)
+
+    def _check_room(self) -> None:
         """Before anything is moved: everything that will need a home must find room there."""
-        updated = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        needed_bytes = 0
-        for parameter in chosen.values():
-            needed_bytes += 0 if is_at_home(parameter) else parameter.nbytes
-            if parameter.requires_grad:
-                needed_bytes += parameter.nbytes
-            if parameter.requires_grad and id(parameter) in updated:
-                needed_bytes += self.splitting.state_bytes(parameter)
-        self.window.homes.check_room(needed_bytes, "the training state")
+        there = sum(parameter.nbytes for parameter in self._movable.values() if is_at_home(parameter))
+        self.window.homes.check_room(sum(size.all_bytes for size in self.sizes) - there, "the training state")
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -132,6 +137,79 @@ class State:
         """Runs every update that was put off."""
         self._updates.flush()
 
+    # -- where it lies ------------------------------------------------------------------------------------------------
+
+    @property
+    def least_window_bytes(self) -> int:
+        """That the window needs: for the weights of modules that run inside of each other, with one gradient or what
+        an update takes beside its weight."""
+        chains = [0]
+        for path, _ in self.model.named_modules():
+            above = {path[:at] for at, letter in enumerate(path) if letter == "."} | {"", path}
+            own = [size for size in self.sizes if size.name.rpartition(".")[0] in above]
+            chains.append(sum(size.weight_bytes for size in own))
+        largest = max(self.sizes, key=lambda size: size.all_bytes, default=StateUnit("", 0))
+        spans = largest.weight_bytes if self.splitting.by_element else largest.gradient_bytes + largest.kept_bytes
+        needed_bytes = max(chains) + max(spans, largest.gradient_bytes) + largest.weight_bytes
+        return max(needed_bytes, self.window.peak_bytes if self.window.is_lean else 0)
+
+    @property
+    def residency(self) -> Residency:
+        return Residency(
+            self.sizes,
+            self.resident,
+            self.window.limit_bytes,
+            is_late=self.is_late,
+            tier="host" if self.window.homes.device.type == "cuda" else "disk",
+        )
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Of the device's memory, beyond what is there at the moment."""
+        return self.coming_bytes + (self.window.limit_bytes if len(self.resident) < len(self.sizes) else 0)
+
+    @property
+    def coming_bytes(self) -> int:
+        """Of optimizer state that resident parameters do not have yet."""
+        sizes = [self.sizes[number] for number in self.resident]
+        return sum(size.kept_bytes for size in sizes if not self._updates.has_state(self._movable[size.name]))
+
+    def place(self, residency: Residency) -> None:
+        """Moves parameters on the device, and off it."""
+        if not self._reading.is_idle:
+            return  # a module is reading some of them
+        self.window.limit_bytes = residency.window_bytes
+        if residency.resident == self.resident:
+            return
+        self._updates.flush()
+        self.window.clear()
+        with unseen(), torch.inference_mode(False), torch.no_grad():
+            for number in self.resident - residency.resident:
+                self._stream(number)
+            for number in residency.resident - self.resident:
+                self._keep(number)
+
+    def _keep(self, number: int) -> None:
+        unit = self._unit(number)
+        self.resident |= {number}
+        self.units.remove(unit)
+        self._reading.remove(unit)
+        self._gradients.remove(unit)
+        self._updates.remove(unit)
+        unit.bring_back()
+
+    def _stream(self, number: int) -> None:
+        name = self.sizes[number].name
+        unit = Unit(name, self._movable[name], self.window, number)
+        self.resident -= {number}
+        self.units.append(unit)
+        self._reading.add(unit)
+        self._gradients.add(unit)
+        self._updates.add(unit)
+
+    def _unit(self, number: int) -> Unit:
+        return next(unit for unit in self.units if unit.number == number)
+
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -145,13 +223,16 @@ class State:
         self._gradients.close()
         self._updates.close()
         for unit in self.units:
-            unit.bring_back()
+            if unit.was_at_home:
+                unit.leave_at_home()
+            else:
+                unit.bring_back()
         self.window.homes.close()
 
     def __str__(self) -> str:
         streamed = sum(unit.weight.num_bytes for unit in self.units)
         lines = [f"{len(self.units)} parameters ({format_bytes(streamed)}) have a home beside the device"]
-        lines += [f"{count} stay on it: {why}" for why, count in Counter(self.kept_for.values()).items()]
+        lines += [f"{count} cannot leave it: {why}" for why, count in Counter(self.kept_for.values()).items()]
         return "\n".join(lines)
 
 
@@ -167,6 +248,11 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OutcoreError(f"optimizer={type(optimizer).__name__} is no torch optimizer; pass the one that you step")
     own = {id(parameter) for parameter in model.parameters()}
+    if isinstance(optimizer.state, WatchedState):
+        raise OutcoreError(
+            f"the state of this {type(optimizer).__name__} lies beside a device already; close the limit that put it "
+            "there first"
+        )
     updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     num_own = sum(id(parameter) in own for parameter in updated)
     if not num_own:

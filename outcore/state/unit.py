@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from outcore.memory.home import is_at_home
-from outcore.memory.tensors import is_plain
+from outcore.memory.tensors import data_of, is_plain, set_data, set_source, source_of
 from outcore.state.gradient import Gradient
-from outcore.state.watched import is_watched, num_users, observe, unwatch, watch
+from outcore.state.watched import is_watched, num_users, observe, touch, unwatch, watch
 from outcore.state.window import Item, Window
 
 if TYPE_CHECKING:
     from outcore.state.optimizers import Substep
+    from outcore.state.reading import Reading
 
-_UNIT = "_outcore_unit"
 SMALL_BYTES = 64 * 1024  # smaller tensors stay on the device: a copy's fixed cost is worth more than they are
 
 
@@ -44,32 +44,44 @@ class Unit:
         "gradient",
         "kept",
         "name",
+        "number",
         "owner",
         "parameter",
+        "reading",
         "version",
+        "was_at_home",
         "weight",
         "window",
         "written",
     )
 
-    def __init__(self, name: str, parameter: nn.Parameter, window: Window) -> None:
-        self.name = name
+    def __init__(self, name: str, parameter: nn.Parameter, window: Window, number: int = 0) -> None:
+        self.name, self.number = name, number
+        self.was_at_home = is_at_home(parameter)  # the user put it there
         self.parameter = parameter
         self.window = window
-        self.weight = Item(window, parameter.data if is_at_home(parameter) else moved_home(window, parameter.data))
-        parameter.data = self.weight.home
+        self.weight = Item(
+            window, data_of(parameter) if is_at_home(parameter) else moved_home(window, data_of(parameter))
+        )
+        set_data(parameter, self.weight.home)
         self.mark(self.weight.home)
         self.gradient: Gradient | None = None
         self.kept: dict[str, Item] = {}  # of what the optimizer keeps, the large tensors
         self.due: Due | None = None  # the update that has not run yet
         self.owner: weakref.ref[nn.Module] | None = None  # the module that reads it
+        self.reading: Reading | None = None  # who brings it
         self.depth = 0  # modules that are reading it
         self.version = 0  # of the parameter, when its copy was made
         self.written = False  # since then, perhaps, past the version counter
 
     def mark(self, data: torch.Tensor) -> None:
         """A storage with this mark is the weight's: autograd's saved tensors are recognised by it."""
-        data.untyped_storage().__dict__[_UNIT] = weakref.ref(self)
+        set_source(data.untyped_storage(), self)
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What stands for the weight, or a view of it, while it may be at home."""
+        assert self.reading is not None
+        return self.reading.handle_of(self, tensor)
 
     # -- the weight ---------------------------------------------------------------------------------------------------
 
@@ -106,7 +118,7 @@ class Unit:
         data = self.bring()
         unwatch(self.parameter)
         self.version, self.written = self.parameter._version, False
-        self.parameter.data = data
+        set_data(self.parameter, data)
 
     def observe(self) -> None:
         """While it is exposed: notes when it is written into past the version counter."""
@@ -119,7 +131,7 @@ class Unit:
     def conceal(self) -> None:
         """The parameter's data is its home, and the copy goes."""
         if self.is_exposed:
-            self.parameter.data = self.weight.home
+            set_data(self.parameter, self.weight.home)
         elif self.due is None:
             unwatch(self.parameter)
         self.weight.drop()
@@ -127,11 +139,12 @@ class Unit:
     def adopt(self) -> bool:
         """Takes other data that the parameter was given as the copy on the device, if it lies as the weight does and
         nobody else holds it."""
-        data, home = self.parameter.data, self.weight.home
+        data, home = data_of(self.parameter), self.weight.home
         alike = data.dtype == home.dtype and data.size() == home.size() and data.stride() == home.stride()
         if not alike or not can_move(data, home.device) or num_users(data) > 2:  # the parameter's and this one
             return False
         self.weight.drop()
+        self.window.make_room(self.weight.num_bytes)
         self.weight.hold(data)
         self.version = -1
         return True
@@ -214,21 +227,27 @@ class Unit:
                 del self.kept[name]
 
     def bring_back(self) -> None:
-        """Weight and gradient become ordinary tensors of the device again."""
+        """Weight and gradient become ordinary tensors of the device again, and call nobody."""
         if self.is_itself:
             self.conceal()
-            self.parameter.data = self.weight.home.clone()
+            set_data(self.parameter, self.weight.home.clone())
         self.weight.drop()
         if self.has_gradient_at_home and self.gradient is not None:
             self.parameter.grad = self.gradient.shown.clone()
 
+    def leave_at_home(self) -> None:
+        """Weight and gradient stay where the user put the weight, and call nobody."""
+        if self.is_itself:
+            self.conceal()
+        self.weight.drop()
+        if self.has_gradient_at_home and self.gradient is not None:
+            touch(self.gradient.shown)  # it is made what it is shown as
+
 
 def unit_of(tensor: torch.Tensor) -> Unit | None:
     """Whose weight, if anybody's, a tensor lies on."""
-    if tensor.layout is not torch.strided:
-        return None
-    mark = tensor.untyped_storage().__dict__.get(_UNIT)
-    return mark() if mark is not None else None
+    unit: Unit | None = source_of(tensor)
+    return unit
 
 
 def can_move(tensor: Any, device: torch.device) -> bool:

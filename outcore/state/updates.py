@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.memory.tensors import below_everything
+from outcore.memory.tensors import below_everything, unseen
 from outcore.state.optimizers import ELEMENTWISE, Optimizer, Splitting, Substep
 from outcore.state.pieces import Piece, share_of
 from outcore.state.reading import depart
@@ -72,7 +72,8 @@ class Updates:
             with torch.enable_grad():
                 loss = args[0]()
             self._window.settle_all()
-        self._update_all()
+        with unseen():
+            self._update_all()
         call_post_hooks(self.optimizer, args)
         return loss
 
@@ -231,6 +232,10 @@ class Updates:
     def run_due(self, units: Sequence[Unit]) -> None:
         """Runs the updates of these units. Their weights are on the device afterwards. Where that fails, updates that
         have not begun are due as before."""
+        with unseen():
+            self._run_due(units)
+
+    def _run_due(self, units: Sequence[Unit]) -> None:
         work: list[Work] = []
         waiting = {unit: unit.due for unit in units if unit.due is not None and unit.gradient is not None}
         for unit, asked in waiting.items():
@@ -260,6 +265,21 @@ class Updates:
         self.run_due(list(waiting | self._due))
         self._window.settle_all()
 
+    def has_state(self, parameter: nn.Parameter) -> bool:
+        return bool(self._state_of(parameter))
+
+    def add(self, unit: Unit) -> None:
+        self._units[id(unit.parameter)] = unit
+
+    def remove(self, unit: Unit, *, at_home: bool = False) -> None:
+        """What the optimizer keeps of it is an ordinary tensor of the device again, or stays `at_home`."""
+        assert unit.due is None, "its update is due"
+        del self._units[id(unit.parameter)]
+        state = self._state_of(unit.parameter)
+        for name, item in unit.kept.items():
+            if state.get(name) is item.home:
+                state[name] = item.home if at_home else item.home.clone()
+
     def unit_of(self, parameter: torch.Tensor) -> Unit | None:
         return self._units.get(id(parameter))
 
@@ -267,11 +287,8 @@ class Updates:
         """The optimizer is as it was, its state on the device."""
         self.flush()
         self._takeover.close()
-        for unit in self._units.values():
-            state = self._state_of(unit.parameter)
-            for name, item in unit.kept.items():
-                if state.get(name) is item.home:
-                    state[name] = item.home.clone()
+        for unit in list(self._units.values()):
+            self.remove(unit, at_home=unit.was_at_home)
 
 
 def _is_mixed(optimizer: Optimizer, device: torch.device) -> bool:
@@ -287,7 +304,7 @@ def _is_mixed(optimizer: Optimizer, device: torch.device) -> bool:
 def _fetch_ahead(window: Window, new_bytes: int, pieces: Sequence[Piece]) -> None:
     for piece in pieces:
         window.settle_over()
-        if not window.has_room(new_bytes + piece.missing_bytes()):
+        if not window.has_room_ahead(new_bytes + piece.missing_bytes()):
             return
         if piece not in window.ahead:
             try:

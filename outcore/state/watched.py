@@ -23,6 +23,9 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_leaves
 
+from outcore.memory.tensors import PLAIN
+from outcore.state.window import num_users as users_of
+
 _CALL, _ON_CALL = "_outcore_on_touch", "_outcore_on_call"
 OnCall = Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]
 _Base: Any = torch.Tensor
@@ -132,6 +135,8 @@ def touch(watched: Any) -> None:
         on_touch()
 
 
+PLAIN.add(ReadParameter)  # wherever it goes while a module runs, it is an ordinary parameter
+
 # Functions for many tensors look at their types: they shall treat these as what they are.
 for _known, _kinds in (
     (_foreach_utils._foreach_supported_types, (WatchedTensor,)),
@@ -143,9 +148,8 @@ for _known, _kinds in (
 
 def num_users(tensor: torch.Tensor) -> int:
     """Tensors on the storage of `tensor`. Nobody is told that we look."""
-    count: Any = torch._C._storage_Use_Count
     with torch._C.DisableTorchFunctionSubclass():
-        return int(count(tensor.untyped_storage()._cdata)) - 1  # less the storage's Python object, just made
+        return users_of(tensor.untyped_storage())
 
 
 def is_held(tensor: torch.Tensor, num_own: int) -> bool:

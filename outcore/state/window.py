@@ -3,13 +3,15 @@
 An `Item` is one tensor of the training state: a weight, a gradient, or what an optimizer keeps of a parameter. It has a
 home for good. `here` is its copy on the device while there is one. A copy that was changed departs: it is sent home,
 and stays on the device until compute has waited for that, so that at every moment one of the two has the true bytes.
+What we let go of while autograd, or anybody else, still holds a view of it counts until they let go, too.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -24,19 +26,42 @@ class FetchedAhead(Protocol):
         ...
 
 
+class Watcher(Protocol):
+    """Who wants to know what becomes of the state in a step."""
+
+    def needs_weight(self, unit: int) -> None:
+        """A weight is needed on the device."""
+
+    def takes_gradient(self, unit: int, gradient: torch.Tensor) -> None:
+        """A gradient that the step has made is on its way home, and counts here from now on."""
+
+
 class Window:
     """What the state holds on the device, what of it is on its way home, and what was fetched ahead."""
 
     def __init__(self, homes: Homes, limit_bytes: int) -> None:
         self.homes = homes
         self.limit_bytes = limit_bytes
-        self.used_bytes = 0
         self.peak_bytes = 0
+        self.is_lean = False  # nothing is fetched ahead
+        self.watcher: Watcher | None = None  # of the step that is being recorded
+        self._held_bytes = 0
+        self._lingering: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
         self.ahead: dict[FetchedAhead, None] = {}  # what was fetched last is needed last, and given up first
         self._departures: deque[tuple[Item, Callable[[], None]]] = deque()
 
+    @property
+    def used_bytes(self) -> int:
+        if self._lingering:
+            self._lingering = [(storage, size) for storage, size in self._lingering if storage() is not None]
+        return self._held_bytes + sum(size for _, size in self._lingering)
+
     def has_room(self, num_bytes: int) -> bool:
         return self.used_bytes + num_bytes <= self.limit_bytes
+
+    def has_room_ahead(self, num_bytes: int) -> bool:
+        """For what nobody reads yet."""
+        return not self.is_lean and self.has_room(num_bytes)
 
     def make_room(self, num_bytes: int) -> None:
         """Waits for departures, the oldest first, and then gives up what was fetched ahead, until `num_bytes` more find
@@ -54,8 +79,15 @@ class Window:
             self.ahead.popitem()[0].give_up()
 
     def note(self, num_bytes: int) -> None:
-        self.used_bytes += num_bytes
+        self._held_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+    def let_go(self, copy: torch.Tensor, num_bytes: int) -> None:
+        """Of a copy, which others may hold."""
+        storage = copy.untyped_storage()
+        if num_users(storage) > 1:
+            self._lingering.append((weakref.ref(storage), num_bytes))
+        self._held_bytes -= num_bytes
 
     def depart(self, item: Item, then: Callable[[], None]) -> None:
         """Sends an item home. `then` runs when compute has waited for it, before the copy on the device goes."""
@@ -86,6 +118,12 @@ class Window:
         item, then = self._departures.popleft()
         item.finish()
         then()
+
+
+def num_users(storage: torch.UntypedStorage) -> int:
+    """Tensors on a storage, one that was just made for the question not counted."""
+    count: Any = torch._C._storage_Use_Count
+    return int(count(storage._cdata)) - 1  # less the storage's Python object
 
 
 class Item:
@@ -149,8 +187,8 @@ class Item:
         assert self._departure is None, "it is on its way home"
         if self.here is not None:
             self._wait_for_arrival()
+            self.window.let_go(self.here, self.num_bytes)
             self.here = None
-            self.window.note(-self.num_bytes)
 
     def _wait_for_arrival(self) -> None:
         if self._arrival is not None:

@@ -3,9 +3,10 @@
 from outcore.values.machine import Machine, OpRates
 from outcore.values.plan import MADE_AGAIN, Budget, Decision, Plan
 from outcore.values.prepared import PreparedStep
+from outcore.values.residency import Residency, StateUnit
 from outcore.values.schedule import Action, Schedule
 from outcore.values.timeline import Span, Timeline
-from outcore.values.trace import Op, Replay, Storage, Tick, Trace, Value
+from outcore.values.trace import Op, Replay, StateUse, Storage, Tick, Trace, Value
 
 __all__ = [
     "MADE_AGAIN",
@@ -18,8 +19,11 @@ __all__ = [
     "Plan",
     "PreparedStep",
     "Replay",
+    "Residency",
     "Schedule",
     "Span",
+    "StateUnit",
+    "StateUse",
     "Storage",
     "Tick",
     "Timeline",

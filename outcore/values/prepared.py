@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outcore.values.plan import Plan
+from outcore.values.residency import Residency
 from outcore.values.schedule import Schedule
 from outcore.values.timeline import Timeline
 from outcore.values.trace import Trace
@@ -19,3 +20,4 @@ class PreparedStep:
     plan: Plan
     schedule: Schedule
     predicted: Timeline
+    residency: Residency | None = None  # of the training state beside which it runs

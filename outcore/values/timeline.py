@@ -43,6 +43,8 @@ class Timeline(Saved):
     kept_bytes: int = 0
     host_peak_bytes: int = 0
     disk_peak_bytes: int = 0
+    state_in_bytes: int = 0  # weights, gradients and optimizer state that come to the device
+    state_out_bytes: int = 0  # and go home
     reserved_bytes: int = 0  # what the allocator held at its peak; 0: not known
     actions: tuple[str, ...] = ()  # in the order they were executed: "tick kind value-or-op"
     spans: tuple[Span, ...] = ()

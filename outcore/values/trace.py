@@ -92,6 +92,17 @@ class Tick:
 
 
 @dataclass(frozen=True)
+class StateUse:
+    """The training state that lies beside the device moves: a weight is needed on the device, or a gradient leaves it
+    (`outcore.state`). `unit` counts the parameters that have a home there."""
+
+    slot: int
+    kind: Literal["weight", "gradient"]
+    unit: int
+    storage: int = -1  # of the gradient, where the step made it
+
+
+@dataclass(frozen=True)
 class Trace(Saved):
     """One recorded step: its ops, the values they make, and when autograd saves and asks for them.
 
@@ -112,6 +123,7 @@ class Trace(Saved):
     ticks: tuple[Tick, ...]
     before_bytes: int  # allocated on the device when the step began: parameters, optimizer state, inputs
     asked_late: tuple[int, ...] = ()  # values that autograd asked for when the step was over, in one like it
+    state: tuple[StateUse, ...] = ()  # in order
     device: str = ""
     torch: str = ""
     model: str = ""

@@ -17,8 +17,9 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 
 from outcore.planning.program.lanes import IN, OUT, Lanes
+from outcore.planning.program.traffic import Traffic
 from outcore.planning.trace_index import Int64s, TraceIndex, index_of
-from outcore.values import MADE_AGAIN, Machine, Schedule, Span, Timeline, Trace
+from outcore.values import MADE_AGAIN, Machine, Residency, Schedule, Span, Timeline, Trace
 
 # tick, kind, value or op, tier, values held, in place: an Action as the planners' inner loops handle it
 Step = tuple[int, str, int, str, tuple[int, ...], bool]
@@ -36,12 +37,16 @@ class Clocked:
     spans: list[Span] = field(default_factory=list)
 
 
-def simulate(trace: Trace, schedule: Schedule, machine: Machine, *, detail: bool = False) -> Timeline:
-    """What the schedule will do to time and memory; `detail` adds the spans and the memory curve."""
+def simulate(
+    trace: Trace, schedule: Schedule, machine: Machine, *, detail: bool = False, residency: Residency | None = None
+) -> Timeline:
+    """What the schedule will do to time and memory; `detail` adds the spans and the memory curve. `residency`: of the
+    training state, whose copies share the lanes."""
     trace_index = index_of(trace)
     steps = steps_of(schedule)
     level_bytes = memory_of(trace_index, steps, schedule.decisions)
-    clocked = clock_of(trace_index, steps, machine, detail=detail)
+    traffic = Traffic(trace_index, machine, residency) if residency is not None else None
+    clocked = clock_of(trace_index, steps, machine, detail=detail, traffic=traffic)
     peak_slot = int(np.argmax(level_bytes)) if len(level_bytes) else 0
     bytes_by = _bytes_by_decision(trace_index, schedule.decisions)
     return Timeline(
@@ -55,6 +60,8 @@ def simulate(trace: Trace, schedule: Schedule, machine: Machine, *, detail: bool
         recomputed_bytes=sum(bytes_by[decision] for decision in MADE_AGAIN),
         kept_bytes=bytes_by["keep"],
         host_peak_bytes=_tier_bytes(trace_index, steps, "host"),
+        state_in_bytes=traffic.in_bytes + traffic.update_bytes if traffic is not None else 0,
+        state_out_bytes=traffic.out_bytes + traffic.update_bytes if traffic is not None else 0,
         disk_peak_bytes=_tier_bytes(trace_index, steps, "disk"),
         actions=tuple(f"{step[0]} {step[1]} {step[2]}" for step in steps),
         spans=tuple(clocked.spans),
@@ -284,8 +291,15 @@ class _MemoryWalk:
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
-def clock_of(trace_index: TraceIndex, steps: Sequence[Step], machine: Machine, *, detail: bool = False) -> Clocked:
-    """Compute in slot order, two copy lanes, stalls where compute waits for them."""
+def clock_of(
+    trace_index: TraceIndex,
+    steps: Sequence[Step],
+    machine: Machine,
+    *,
+    detail: bool = False,
+    traffic: Traffic | None = None,
+) -> Clocked:
+    """Compute in slot order, two copy lanes, stalls where compute waits for them. `traffic`: of the training state."""
     found, lanes = Clocked(), Lanes(machine.duplex_share)
     ops, value_bytes, clock_s, speed = (
         trace_index.trace.ops,
@@ -295,6 +309,8 @@ def clock_of(trace_index: TraceIndex, steps: Sequence[Step], machine: Machine, *
     )
     delay_s = 0.0
     for tick, kind, subject, tier, _, _ in steps:
+        if traffic is not None:
+            delay_s += _waits_for_state(traffic.reach(lanes, trace_index.tick_slots[tick], delay_s), found)
         now_s = clock_s[tick] / speed + delay_s
         if kind == "swap_out":
             lanes.issue(OUT, subject, now_s, machine.out_s(value_bytes[subject], tier))
@@ -318,10 +334,18 @@ def clock_of(trace_index: TraceIndex, steps: Sequence[Step], machine: Machine, *
             found.recompute_s += seconds
             if detail:
                 found.spans.append(Span("compute", now_s, now_s + seconds, f"rerun {ops[subject].name}"))
+    if traffic is not None:
+        delay_s += _waits_for_state(traffic.reach(lanes, trace_index.trace.num_slots, delay_s), found)
+        delay_s += _waits_for_state(traffic.finish(lanes, trace_index.total_s / speed + delay_s), found)
     found.step_s = trace_index.total_s / speed + delay_s
     if detail:
         found.spans = sorted(found.spans + _op_spans(trace_index, found.spans, speed), key=lambda span: span.start_s)
     return found
+
+
+def _waits_for_state(seconds: float, found: Clocked) -> float:
+    found.stall_s += seconds
+    return seconds
 
 
 def _op_spans(trace_index: TraceIndex, extra: Sequence[Span], speed: float) -> list[Span]:

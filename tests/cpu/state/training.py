@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import outcore
+from outcore.errors import BudgetTooSmall
 from outcore.state.state import State
 from outcore.units import GIB, KIB
 
@@ -48,6 +50,7 @@ class Result:
     weights: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
     notes: list[Any] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
 
     def assert_same(self, other: Result) -> None:
         assert_equal(self.losses, other.losses)
@@ -95,7 +98,7 @@ class Training:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     outcome: Result
-    ooc: State | None = None
+    ooc: State | outcore.Limited | None = None
 
     def block(self) -> Any:
         return nullcontext() if self.ooc is None else self.ooc.step()
@@ -117,19 +120,52 @@ def train(
     window_bytes: int = 600 * KIB,
     net: Callable[[], nn.Module] = Net,
     delay_s: float = 0.0,
+    memory_bytes: int = 0,
 ) -> Result:
-    """Trains plainly, or with a `folder` beside the device."""
+    """Trains plainly, or with a `folder` beside the device; in `memory_bytes` of it, activations included, or in the
+    least that is said to succeed where those are too few."""
+    options: dict[str, Any] = {"folder": folder, "later": later, "window_bytes": window_bytes, "net": net}
+    while True:
+        try:
+            return _train(loop, make_optimizer, delay_s=delay_s, memory_bytes=memory_bytes, **options)
+        except BudgetTooSmall as error:
+            memory_bytes = max(error.needed_bytes, memory_bytes + 1)
+
+
+def _train(
+    loop: Loop,
+    make_optimizer: MakeOptimizer,
+    *,
+    folder: Path | None,
+    later: bool,
+    window_bytes: int,
+    net: Callable[[], nn.Module],
+    delay_s: float,
+    memory_bytes: int,
+) -> Result:
     model = make(net)
     optimizer = make_optimizer(model.parameters())
     training = Training(model, optimizer, Result())
-    if folder is not None:
-        training.ooc = State(model, optimizer, window_bytes=window_bytes, home_bytes=GIB, folder=folder, later=later)
-        training.ooc.window.homes.delay_s = delay_s
+    if folder is not None and memory_bytes:
+        limited = training.ooc = outcore.limit(model, memory_bytes, optimizer=optimizer, disk=folder)
+        assert limited.state is not None
+        limited.state.window.homes.delay_s = delay_s
+    elif folder is not None:
+        state = training.ooc = State(
+            model, optimizer, window_bytes=window_bytes, home_bytes=GIB, folder=folder, later=later
+        )
+        state.window.homes.delay_s = delay_s
     loop(training)
     outcome = training.outcome
     outcome.grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     outcome.weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     outcome.state = optimizer.state_dict()
+    if isinstance(training.ooc, outcore.Limited) and training.ooc.state is not None:
+        for kind in training.ooc.kinds:
+            assert kind.measured is None or kind.measured.peak_bytes <= memory_bytes
+        window = training.ooc.state.window
+        assert window.peak_bytes <= window.limit_bytes or len(training.ooc.state.resident)
+        outcome.counts = training.ooc.stats()
     if training.ooc is not None:
         training.ooc.close()
         assert_equal(outcome.weights, dict(model.state_dict()))

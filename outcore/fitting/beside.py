@@ -1,0 +1,147 @@
+"""A loop whose training state may leave the device -> where it lies, decided with the first recorded step: StateBeside.
+
+While a step is recorded everything is streamed through the least window. When its plan is due, activations and state
+are placed together (`outcore.planning.residency`), and once more when its ops were timed without the recorder. What the
+state may take of the device counts as there before the step from then on, so plans for activations leave it alone.
+Where a later kind of step does not fit beside what stays on the device, all of it leaves again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from outcore.errors import BudgetTooSmall
+from outcore.fitting.kinds import Kind
+from outcore.fitting.phases import Phase, Recorded, Timed
+from outcore.fitting.preparing import Preparer
+from outcore.memory.machine import device_of
+from outcore.reporting.text import render, rows_table
+from outcore.state.state import State
+from outcore.state.window import Watcher
+from outcore.units import format_bytes
+from outcore.values import Budget, Residency, Trace
+
+
+class StateBeside:
+    """The training state of one loop."""
+
+    def __init__(self, state: State, preparer: Preparer) -> None:
+        self.state, self._preparer = state, preparer
+        self._is_settled = False  # no other residency will be tried
+        self._copied_bytes = dict(state.window.homes.copied_bytes)
+        self.moved_bytes = {"in": 0, "out": 0}  # by the last step and its update
+        self._be_lean()
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Of the device, beyond what is there before a step."""
+        return self.state.reserved_bytes
+
+    def _be_lean(self) -> None:
+        window = self.state.window
+        window.is_lean = True
+        window.peak_bytes = 0
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        copied = self.state.window.homes.copied_bytes
+        self.moved_bytes = {way: copied[way] - self._copied_bytes[way] for way in copied}
+        self._copied_bytes = dict(copied)
+        self.state.begin()
+
+    def watch(self, watcher: Watcher) -> None:
+        """The step is recorded."""
+        self.state.window.watcher = watcher
+
+    def leave(self) -> None:
+        self.state.window.watcher = None
+        self.state.end()
+
+    def begin(self, kind: Kind, before: Callable[[], int]) -> Phase:
+        """A step of this kind begins, planned with the state in its place. `before`: bytes that are there."""
+        phase = kind.phase
+        if not self._is_settled and isinstance(phase, Recorded | Timed) and phase.trace.state:
+            self._place(phase.trace, before())
+            self._is_settled = isinstance(phase, Timed)
+            kind.phase = replace(phase, ready=None)  # what was there beside the plan at hand is not there any more
+        try:
+            return kind.begin(before() + self.reserved_bytes)
+        except BudgetTooSmall:
+            if not self.state.resident:
+                raise
+            self._move(self._least())
+            if kind.trace is not None:
+                kind.phase = Timed(kind.trace)
+            return kind.begin(before() + self.reserved_bytes)
+
+    # -- what a user looks at -----------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, int]:
+        """Bytes."""
+        residency = self.state.residency
+        return {
+            "state_resident_bytes": residency.resident_bytes,
+            "state_streamed_bytes": residency.streamed_bytes,
+            "state_window_bytes": residency.window_bytes,
+            "state_in_bytes": self.moved_bytes["in"],
+            "state_out_bytes": self.moved_bytes["out"],
+        }
+
+    def __str__(self) -> str:
+        residency, cannot = self.state.residency, Counter(self.state.kept_for.values())
+        num_streamed = len(residency.units) - len(residency.resident)
+        rows = [
+            ("stay on the device", _params(len(residency.resident), residency.resident_bytes)),
+            ("come when they are used", _params(num_streamed, residency.streamed_bytes)),
+            ("at a time at most", format_bytes(residency.window_bytes)),
+            ("a step brings, sends home", " and ".join(format_bytes(self.moved_bytes[way]) for way in ("in", "out"))),
+            *((f"cannot leave it: {why}", f"{count} parameters") for why, count in cannot.items()),
+        ]
+        return render(rows_table("weights, gradients and optimizer state", rows))
+
+    # -- where it lies ------------------------------------------------------------------------------------------------
+
+    def _least(self) -> Residency:
+        window_bytes = self.state.least_window_bytes
+        return replace(self.state.residency, resident=frozenset(), window_bytes=window_bytes, link_share=1.0)
+
+    def _place(self, trace: Trace, before_bytes: int) -> None:
+        """`trace` was recorded with everything streamed; what is there now may be more."""
+        least, preparer = self._least(), self._preparer
+        residency = self.state.residency
+        there = residency.resident_bytes - residency.resident_gradient_bytes - self.state.coming_bytes
+        budget = preparer.budget
+        if preparer.memory.has_caching_allocator:
+            budget = replace(budget, device_bytes=int(preparer.settings.first_share * budget.device_bytes))
+        try:
+            residency = preparer.choose_residency(replace(trace, before_bytes=before_bytes - there), least, budget)
+        except BudgetTooSmall:
+            residency = least  # the planner that is asked for in the end may find more, and says what it needs
+        self._move(residency)
+
+    def _move(self, residency: Residency) -> None:
+        self.state.place(residency)
+        self.state.window.is_lean = False
+        share = residency.link_share
+        self._preparer.residency = replace(self.state.residency, link_share=share)
+
+
+def _params(count: int, num_bytes: int) -> str:
+    return f"{count} parameters ({format_bytes(num_bytes)})"
+
+
+def beside(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, budget: Budget, folder: str | None
+) -> tuple[State, Budget]:
+    """The training state with a home beside the device, and what that leaves of the budget for activations."""
+    on_host = device_of(model).type == "cuda"
+    home_bytes = budget.host_bytes if on_host else budget.disk_bytes
+    state = State(model, optimizer, window_bytes=0, home_bytes=home_bytes, folder=folder)
+    state.window.limit_bytes = state.least_window_bytes
+    left_bytes = max(0, home_bytes - sum(size.all_bytes for size in state.sizes))
+    return state, replace(budget, **{"host_bytes" if on_host else "disk_bytes": left_bytes})

@@ -1,0 +1,140 @@
+"""Trace + Residency -> the copies of the training state in one step, in the lanes that activations use, too: Traffic.
+
+The simulator follows what `outcore.state` does. A streamed weight comes before its first reader, together with its
+gradient and the optimizer's state where its update waits until then; weight and state go home afterwards. It comes once
+more for the backward, and its gradient goes home as soon as it is made. Weights that are read next are fetched ahead as
+long as the window has room; what is needed and finds none waits until something has gone home.
+
+Left out: the seconds of the updates themselves, and what was fetched ahead and given up again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from dataclasses import dataclass
+from itertools import accumulate
+
+from outcore.planning.program.lanes import IN, OUT, Lanes
+from outcore.planning.trace_index import TraceIndex
+from outcore.values import Machine, Residency
+
+
+@dataclass(frozen=True)
+class _Use:
+    """A moment at which a streamed unit is needed, or its gradient leaves."""
+
+    key: int  # of its copies: below zero, those of activations are not
+    slot: int
+    in_bytes: int
+    out_bytes: int
+    stays_bytes: int  # of what came in, until the next weight is needed
+
+
+class Traffic:
+    """The state's copies of one step, while the simulator walks through it."""
+
+    def __init__(self, trace_index: TraceIndex, machine: Machine, residency: Residency) -> None:
+        self._machine, self._residency = machine, residency
+        ops = trace_index.trace.ops
+        self._op_slots = [op.slot for op in ops]
+        self._clock_s = list(accumulate((op.seconds / machine.speed for op in ops), initial=0.0))
+        self._uses = deque(_uses(trace_index, residency))
+        self.in_bytes = sum(use.in_bytes for use in self._uses)
+        self.out_bytes = sum(use.out_bytes for use in self._uses)
+        self.update_bytes = 0 if residency.is_late else _update_bytes(trace_index, residency)
+        self._used_bytes = self._staying_bytes = 0
+        self._ahead: deque[_Use] = deque()  # fetched, and not needed yet
+        self._going: deque[tuple[int, int]] = deque()  # keys and bytes on their way home
+
+    def reach(self, lanes: Lanes, slot: int, delay_s: float) -> float:
+        """Walks up to `slot`, `delay_s` behind the ops' own seconds. Returns how long compute waits on the way."""
+        waited_s = 0.0
+        while self._uses and self._uses[0].slot <= slot:
+            use = self._uses[0]
+            now_s = self._clock_s[bisect_left(self._op_slots, use.slot)] + delay_s + waited_s
+            waited_s += self._use(lanes, use, now_s)
+        return waited_s
+
+    def finish(self, lanes: Lanes, now_s: float) -> float:
+        """The step is over: how long until all of it is at home, and updates that do not wait have run."""
+        ended_s = max((lanes.finish(OUT, key) for key, _ in self._going), default=now_s)
+        tier = self._residency.tier
+        update_s = max(self._machine.in_s(self.update_bytes, tier), self._machine.out_s(self.update_bytes, tier))
+        return max(0.0, ended_s - now_s) + (update_s / self._machine.duplex_share if self.update_bytes else 0.0)
+
+    def _use(self, lanes: Lanes, use: _Use, now_s: float) -> float:
+        began_s = now_s
+        lanes.advance(now_s)
+        self._settle(lanes)
+        if use.stays_bytes and not (self._ahead and self._ahead[0] is use):
+            now_s = self._make_room(lanes, use.in_bytes, now_s)
+            self._fetch(lanes, use, now_s)
+        self._uses.popleft()
+        if use.stays_bytes:
+            self._ahead.popleft()
+            now_s = max(now_s, lanes.finish(IN, use.key))
+            self._used_bytes -= self._staying_bytes + use.in_bytes - use.stays_bytes
+            self._staying_bytes = use.stays_bytes
+        if use.out_bytes:
+            going_bytes = use.out_bytes - use.stays_bytes
+            now_s = self._make_room(lanes, going_bytes, now_s)
+            self._used_bytes += going_bytes
+            lanes.issue(OUT, use.key, now_s, self._machine.out_s(use.out_bytes, self._residency.tier))
+            self._going.append((use.key, going_bytes))
+        self._fetch_ahead(lanes, now_s)
+        return now_s - began_s
+
+    def _make_room(self, lanes: Lanes, num_bytes: int, now_s: float) -> float:
+        while self._going and self._used_bytes + num_bytes > self._residency.window_bytes:
+            key, going_bytes = self._going.popleft()
+            now_s = max(now_s, lanes.finish(OUT, key))
+            self._used_bytes -= going_bytes
+        return now_s
+
+    def _settle(self, lanes: Lanes) -> None:
+        while self._going and self._going[0][0] in lanes.end_s[OUT]:
+            self._used_bytes -= self._going.popleft()[1]
+
+    def _fetch(self, lanes: Lanes, use: _Use, now_s: float) -> None:
+        lanes.issue(IN, use.key, now_s, self._machine.in_s(use.in_bytes, self._residency.tier))
+        self._used_bytes += use.in_bytes
+        self._ahead.append(use)
+
+    def _fetch_ahead(self, lanes: Lanes, now_s: float) -> None:
+        known = {use.key for use in self._ahead}
+        for use in self._uses:
+            if not use.stays_bytes or use.key in known:
+                continue
+            if self._used_bytes + use.in_bytes > self._residency.window_bytes:
+                return
+            self._fetch(lanes, use, now_s)
+
+
+def _uses(trace_index: TraceIndex, residency: Residency) -> list[_Use]:
+    """In order. A weight that is read twice in a row stays in between."""
+    found: list[_Use] = []
+    updated: set[int] = set()
+    last = -1
+    for seen in trace_index.trace.state:
+        unit = residency.units[seen.unit]
+        if seen.unit in residency.resident or (seen.kind == "weight" and seen.unit == last):
+            continue
+        key = -1 - len(found)
+        if seen.kind == "gradient":
+            found.append(_Use(key, seen.slot, 0, unit.gradient_bytes, 0))
+            continue
+        last = seen.unit
+        updates = residency.is_late and unit.gradient_bytes > 0 and seen.unit not in updated
+        updated.add(seen.unit)
+        more_bytes = unit.gradient_bytes + unit.kept_bytes if updates else 0
+        out_bytes = unit.weight_bytes + unit.kept_bytes if updates else 0
+        found.append(_Use(key, seen.slot, unit.weight_bytes + more_bytes, out_bytes, unit.weight_bytes))
+    return found
+
+
+def _update_bytes(trace_index: TraceIndex, residency: Residency) -> int:
+    """That updates inside `optimizer.step()` move, each way about the same."""
+    streamed = {seen.unit for seen in trace_index.trace.state} - residency.resident
+    units = [residency.units[number] for number in streamed]
+    return sum(unit.weight_bytes + unit.kept_bytes for unit in units if unit.gradient_bytes)

@@ -1,0 +1,58 @@
+"""Where the training state lies: Residency, over the StateUnits of a model.
+
+A unit is one parameter with its gradient and what the optimizer keeps of it. A resident unit stays on the device, as
+without outcore. A streamed one has a home beside it and comes when it is read (`outcore.state`); of all streamed units
+no more than the window is on the device at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class StateUnit:
+    """Bytes of one parameter."""
+
+    name: str
+    weight_bytes: int
+    gradient_bytes: int = 0  # 0: it is frozen
+    kept_bytes: int = 0  # by the optimizer
+
+    @property
+    def all_bytes(self) -> int:
+        return self.weight_bytes + self.gradient_bytes + self.kept_bytes
+
+
+@dataclass(frozen=True)
+class Residency:
+    """Which units stay on the device, and what the others may take of it at a time."""
+
+    units: tuple[StateUnit, ...]
+    resident: frozenset[int] = field(default_factory=frozenset)  # positions in `units`
+    window_bytes: int = 0
+    is_late: bool = True  # updates run when their weight is read next, else all of them inside `optimizer.step()`
+    tier: str = "host"  # where streamed units lie
+    link_share: float = 1.0  # of the links' seconds, that the state leaves to activations
+
+    @property
+    def resident_bytes(self) -> int:
+        return bytes_of(self.units, self.resident)
+
+    @property
+    def resident_gradient_bytes(self) -> int:
+        return sum(self.units[number].gradient_bytes for number in self.resident)
+
+    @property
+    def streamed_bytes(self) -> int:
+        return sum(unit.all_bytes for unit in self.units) - self.resident_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the device's memory."""
+        return self.resident_bytes + self.window_bytes
+
+
+def bytes_of(units: Sequence[StateUnit], chosen: Collection[int]) -> int:
+    return sum(units[number].all_bytes for number in chosen)
