@@ -56,7 +56,7 @@ class Loop:
     ) -> None:
         self.model, self.memory, self.measure = model, memory, measure
         self.preparer = Preparer(machine, budget, planner, memory, store, given, settings)
-        self.beside = StateBeside(state, self.preparer) if state is not None else None
+        self.preparer.beside = StateBeside(state, self.preparer) if state is not None else None
         remembering = (
             Remembering(StepCache(cache), model, memory.device, budget, planner) if cache and not given else None
         )
@@ -104,6 +104,11 @@ class Loop:
             raise
         finally:
             step.leave()
+
+    @property
+    def beside(self) -> StateBeside | None:
+        """The training state, where it may leave the device."""
+        return self.preparer.beside
 
     def expect(self, trace: Trace) -> None:
         """The next step of a new kind will do what `trace` says: it is planned at once, without recording it first.

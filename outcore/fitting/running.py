@@ -50,7 +50,6 @@ class Owner(Protocol):
     families: Families
     calls: Calls
     interception: Interception
-    beside: StateBeside | None
     measure: bool
     last: Kind | None
     has_graphs: bool | None  # whether steps call compiled graphs; None: not known yet
@@ -59,6 +58,8 @@ class Owner(Protocol):
     @property
     def store(self) -> Store: ...
     def read_later(self, read: Callable[[], None]) -> None: ...
+    @property
+    def beside(self) -> StateBeside | None: ...
 
 
 @dataclass(frozen=True)

@@ -77,15 +77,19 @@ def spread(units: Sequence[StateUnit], num_bytes: int) -> frozenset[int]:
 
 
 def with_gradients(trace: Trace, residency: Residency | None) -> Trace:
-    """A step that was recorded with every unit streamed, as it is where some are resident: their gradients stay."""
-    if residency is None or not residency.resident:
+    """A step that was recorded with every unit streamed, as it is where some are resident: their gradients stay, from
+    where they were made or, where that was not seen, all along."""
+    made = [seen for seen in trace.state if seen.kind == "gradient"]
+    stay = [seen for seen in made if residency is not None and seen.unit in residency.resident]
+    if residency is None or not stay:
         return trace
-    stay = {seen.storage for seen in trace.state if seen.kind == "gradient" and seen.unit in residency.resident}
-    last = max(trace.num_slots - 1, 0)
+    last, numbers = max(trace.num_slots - 1, 0), {seen.storage for seen in stay}
     storages = tuple(
-        replace(storage, dies=last) if number in stay else storage for number, storage in enumerate(trace.storages)
+        replace(storage, dies=last) if number in numbers else storage for number, storage in enumerate(trace.storages)
     )
-    return replace(trace, storages=storages)
+    unseen = {seen.unit for seen in stay if seen.storage < 0}
+    unseen_bytes = sum(residency.units[unit].gradient_bytes for unit in unseen)
+    return replace(trace, storages=storages, before_bytes=trace.before_bytes + unseen_bytes)
 
 
 def beside_state(machine: Machine, residency: Residency | None) -> Machine:

@@ -164,7 +164,7 @@ class Updates:
         """Updates pieces one after the other, the next ones on their way in and the last ones on their way out."""
         for at, (substep, group, piece) in enumerate(work):
             try:
-                self._fetch(piece)
+                _fetch(self._window, piece)
                 self._window.make_room(piece.new_bytes)
                 following = [after for _, _, after in work[at + 1 : at + 1 + AHEAD]]
                 _fetch_ahead(self._window, piece.new_bytes, following)
@@ -172,15 +172,6 @@ class Updates:
             except BaseException:
                 piece.give_up()
                 raise
-
-    def _fetch(self, piece: Piece) -> None:
-        """Where memory has run out, what was fetched ahead is in the way: a unit must not stay updated in part."""
-        self._window.ahead.pop(piece, None)
-        try:
-            piece.fetch()
-        except torch.OutOfMemoryError:
-            self._window.clear()
-            piece.fetch()
 
     def _update(self, substep: Substep, group: int, piece: Piece) -> None:
         unit, parameter = piece.unit, piece.unit.parameter
@@ -299,6 +290,16 @@ def _is_mixed(optimizer: Optimizer, device: torch.device) -> bool:
         for group in optimizer.param_groups
         for parameter in group["params"]
     )
+
+
+def _fetch(window: Window, piece: Piece) -> None:
+    """Where memory has run out, what was fetched ahead is in the way: a unit must not stay updated in part."""
+    window.ahead.pop(piece, None)
+    try:
+        piece.fetch()
+    except torch.OutOfMemoryError:
+        window.clear()
+        piece.fetch()
 
 
 def _fetch_ahead(window: Window, new_bytes: int, pieces: Sequence[Piece]) -> None:

@@ -1,0 +1,110 @@
+"""Where the training state lies is decided together with the activations, and simulated in the same lanes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from outcore.errors import BudgetTooSmall
+from outcore.planning import plan
+from outcore.planning.preparing import prepare
+from outcore.planning.residency import beside_state, choose_residency, spread, with_gradients
+from outcore.units import MIB
+from outcore.values import Budget, Machine, Plan, Residency, StateUnit, StateUse, Timeline, Trace
+from tests.pure.test_reporting import small_trace
+
+NUM = 6  # layers of the trace, each with a weight of 1 MiB, its gradient and two moments
+UNITS = tuple(StateUnit(f"layer{number}", MIB, MIB, 2 * MIB) for number in range(NUM))
+LEAST = Residency(UNITS, window_bytes=5 * MIB)
+
+
+def machine(rate: float = 1e9) -> Machine:
+    return Machine("test", 10**9, 10**9, 0, rate, rate, 1.0, 1.0, copy_latency_s=0.0)
+
+
+def trace_with_state() -> Trace:
+    """Each layer's weight is read in its forward and in its backward, which makes its gradient."""
+    trace = small_trace(NUM)
+    forward = [op.slot for op in trace.ops if op.phase == "forward"]
+    backward = [op.slot for op in trace.ops if op.phase == "backward"]
+    uses = [StateUse(slot, "weight", number) for number, slot in enumerate(forward)]
+    for number, slot in zip(reversed(range(NUM)), backward):
+        uses += [StateUse(slot, "weight", number), StateUse(slot, "gradient", number)]
+    return replace(trace, state=tuple(uses))
+
+
+def planned(step: Trace, on: Machine, budget: Budget) -> Plan:
+    return plan(step, on, budget, planner="priced")
+
+
+def chosen(memory_bytes: int, rate: float = 1e9) -> Residency:
+    return choose_residency(trace_with_state(), LEAST, machine(rate), Budget(memory_bytes, 64 * MIB), planned)
+
+
+def simulated(residency: Residency, rate: float) -> Timeline:
+    trace, budget = trace_with_state(), Budget(64 * MIB, 64 * MIB)
+    return prepare(trace, planned(trace, machine(), budget), machine(rate), residency=residency).predicted
+
+
+def in_budget(residency: Residency, memory_bytes: int, rate: float) -> Timeline:
+    before_bytes = MIB + residency.device_bytes - residency.resident_gradient_bytes
+    step = with_gradients(replace(trace_with_state(), before_bytes=before_bytes), residency)
+    made = planned(step, machine(rate), Budget(memory_bytes, 64 * MIB))
+    return prepare(step, made, machine(rate), residency=residency).predicted
+
+
+def test_state_that_fits_stays_and_other_state_streams() -> None:
+    everything = chosen(64 * MIB)
+    assert everything.resident == frozenset(range(NUM))
+    assert everything.window_bytes == 0
+    assert everything.link_share == 1.0
+    some = chosen(24 * MIB, rate=2e7)  # a link this slow is spared by every byte that stays
+    assert 0 < len(some.resident) < NUM
+    assert some.window_bytes >= LEAST.window_bytes
+    assert chosen(9 * MIB).resident == frozenset()
+    with pytest.raises(BudgetTooSmall) as caught:
+        chosen(MIB)
+    assert chosen(caught.value.needed_bytes).window_bytes == LEAST.window_bytes
+
+
+def test_a_choice_is_never_slower_than_the_least() -> None:
+    for memory_bytes in (10 * MIB, 16 * MIB, 24 * MIB):
+        for rate in (5e7, 5e8):
+            ours, least = (in_budget(one, memory_bytes, rate) for one in (chosen(memory_bytes, rate), LEAST))
+            assert ours.step_s <= least.step_s
+            assert ours.peak_bytes <= memory_bytes
+
+
+def test_the_simulated_copies_are_those_of_an_update_that_waits() -> None:
+    """A weight comes with what its update needs, goes home with it, and comes once more for the backward; the last
+    layer's is still there then. Inside `optimizer.step()` everything comes once more instead."""
+    late = simulated(replace(LEAST, window_bytes=64 * MIB), 1e9)
+    assert late.state_in_bytes == NUM * 4 * MIB + (NUM - 1) * MIB
+    assert late.state_out_bytes == NUM * 3 * MIB + NUM * MIB
+    at_step = simulated(replace(LEAST, is_late=False), 1e9)
+    assert at_step.state_in_bytes == (2 * NUM - 1) * MIB + NUM * 3 * MIB
+    assert simulated(replace(LEAST, resident=frozenset(range(NUM))), 1e9).state_in_bytes == 0
+
+
+def test_the_step_takes_no_less_than_its_lanes_and_a_wider_window_hides_more() -> None:
+    in_core_s = simulated(replace(LEAST, resident=frozenset(range(NUM))), 1e9).step_s
+    for rate in (2e7, 1e8, 1e9):
+        tight, wide = simulated(LEAST, rate), simulated(replace(LEAST, window_bytes=64 * MIB), rate)
+        for one in (tight, wide):
+            assert one.step_s >= max(in_core_s, one.state_in_bytes / rate, one.state_out_bytes / rate)
+            assert one.step_s == pytest.approx(in_core_s + one.stall_s)
+        assert wide.step_s <= tight.step_s
+    assert simulated(LEAST, 1e12).step_s == pytest.approx(in_core_s, rel=1e-3)
+
+
+def test_residents_are_spread_and_their_gradients_stay() -> None:
+    assert spread(UNITS, 12 * MIB) in ({0, 2, 4}, {1, 3, 5})
+    assert spread(UNITS, 3 * MIB) == frozenset()
+    assert spread(UNITS, 100 * MIB) == set(range(NUM))
+    trace = trace_with_state()
+    uses = (*trace.state, StateUse(trace.num_slots - 1, "gradient", 0, 3))
+    placed = with_gradients(replace(trace, state=uses), replace(LEAST, resident=frozenset({0})))
+    assert placed.storages[3].dies == trace.num_slots - 1
+    assert placed.storages[2] == trace.storages[2]
+    assert beside_state(machine(), replace(LEAST, link_share=0.5)).swap_in_bytes_per_s == 0.5e9
