@@ -1,8 +1,10 @@
 """How fast is training whose weights, gradients and optimizer state do not fit? Ours and its peers, capped alike.
 
 Every row is a Llama-shaped network with AdamW, bf16 autocast and per-layer checkpointing; each method runs it in a
-process of its own, under a hard cap on device memory (the in-core peer has none) and a time limit. Peers that cannot be
-imported are left out and named. `python -m benchmarks.state --help`.
+process of its own, under a hard cap on device memory (the in-core peer has none) and a time limit. `limit` plans
+activations and state together, without the network's checkpointing; `state` streams all state through a window of a
+given size, with it. Steps count from where a method has settled. Peers that cannot be imported are left out and named.
+`python -m benchmarks.state --help`.
 """
 
 from __future__ import annotations
@@ -26,11 +28,13 @@ import click
 import torch
 from torch import nn
 
+import outcore
 from benchmarks.slowdown import GIB, about, hardware
 from outcore.memory.machine import HOST_SHARE, host_bytes_granted
 from outcore.state.state import State
 
 MARK = "ROW "
+MOST_WARM = 30  # steps before the first that counts
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ ROWS = {
     "1b-16k": Shape(2048, 5504, 16, 16, 16, 8, 8.0, 1.0),
     "8b-16k": Shape(4096, 14336, 36, 32, 8, 8, 24.0, 6.0),
     "8b-lora": Shape(4096, 14336, 36, 32, 8, 4, 8.0, 1.5, lora=16),
-    "tiny": Shape(256, 512, 2, 4, 4, 2, 1.0, 0.004, vocabulary=512, length=32),
+    "tiny": Shape(256, 512, 2, 4, 4, 2, 0.014, 0.004, vocabulary=512, length=32),
 }
 
 
@@ -76,7 +80,7 @@ class Lora(nn.Module):
         return whole
 
 
-def build(shape: Shape, device: str) -> nn.Module:
+def build(shape: Shape, device: str, *, checkpoints: bool = True) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -100,6 +104,8 @@ def build(shape: Shape, device: str) -> nn.Module:
                 if isinstance(child, nn.Linear) and name.endswith("_proj"):
                     setattr(module, name, Lora(child, shape.lora))
     checkpointing: Any = model
+    if not checkpoints:
+        return model
     checkpointing.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
@@ -118,6 +124,7 @@ class Run:
     backward: Callable[[torch.Tensor], Any] = torch.Tensor.backward
     step: Callable[[], Any] | None = None  # instead of clipping, optimizer.step() and zero_grad()
     state: State | None = None
+    limited: outcore.Limited | None = None
 
 
 def in_core(shape: Shape, device: str) -> Run:
@@ -131,6 +138,14 @@ def ours(shape: Shape, device: str, *, later: bool) -> Run:
     home_bytes = int(0.9 * host_bytes_granted() / HOST_SHARE)  # nothing else runs there
     state = State(model, optimizer, window_bytes=int(shape.window_gib * GIB), home_bytes=home_bytes, later=later)
     return Run(model, optimizer, state.step, state=state)
+
+
+def limited(shape: Shape, device: str, *, checkpoints: bool) -> Run:
+    model = build(shape, device, checkpoints=checkpoints)
+    optimizer = adamw(model)
+    host = int(0.9 * host_bytes_granted() / HOST_SHARE) if device == "cuda" else "auto"
+    ooc = outcore.limit(model, int(shape.memory_gib * GIB), host=host, optimizer=optimizer)
+    return Run(model, optimizer, ooc.step, state=ooc.state, limited=ooc)
 
 
 def fsdp2(shape: Shape, device: str) -> Run:
@@ -180,6 +195,8 @@ def deepspeed(shape: Shape, device: str, *, stage: int) -> Run:
 
 METHODS: dict[str, Callable[[Shape, str], Run]] = {
     "in-core": in_core,
+    "limit": partial(limited, checkpoints=False),
+    "limit-checkpointed": partial(limited, checkpoints=True),
     "state": partial(ours, later=True),
     "state-at-step": partial(ours, later=False),
     "fsdp2": fsdp2,
@@ -216,10 +233,13 @@ def measure(row: str, method: str, *, clip: bool, device: str, num_steps: int, l
         torch.cuda.set_per_process_memory_fraction(1.0 if method == "in-core" else shape.memory_gib * GIB / total)
         torch.cuda.reset_peak_memory_stats()
     made_s, seconds, losses = time.perf_counter() - began, [], []
-    for number in range(2 + num_steps):  # the first two make the state and learn the order
-        if number > 2 and time.perf_counter() - began > limit_s:
+    num_warm = 2  # that make the state and learn the order
+    for number in range(MOST_WARM + num_steps):
+        if number == num_warm < MOST_WARM and run.limited is not None and not run.limited.settled:
+            num_warm += 1  # plans are still being tried
+        if number >= num_warm + num_steps or (number > num_warm and time.perf_counter() - began > limit_s):
             break
-        if number == 2 and device == "cuda":
+        if number <= num_warm and device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         losses.append(one_step(run, tokens, clip=clip).item())
@@ -233,7 +253,8 @@ def measure(row: str, method: str, *, clip: bool, device: str, num_steps: int, l
         "parameters": sum(p.numel() for p in run.model.parameters()),
         "tokens": shape.batch * shape.length,
         "memory_gib": shape.memory_gib if method != "in-core" else None,
-        "step_s": statistics.median(seconds[2:] or seconds),
+        "step_s": statistics.median(seconds[num_warm:] or seconds),
+        "num_warm": num_warm,
         "steps_s": seconds,
         "made_s": made_s,
         "losses": losses,
@@ -246,7 +267,14 @@ def measure(row: str, method: str, *, clip: bool, device: str, num_steps: int, l
         found |= {
             "home_gib": homes.peak_bytes / GIB,
             "window_gib": window.peak_bytes / GIB,
-            "copied_gib_a_step": {way: size / GIB / len(seconds) for way, size in homes.copied_bytes.items()},
+            "copied_gib_in_all_steps": {way: size / GIB for way, size in homes.copied_bytes.items()},
+        }
+    if run.limited is not None and (predicted := run.limited.predicted) is not None:
+        found |= {
+            "predicted_step_s": predicted.step_s,
+            "predicted_peak_gib": predicted.peak_bytes / GIB,
+            "stats": run.limited.stats(),
+            "counted_peak_gib": run.limited.timeline.peak_bytes / GIB if run.limited.timeline is not None else None,
         }
     return found
 
@@ -269,7 +297,7 @@ def in_process(row: str, method: str, *, clip: bool, device: str, num_steps: int
 
 @click.command()
 @click.option("--rows", default="3b-16k,3b-8k,1b-16k", show_default=True)
-@click.option("--methods", default="in-core,state,state-at-step,fsdp2,torchao", show_default=True)
+@click.option("--methods", default="in-core,limit,limit-checkpointed,state,fsdp2,torchao", show_default=True)
 @click.option("--clip/--no-clip", default=False, help="Clip gradients by their norm.")
 @click.option("--steps", default=6, show_default=True)
 @click.option("--limit-s", default=100.0, show_default=True, help="For each row and method.")
