@@ -76,13 +76,8 @@ def limit(
     if any(loop.is_running for loop in earlier):
         raise OutcoreError("limit() was called inside a step of the same model; leave the step first")
     folder = default_folder() if cache is True else Path(cache) if cache else None
-    options: dict[str, Any] = {
-        "planner": planner,
-        "plan": plan,
-        "measure": measure,
-        "cache": folder,
-        "optimizer": optimizer,
-    }
+    options: dict[str, Any] = {"planner": planner, "plan": plan, "measure": measure}
+    options |= {"cache": folder, "optimizer": optimizer}
     for loop in [loop for loop in earlier if loop.beside is not None]:
         loop.retire()  # two cannot bring the same weights
     limited = Limited(model, memory, host=host, disk=disk, **options)

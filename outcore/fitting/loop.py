@@ -108,7 +108,8 @@ class Loop:
     @property
     def beside(self) -> StateBeside | None:
         """The training state, where it may leave the device."""
-        return self.preparer.beside
+        beside: StateBeside | None = self.preparer.beside
+        return beside
 
     def expect(self, trace: Trace) -> None:
         """The next step of a new kind will do what `trace` says: it is planned at once, without recording it first.

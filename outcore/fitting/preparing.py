@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 from outcore.eager.program import Program
 from outcore.errors import BudgetTooSmall, PlanMismatch
@@ -28,9 +28,6 @@ from outcore.planning.rewrites.gradient_sums import sums_in_place
 from outcore.planning.trace_index import index_of
 from outcore.values import Budget, Machine, Plan, Residency, Timeline, Trace
 
-if TYPE_CHECKING:
-    from outcore.fitting.beside import StateBeside
-
 
 class Preparer:
     """Makes plans for all kinds of steps of one loop. What it learns about the machine holds for all of them."""
@@ -47,7 +44,7 @@ class Preparer:
     ) -> None:
         self.machine, self.budget, self.planner, self.memory = machine, budget, planner, memory
         self.settings = settings
-        self.beside: StateBeside | None = None  # the training state, where it may leave the device
+        self.beside: Any = None  # the training state, where it may leave the device (`StateBeside`)
         self.residency: Residency | None = None  # and where it lies
         self.uses_given = False  # a step came that the given plan was made for
         self._given, self.store = given, store

@@ -201,11 +201,11 @@ class RunningStep:
         self._listen(recorder, ops=True)
 
     def _follow(self, kind: Kind, phase: Phase, before_bytes: int) -> None:
-        memory, settings = self.owner.memory, self.owner.preparer.settings
+        owner, memory, settings = self.owner, self.owner.memory, self.owner.preparer.settings
         program = phase.ready.program if phase.ready is not None else Program.empty()
         if program.pools_gradients:
             memory.begin_gradient_pool()
-        closely = phase.ready is not None and (self.owner.measure or kind.num_steps < settings.num_measured)
+        closely = phase.ready is not None and (owner.measure or kind.num_steps < settings.num_measured)
         peak = clock = None
         if closely:
             has_unseen = phase.trace is None or phase.trace.has_unseen
@@ -227,27 +227,11 @@ class RunningStep:
             on_refused=memory.refusals.excuse,
             outside=lambda: outside(model, inputs),
             asked_late=kind.asked_late,
-            others=lambda: self._other_programs(kind, before_bytes + self._reserved_bytes),
-            spare_bytes=lambda: self._spare_bytes(kind, before_bytes + self._reserved_bytes),
+            others=lambda: _other_programs(owner, kind, before_bytes + self._reserved_bytes),
+            spare_bytes=lambda: _spare_bytes(owner, kind, before_bytes + self._reserved_bytes),
         )
         self._listen(execution, ops=bool(program.last_watched >= 0 or execution.meter or clock))
         execution.look_away()
-
-    def _other_programs(self, kind: Kind, before_bytes: int) -> list[Program]:
-        """What the step may turn out to follow."""
-        programs = [other.program_beside(before_bytes) for other in self.owner.kinds.beside(kind)]
-        return [program for program in programs if program is not None]
-
-    def _spare_bytes(self, kind: Kind, before_bytes: int) -> int:
-        """Saved tensors that stay on the device where the step turns out to be none that is known. What a plan keeps in
-        steps that never turned out otherwise cannot be put away: there is nothing to spare beside it."""
-        if not kind.may_switch:
-            return 0
-        spare_bytes_of = self.owner.preparer.spare_bytes
-        traces = [kind.trace, *(other.trace for other in self.owner.kinds.beside(kind))]
-        known = [trace for trace in traces if trace is not None]
-        gradient_bytes = self.owner.calls.gradient_bytes
-        return min((spare_bytes_of(trace, before_bytes, gradient_bytes) for trace in known), default=0)
 
     def _listen(self, listener: Recorder | Execution, *, ops: bool) -> None:
         self.listener = listener
@@ -354,3 +338,21 @@ def _warn_of_transform() -> None:
         "step was saved: the step is not limited; call loss.backward() in its place, or use transforms for parts of "
         "the model"
     )
+
+
+def _other_programs(owner: Owner, kind: Kind, before_bytes: int) -> list[Program]:
+    """What the step may turn out to follow."""
+    programs = [other.program_beside(before_bytes) for other in owner.kinds.beside(kind)]
+    return [program for program in programs if program is not None]
+
+
+def _spare_bytes(owner: Owner, kind: Kind, before_bytes: int) -> int:
+    """Saved tensors that stay on the device where the step turns out to be none that is known. What a plan keeps in
+    steps that never turned out otherwise cannot be put away: there is nothing to spare beside it."""
+    if not kind.may_switch:
+        return 0
+    spare_bytes_of = owner.preparer.spare_bytes
+    traces = [kind.trace, *(other.trace for other in owner.kinds.beside(kind))]
+    known = [trace for trace in traces if trace is not None]
+    gradient_bytes = owner.calls.gradient_bytes
+    return min((spare_bytes_of(trace, before_bytes, gradient_bytes) for trace in known), default=0)

@@ -31,7 +31,7 @@ from outcore.state.gradients import Gradients
 from outcore.state.optimizers import Splitting, splitting_of, unwrapped
 from outcore.state.reading import Handle, Reading
 from outcore.state.unit import Unit, can_move
-from outcore.state.updates import Updates
+from outcore.state.updates import TEMPORARIES, Updates
 from outcore.state.watched import WatchedState, num_users
 from outcore.state.window import Window
 from outcore.units import format_bytes
@@ -149,7 +149,9 @@ class State:
             own = [size for size in self.sizes if size.name.rpartition(".")[0] in above]
             chains.append(sum(size.weight_bytes for size in own))
         largest = max(self.sizes, key=lambda size: size.all_bytes, default=StateUnit("", 0))
-        spans = largest.weight_bytes if self.splitting.by_element else largest.gradient_bytes + largest.kept_bytes
+        spans = largest.weight_bytes
+        if not self.splitting.by_element:
+            spans = largest.gradient_bytes + largest.kept_bytes + TEMPORARIES * largest.weight_bytes
         needed_bytes = max(chains) + max(spans, largest.gradient_bytes) + largest.weight_bytes
         return max(needed_bytes, self.window.peak_bytes if self.window.is_lean else 0)
 

@@ -7,7 +7,7 @@ While a module reads the weight, `parameter.data` is the copy on the device. Eit
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -20,7 +20,6 @@ from outcore.state.window import Item, Window
 
 if TYPE_CHECKING:
     from outcore.state.optimizers import Substep
-    from outcore.state.reading import Reading
 
 SMALL_BYTES = 64 * 1024  # smaller tensors stay on the device: a copy's fixed cost is worth more than they are
 
@@ -32,6 +31,12 @@ class Due(NamedTuple):
     group: int
     as_a_whole: bool  # and not in spans of the parameter
     more_bytes: int  # on the device while it runs, besides what is fetched ahead
+
+
+class Reader(Protocol):
+    """Who brings weights when they are read."""
+
+    def handle_of(self, unit: Unit, tensor: torch.Tensor) -> Any: ...
 
 
 class Unit:
@@ -69,7 +74,7 @@ class Unit:
         self.kept: dict[str, Item] = {}  # of what the optimizer keeps, the large tensors
         self.due: Due | None = None  # the update that has not run yet
         self.owner: weakref.ref[nn.Module] | None = None  # the module that reads it
-        self.reading: Reading | None = None  # who brings it
+        self.reading: Reader | None = None  # who brings it
         self.depth = 0  # modules that are reading it
         self.version = 0  # of the parameter, when its copy was made
         self.written = False  # since then, perhaps, past the version counter

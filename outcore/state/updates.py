@@ -11,7 +11,7 @@ its gradient or its state earlier runs it (`outcore.state.watched`).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,11 @@ from outcore.state.takeover import Takeover, call_post_hooks, call_pre_hooks
 from outcore.state.unit import Due, Unit
 from outcore.state.watched import WatchedState, is_held, num_users, unwatch, watch
 from outcore.state.window import Window
+from outcore.units import MIB
 
 ALIGN_NUMBERS = 4096  # spans begin at multiples of this many numbers, so that kernels see them aligned
+RESIDENT_BYTES = 64 * MIB  # of parameters that are updated on the device at a time (guessed: a millisecond's work)
+TEMPORARIES = 2  # tensors like the weight that an update makes which is not fused (read in torch's Adam)
 AHEAD = 4  # pieces that are fetched ahead of the one being updated, where there is room (guessed)
 
 Work = tuple[Substep, int, "Piece"]  # a step as it was asked for, the group, and what to update
@@ -133,24 +136,24 @@ class Updates:
                 state[parameter] = state.pop(parameter)
 
     def _update_resident(self, substep: Substep, resident: Sequence[tuple[int, nn.Parameter]]) -> None:
-        if not resident:
-            return
-        with below_everything():
-            made = substep.run((group, parameter, self._state_of(parameter)) for group, parameter in resident)
-        for (_, parameter), state in zip(resident, made):
-            self._keep(parameter, self._state_of(parameter), state)
+        for part in _parts(resident):
+            with below_everything():
+                made = substep.run((group, parameter, self._state_of(parameter)) for group, parameter in part)
+            for (_, parameter), state in zip(part, made):
+                self._keep(parameter, self._state_of(parameter), state)
 
     def _work(
         self, unit: Unit, substep: Substep, group: int, gradient: torch.Tensor | None, spans: Sequence[slice | None]
     ) -> list[Work]:
         known = self._state_of(unit.parameter)
-        new_bytes = 0 if known else share_of(unit, spans[0], self._kept_bytes(unit))
+        new_bytes = 0 if known else self._kept_bytes(unit)
+        new_bytes = share_of(unit, spans[0], new_bytes + _temporary_bytes(unit, substep, group))
         return [(substep, group, Piece(unit, span, known, gradient, new_bytes)) for span in spans]
 
     def _spans(self, unit: Unit) -> Sequence[slice | None]:
         """Of a unit that is too large for a third of the window; else [None], all of it."""
         numbers = unit.weight.home.numel()
-        per_number = (2 * unit.weight.num_bytes + self._kept_bytes(unit)) / numbers
+        per_number = ((2 + TEMPORARIES) * unit.weight.num_bytes + self._kept_bytes(unit)) / numbers
         most = max(1, int(self._window.limit_bytes / 3 / per_number) // ALIGN_NUMBERS) * ALIGN_NUMBERS
         if not self.splitting.by_element or numbers <= most:
             return [None]
@@ -193,11 +196,11 @@ class Updates:
     # -- updates that wait --------------------------------------------------------------------------------------------
 
     def _put_off(self, unit: Unit, substep: Substep, group: int) -> None:
-        span, more_bytes = self._spans(unit)[0], 0
+        span, more_bytes = self._spans(unit)[0], _temporary_bytes(unit, substep, group)
         if span is not None:
-            more_bytes = share_of(unit, span, unit.weight.num_bytes + self._kept_bytes(unit))
+            more_bytes = share_of(unit, span, more_bytes + unit.weight.num_bytes + self._kept_bytes(unit))
         elif not self._state_of(unit.parameter):
-            more_bytes = self._kept_bytes(unit)
+            more_bytes += self._kept_bytes(unit)
         self._wait(unit, Due(substep, group, span is None, more_bytes))
 
     def _wait(self, unit: Unit, asked: Due) -> None:
@@ -290,6 +293,24 @@ def _is_mixed(optimizer: Optimizer, device: torch.device) -> bool:
         for group in optimizer.param_groups
         for parameter in group["params"]
     )
+
+
+def _parts(resident: Sequence[tuple[int, nn.Parameter]]) -> Iterator[list[tuple[int, nn.Parameter]]]:
+    """Resident parameters, a few at a time: what an update makes beside them goes each time."""
+    part, num_bytes = list[tuple[int, nn.Parameter]](), 0
+    for group, parameter in resident:
+        if part and num_bytes + parameter.nbytes > RESIDENT_BYTES:
+            yield part
+            part, num_bytes = [], 0
+        part.append((group, parameter))
+        num_bytes += parameter.nbytes
+    if part:
+        yield part
+
+
+def _temporary_bytes(unit: Unit, substep: Substep, group: int) -> int:
+    """That the unit's update makes, and that go again."""
+    return 0 if substep.groups[group].get("fused") else TEMPORARIES * unit.weight.num_bytes
 
 
 def _fetch(window: Window, piece: Piece) -> None:

@@ -90,6 +90,14 @@ def test_the_same_numbers_in_one_budget(name: str, tmp_path: Path) -> None:
     assert ours.counts["state_streamed_bytes"] > 0
 
 
+@pytest.fixture
+def slow_links(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What stays on the device spares most where links are slow."""
+    machine = measure_machine(torch.device("cpu"), str(tmp_path))
+    slow = replace(machine, disk_write_bytes_per_s=1e6, disk_read_bytes_per_s=1e6, duplex_share=1.0)
+    monkeypatch.setattr(sys.modules["outcore.limit"], "measure_machine", lambda *_: slow)
+
+
 def limited(memory: int, folder: Path, **options: Any) -> tuple[Training, outcore.Limited]:
     model = make()
     optimizer = same.adamw(model.parameters())
@@ -115,6 +123,7 @@ def test_published_planners_run_beside_the_state(planner: str, tmp_path: Path) -
     ooc.close()
 
 
+@pytest.mark.usefixtures("slow_links")
 def test_what_a_user_looks_at(tmp_path: Path) -> None:
     training, ooc = limited(ROOMY, tmp_path)
     plain_loop(4)(training)
@@ -157,6 +166,7 @@ def test_an_error_in_a_step_and_closing_leave_an_ordinary_model(tmp_path: Path) 
     assert not training.model._forward_pre_hooks
 
 
+@pytest.mark.usefixtures("slow_links")
 def test_other_steps_make_what_stays_leave_again(tmp_path: Path) -> None:
     """A second kind of step needs what parameters have taken, and a second limit takes the first one's place."""
     training, ooc = limited(ROOMY, tmp_path)
