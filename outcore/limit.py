@@ -47,14 +47,13 @@ def limit(
 
     `memory` is the peak of allocated bytes over the whole step, parameters, gradients and optimizer state included:
     `"16GiB"`, a number of bytes, `"80%"` of the device, or `"auto"`: 90 % of what is free now, and what the model has
-    already. `host` limits pinned host memory, `disk` names a folder for
-    a swap file that is used when the host's share is spent (on the CPU it is the only place to swap to, and defaults to
-    the folder for temporary files). `plan`, a Plan or the file of one, is used instead of planning if it was made for
-    the same step. `measure` keeps measuring every step; without it only the first planned steps are measured closely.
-    `cache` is the folder in which recorded steps and their plans are kept for later runs of the same training; True
-    stands for `$OUTCORE_CACHE` or the user's cache folder, False for none. With `optimizer`, the one that you step,
-    weights, gradients and optimizer state may leave the device, too: what of them stays is planned with the rest, and
-    the others come when they are used.
+    already. `host` limits pinned host memory, `disk` names a folder for a swap file that is used when the host's share
+    is spent (on the CPU it is the only place to swap to, and defaults to the folder for temporary files). `plan`, a
+    Plan or the file of one, is used instead of planning if it was made for the same step. `measure` keeps measuring
+    every step; without it only the first planned steps are measured closely. `cache` is the folder in which recorded
+    steps and their plans are kept for later runs of the same training; True stands for `$OUTCORE_CACHE` or the user's
+    cache folder, False for none. With `optimizer`, the one that you step, weights, gradients and optimizer state may
+    leave the device, too: what of them stays is planned with the rest, and the others come when they are used.
 
     A model has one limit at a time: an earlier one is closed.
 
@@ -159,30 +158,12 @@ class Limited(LoopView):
         """
         return self._loop.step(self, name, batch)
 
-    def stats(self) -> dict[str, float]:
-        """What the steps did and cost so far, as a flat dict of numbers:
-
-        - `recorded`, `planned`, `left`, `unplanned`: how many went which way; `in_core`: how many of the planned ones
-          kept everything on the device;
-        - `recorded_s`, `planned_s`, `left_s`, `unplanned_s`: seconds of the host inside them, planning included;
-        - `swapped_bytes` (one way), `recomputed_bytes`: by the planned ones;
-        - `measured`: how many of them were measured closely; `waited_s`: how long these waited for copies;
-        - with `optimizer=`, the bytes of the training state that stay on the device and that do not, and that the last
-          step moved.
-        """
-        return self._loop.stats()
-
     def expect(self, trace: Trace) -> None:
         """The next step of a new kind will do what `trace` says: it is planned at once, without recording it first.
 
         A step that turns out otherwise leaves the plan safely, like any other, and is recorded when it comes again.
         """
         self._loop.expect(trace)
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close()` was called, or another limit of the same model took its place."""
-        return self._loop.is_closed
 
     def close(self) -> None:
         """Takes the hooks off the model and gives host memory and the swap file back."""

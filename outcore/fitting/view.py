@@ -73,3 +73,21 @@ class LoopView:
         """Whether the last step followed a plan that will not change any more. On a GPU the first plans are tried."""
         self._loop.read_measured()
         return self._loop.last is not None and isinstance(self._loop.last.phase, Settled)
+
+    def stats(self) -> dict[str, float]:
+        """What the steps did and cost so far, as a flat dict of numbers:
+
+        - `recorded`, `planned`, `left`, `unplanned`: how many went which way; `in_core`: how many of the planned ones
+          kept everything on the device;
+        - `recorded_s`, `planned_s`, `left_s`, `unplanned_s`: seconds of the host inside them, planning included;
+        - `swapped_bytes` (one way), `recomputed_bytes`: by the planned ones;
+        - `measured`: how many of them were measured closely; `waited_s`: how long these waited for copies;
+        - with `optimizer=`, the bytes of the training state that stay on the device and that do not, and that the last
+          step moved.
+        """
+        return self._loop.stats()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close()` was called, or another limit of the same model took its place."""
+        return self._loop.is_closed
