@@ -1,7 +1,19 @@
 """Train neural networks larger than the memory they are given, with the same numbers.
 
-`limit(model, memory="16GiB")` is the front door. Names are loaded when first used, so that planning for another
-machine needs no torch.
+- `limit` keeps the steps of a training loop within a memory budget, and returns a `Limited`: the front door.
+  `outcore.integrations` has it for Hugging Face trainers and for Lightning.
+- `estimate` tells what a step will need and cost before it is run, as an `Estimate`.
+- `plan`, `lower`, `verify` and `simulate` take a `Trace` and a `Machine` to a `Plan` for a `Budget`, its `Schedule` and
+  its `Timeline`. They need no torch, nor the machine that is planned for.
+- `load` and `save` move weights between files and models larger than the device.
+- `matmul` multiplies matrices larger than the device, in memory or in a `FileMatrix`; `tile` and `untile` do so for a
+  model's layers, with `TiledLinear`, `TiledEmbedding` and `TiledAdamW`.
+- `elastic` trains with many workers and few messages.
+- `tune` finds the batch and the learning rate that train fastest in a budget, as an `Advice`; more is in `tuning`.
+- `OutcoreError` is the root of `BadFile`, `BadSize`, `BudgetTooSmall`, `PlanMismatch`, `ReplayError`, `ScheduleError`
+  and `StoreError`.
+
+Names are loaded when they are first used.
 """
 
 from __future__ import annotations

@@ -85,3 +85,8 @@ def test_only_public_names_are_shown() -> None:
 def test_public_names_are_sorted_and_have_a_home() -> None:
     assert outcore.__all__ == sorted(outcore.__all__)
     assert set(outcore._HOMES) <= set(outcore.__all__)
+
+
+def test_help_names_every_public_name() -> None:
+    told = set(re.findall(r"`(\w+)`", outcore.__doc__ or ""))
+    assert set(outcore.__all__) <= told
