@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 from outcore.eager.cells import Cell
 from outcore.eager.followed_plan import FollowedPlan
@@ -16,21 +18,41 @@ from outcore.units import format_bytes
 from outcore.values import Action, Span
 
 
+class ActionTimes:
+    """When the actions of some kinds ran. Read after the step, when nothing of the step is to be held any more."""
+
+    def __init__(self, device: torch.device, kinds: Sequence[str]) -> None:
+        self.stopwatches = {kind: Clock(device, spin=False) for kind in kinds}
+
+    def seconds(self) -> tuple[float, float]:
+        """Seconds the compute stream waited for copies, and seconds of reruns. Waits for the device."""
+        waits = self.stopwatches["wait_out"].seconds() + self.stopwatches["wait_in"].seconds()
+        return sum(waits), sum(self.stopwatches["rerun"].seconds())
+
+    def spans(self, began: Any) -> tuple[Span, ...]:
+        """The waits and the reruns on the clock of the step, which began with an event or at a time of that clock."""
+        found = [
+            Span("compute", start_s, end_s, "rerun" if kind == "rerun" else "stall")
+            for kind, stopwatch in self.stopwatches.items()
+            for start_s, end_s in stopwatch.spans(began)
+        ]
+        return tuple(sorted(found, key=lambda span: span.start_s))
+
+
 class Actions:
     """Performs the actions of one step. `log`: where each is noted, if the step is measured; waits and reruns are timed
     then, too."""
 
     def __init__(self, plan: FollowedPlan, store: Store, log: list[str] | None) -> None:
         self._plan, self._store, self._log = plan, store, log
-        timed = ("wait_out", "wait_in", "rerun") if log is not None else ()
-        self._stopwatches = {kind: Clock(store.device, spin=False) for kind in timed}
+        self.times = ActionTimes(store.device, ("wait_out", "wait_in", "rerun") if log is not None else ())
 
     def perform(self, action: Action) -> None:
         if self._log is None:
             _BY_KIND[action.kind](self, action)
             return
         self._log.append(f"{action.tick} {action.kind} {action.op if action.kind == 'rerun' else action.value}")
-        stopwatch = self._stopwatches.get(action.kind)
+        stopwatch = self.times.stopwatches.get(action.kind)
         started = stopwatch.start() if stopwatch is not None else None
         _BY_KIND[action.kind](self, action)
         if stopwatch is not None:
@@ -40,20 +62,6 @@ class Actions:
         """The schedule should have brought it: the log of what was done must not look like the plan then."""
         if self._log is not None:
             self._log.append(f"{tick} unplanned {cell.value}")
-
-    def measured_s(self) -> tuple[float, float]:
-        """Seconds the compute stream waited for copies, and seconds of reruns. Waits for the device."""
-        waits = self._stopwatches["wait_out"].seconds() + self._stopwatches["wait_in"].seconds()
-        return sum(waits), sum(self._stopwatches["rerun"].seconds())
-
-    def measured_spans(self, began: Any) -> tuple[Span, ...]:
-        """The waits and the reruns on the clock of the step, which began with an event or at a time of that clock."""
-        found = [
-            Span("compute", start_s, end_s, "rerun" if kind == "rerun" else "stall")
-            for kind, stopwatch in self._stopwatches.items()
-            for start_s, end_s in stopwatch.spans(began)
-        ]
-        return tuple(sorted(found, key=lambda span: span.start_s))
 
     def _drop(self, action: Action) -> None:
         """Nothing to do: the pack did not hold it."""

@@ -104,6 +104,7 @@ class Loop:
             raise
         finally:
             step.leave()
+            step.listener = None  # it leads back to the step and so to this loop: no cycle is left to the collector
 
     @property
     def beside(self) -> StateBeside | None:

@@ -282,12 +282,12 @@ class RunningStep:
     def _reader(self, kind: Kind, predicted: Timeline, execution: Execution, watch: _Watch) -> Callable[[], None]:
         """Times are read when somebody asks or the next step begins: the device is not made to wait for them."""
         watch.stopwatch.stop(watch.started)
-        tally, actions = self.owner.tally, execution.actions  # nothing that leads to the owner, which holds the reader
+        tally, times = self.owner.tally, execution.actions.times  # no way to the owner, which holds the reader
         peak, store = watch.peak.read(), self.owner.store
         num_restarts = self.owner.memory.num_restarts() - watch.num_restarts
 
         def read() -> None:
-            stall_s, recompute_s = actions.measured_s()
+            stall_s, recompute_s = times.seconds()
             kind.measured = replace(
                 predicted,
                 measured=True,
@@ -300,7 +300,7 @@ class RunningStep:
                 disk_peak_bytes=store.peak_bytes["disk"],
                 reserved_bytes=peak.reserved_bytes,
                 actions=tuple(watch.log),
-                spans=actions.measured_spans(watch.started),
+                spans=times.spans(watch.started),
                 memory=(),
             )
             tally.note_measured(kind.measured)
