@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
 
-from outcore.errors import BudgetTooSmall, OutcoreError, warn
+from outcore.errors import BudgetTooSmall, OutcoreError
 from outcore.fitting.beside import beside
 from outcore.fitting.cache import default_folder
 from outcore.fitting.hooks import ACTIVE as _ACTIVE  # noqa: F401 (empty, unless a step is running)
-from outcore.fitting.loop import Loop, open_loops
+from outcore.fitting.loop import Loop, give_way, open_loops
 from outcore.fitting.settings import FittingSettings
 from outcore.fitting.view import LoopView
 from outcore.memory.device import memory_of
@@ -53,7 +52,7 @@ def limit(
     every step; without it only the first planned steps are measured closely. `cache` is the folder in which recorded
     steps and their plans are kept for later runs of the same training; True stands for `$OUTCORE_CACHE` or the user's
     cache folder, False for none. With `optimizer`, the one that you step, weights, gradients and optimizer state may
-    leave the device, too: what of them stays is planned with the rest, and the others come when they are used.
+    leave the device, too: what of them stays is planned with the rest, the others come when they are used (no cache).
 
     A model has one limit at a time: an earlier one is closed.
 
@@ -75,20 +74,14 @@ def limit(
     if any(loop.is_running for loop in earlier):
         raise OutcoreError("limit() was called inside a step of the same model; leave the step first")
     folder = default_folder() if cache is True else Path(cache) if cache else None
-    options: dict[str, Any] = {"planner": planner, "plan": plan, "measure": measure}
-    options |= {"cache": folder, "optimizer": optimizer}
+    options: dict[str, Any] = {"planner": planner, "plan": plan, "measure": measure, "cache": folder}
     for loop in [loop for loop in earlier if loop.beside is not None]:
         loop.retire()  # two cannot bring the same weights
-    limited = Limited(model, memory, host=host, disk=disk, **options)
+    limited = Limited(model, memory, host=host, disk=disk, optimizer=optimizer, **options)
     if optimizer is None and limited.budget.device_bytes < (there_bytes := bytes_of(model)):
         limited.close()
         raise BudgetTooSmall.for_model(there_bytes, limited.budget.device_bytes, where=str(limited.device))
-    for loop in earlier:
-        warn(
-            f"this model had a limit of {format_bytes(loop.preparer.budget.device_bytes)} already; it is closed, and "
-            f"the one of {format_bytes(limited.budget.device_bytes)} takes its place"
-        )
-        loop.retire()
+    give_way(earlier, limited.budget)
     limited._loop.warns_outside = True
     return limited
 
@@ -135,15 +128,13 @@ class Limited(LoopView):
         host_bytes, folder = tiers_below(device, host, disk)
         machine = measure_machine(device, folder)
         budget = Budget(memory_bytes, host_bytes, machine.disk_bytes)
-        state = None
-        if optimizer is not None:
-            state, budget = beside(model, optimizer, budget, folder)
+        state, budget = beside(model, optimizer, budget, folder)
         self.model, self.device, self.planner, self.budget, self.state = model, device, planner, budget, state
         self.store = Store(device, budget.host_bytes, budget.disk_bytes, folder)
         self.device_memory = memory_of(model, device, memory_bytes)
         options: dict[str, Any] = {} if settings is None else {"settings": settings}
-        options |= {"planner": planner, "given": given, "measure": measure, "state": state}
-        options |= {"cache": cache if state is None else None}  # what is remembered is of steps whose state stays
+        remembers = cache if state is None else None  # what is remembered is of steps whose state stays
+        options |= {"planner": planner, "given": given, "measure": measure, "state": state, "cache": remembers}
         self._loop = Loop(model, self.device_memory, self.store, machine, budget, **options)
 
     def step(self, name: str | None = None, *, batch: Any = None) -> AbstractContextManager[Limited]:
@@ -172,9 +163,7 @@ class Limited(LoopView):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def __str__(self) -> str:

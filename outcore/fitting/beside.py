@@ -32,6 +32,7 @@ class StateBeside:
     def __init__(self, state: State, preparer: Preparer) -> None:
         self.state, self._preparer = state, preparer
         self._is_settled = False  # no other residency will be tried
+        self._least_bytes = 0  # of a window, as far as steps have shown
         self._copied_bytes = dict(state.window.homes.copied_bytes)
         self.moved_bytes = {"in": 0, "out": 0}  # by the last step and its update
         self._be_lean()
@@ -72,9 +73,10 @@ class StateBeside:
         try:
             return kind.begin(before() + self.reserved_bytes)
         except BudgetTooSmall:
-            if not self.state.resident:
+            least = self._least()
+            if not self.state.resident and self.state.window.limit_bytes <= least.window_bytes:
                 raise
-            self._move(self._least())
+            self._move(least)
             if kind.trace is not None:
                 kind.phase = Timed(kind.trace)
             return kind.begin(before() + self.reserved_bytes)
@@ -107,8 +109,8 @@ class StateBeside:
     # -- where it lies ------------------------------------------------------------------------------------------------
 
     def _least(self) -> Residency:
-        window_bytes = self.state.least_window_bytes
-        return replace(self.state.residency, resident=frozenset(), window_bytes=window_bytes, link_share=1.0)
+        self._least_bytes = max(self._least_bytes, self.state.least_window_bytes)
+        return replace(self.state.residency, resident=frozenset(), window_bytes=self._least_bytes, link_share=1.0)
 
     def _place(self, trace: Trace, before_bytes: int) -> None:
         """`trace` was recorded with everything streamed; what is there now may be more."""
@@ -136,9 +138,11 @@ def _params(count: int, num_bytes: int) -> str:
 
 
 def beside(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, budget: Budget, folder: str | None
-) -> tuple[State, Budget]:
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, budget: Budget, folder: str | None
+) -> tuple[State | None, Budget]:
     """The training state with a home beside the device, and what that leaves of the budget for activations."""
+    if optimizer is None:
+        return None, budget
     on_host = device_of(model).type == "cuda"
     home_bytes = budget.host_bytes if on_host else budget.disk_bytes
     state = State(model, optimizer, window_bytes=0, home_bytes=home_bytes, folder=folder)

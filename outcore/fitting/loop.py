@@ -15,7 +15,7 @@ import torch
 
 from outcore.eager.execution import Execution
 from outcore.eager.intercept import Interception
-from outcore.errors import OutcoreError, StoreError
+from outcore.errors import OutcoreError, StoreError, warn
 from outcore.fitting.beside import StateBeside
 from outcore.fitting.cache import StepCache
 from outcore.fitting.calls import Calls
@@ -31,6 +31,7 @@ from outcore.fitting.tally import Stats, Tally
 from outcore.memory.device import DeviceMemory
 from outcore.memory.store import Store
 from outcore.state.state import State
+from outcore.units import format_bytes
 from outcore.values import Budget, Machine, Plan, Trace
 
 T = TypeVar("T")
@@ -191,3 +192,13 @@ def open_loops(model: torch.nn.Module) -> list[Loop]:
     """The loops of a model that are not closed."""
     hooks = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, ForwardHook)]
     return [owner for hook in hooks for owner in list(hook.owners) if isinstance(owner, Loop)]
+
+
+def give_way(earlier: list[Loop], budget: Budget) -> None:
+    """A model has one limit at a time."""
+    for loop in earlier:
+        warn(
+            f"this model had a limit of {format_bytes(loop.preparer.budget.device_bytes)} already; it is closed, and "
+            f"the one of {format_bytes(budget.device_bytes)} takes its place"
+        )
+        loop.retire()

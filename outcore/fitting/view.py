@@ -82,8 +82,7 @@ class LoopView:
         - `recorded_s`, `planned_s`, `left_s`, `unplanned_s`: seconds of the host inside them, planning included;
         - `swapped_bytes` (one way), `recomputed_bytes`: by the planned ones;
         - `measured`: how many of them were measured closely; `waited_s`: how long these waited for copies;
-        - with `optimizer=`, the bytes of the training state that stay on the device and that do not, and that the last
-          step moved.
+        - with `optimizer=`: `state_..._bytes` that stay, do not stay, are there at a time, and that the last step moved.
         """
         return self._loop.stats()
 

@@ -134,7 +134,7 @@ def source_at(address: int) -> Any:
 
 def source_of(tensor: torch.Tensor) -> Any:
     """Who brings this tensor to the device, if anybody does."""
-    if tensor.layout is not torch.strided:
+    if not _SOURCES or tensor.layout is not torch.strided:
         return None
     mark = tensor.untyped_storage().__dict__.get(_SOURCE)
     return mark() if mark is not None else None

@@ -138,7 +138,7 @@ def test_what_a_user_looks_at(tmp_path: Path) -> None:
     assert 0.7 < stats["state_in_bytes"] / predicted.state_in_bytes < 1.4
     assert 0.7 < stats["state_out_bytes"] / predicted.state_out_bytes < 1.4
     ooc.close()
-    assert outcore.limit(make(), ROOMY, disk=tmp_path).stats().keys() == {"recorded", "planned", "left", "unplanned"}
+    assert not any("state" in name for name in outcore.limit(make(), 4 * ROOMY, disk=tmp_path).stats())
 
 
 def test_an_error_in_a_step_and_closing_leave_an_ordinary_model(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class Result:
     weights: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
     notes: list[Any] = field(default_factory=list)
-    counts: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, float] = field(default_factory=dict)
 
     def assert_same(self, other: Result) -> None:
         assert_equal(self.losses, other.losses)
