@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from outcore import demo as demo_room
 from outcore.demo import run_demo
 from outcore.errors import BudgetTooSmall, OutcoreError
 from outcore.planning.planners import hybrid
+from outcore.planning.settings import HYBRID
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,7 +61,7 @@ def test_a_changed_bit_is_found(tiny: None, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_budget_of_ones_own(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hybrid, "MAX_FLIPS", 200)
+    monkeypatch.setattr(hybrid, "HYBRID", replace(HYBRID, max_flips=200))
     found = run_demo("70%", num_steps=5)
     assert found.budget_bytes == int(found.in_core_peak_bytes * 0.7)
     assert found.in_budget

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from outcore.errors import BudgetTooSmall
 from outcore.limit import Limited, limit
 from outcore.planning import PLANNERS
 from outcore.planning.planners import hybrid
+from outcore.planning.settings import HYBRID
 from outcore.values import Timeline
 from tests.cpu.training import Outcome, build, train
 from tests.cpu.zoo import ZOO
@@ -16,7 +19,7 @@ from tests.cpu.zoo import ZOO
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any plan must give the same numbers."""
-    monkeypatch.setattr(hybrid, "MAX_FLIPS", 300)
+    monkeypatch.setattr(hybrid, "HYBRID", replace(HYBRID, max_flips=300))
 
 
 PLAIN: dict[str, Outcome] = {}

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 import outcore
 from outcore.planning.planners import hybrid
 from outcore.planning.planners.registry import PURE
+from outcore.planning.settings import HYBRID
 from tests.fuzz import pieces
 from tests.fuzz.program import Program, source
 
@@ -201,16 +202,16 @@ def drawn_times(seed: int) -> Iterator[None]:
 
     holders = [module for name, module in sys.modules.items() if name.startswith("outcore.")]
     holders = [module for module in holders if hasattr(module, "measure_machine")]
-    before = clock.Clock.seconds, machine.measure_machine, hybrid.MAX_FLIPS
+    before = clock.Clock.seconds, machine.measure_machine, HYBRID
     try:
         setattr(clock.Clock, "seconds", seconds)  # noqa: B010
-        hybrid.MAX_FLIPS = MAX_FLIPS
+        setattr(hybrid, "HYBRID", replace(HYBRID, max_flips=MAX_FLIPS))  # noqa: B010
         for module in holders:
             setattr(module, "measure_machine", measure_machine)  # noqa: B010
         yield
     finally:
         setattr(clock.Clock, "seconds", before[0])  # noqa: B010
-        hybrid.MAX_FLIPS = before[2]
+        setattr(hybrid, "HYBRID", before[2])  # noqa: B010
         for module in holders:
             setattr(module, "measure_machine", before[1])  # noqa: B010
 

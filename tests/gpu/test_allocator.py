@@ -7,6 +7,7 @@ import functools
 import gc
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from outcore.memory.clock import Clock
 from outcore.memory.device import CudaMemory
 from outcore.memory.pinning import pin
 from outcore.planning.allocator import fragmentation, placeholders
+from outcore.planning.settings import FRAGMENTATION
 from outcore.units import MIB
 
 pytestmark = [
@@ -35,7 +37,7 @@ NUM_STEPS = 16
 def _fragmented(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """From the first plan on as if the allocator had had to start over; bits that repeat, and NaNs in fresh memory."""
     monkeypatch.setattr(preparing, "Headroom", functools.partial(Headroom, trouble=Trouble.STARTED_OVER))
-    monkeypatch.setattr(fragmentation, "MOST_S", 0.3)
+    monkeypatch.setattr(fragmentation, "FRAGMENTATION", replace(FRAGMENTATION, most_s=0.3))
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield

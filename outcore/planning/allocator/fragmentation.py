@@ -23,19 +23,9 @@ from outcore.planning.planners.hybrid import Flips
 from outcore.planning.planners.scoring import Scored, score, score_if_it_can_fit
 from outcore.planning.program.lower import as_schedule
 from outcore.planning.rewrites.common_ops import as_planned
+from outcore.planning.settings import FRAGMENTATION
 from outcore.planning.trace_index import index_of
 from outcore.values import Machine, Plan, Trace
-
-RESTART_S = 0.02  # what one start over costs, about, on an H200
-HOPELESS_SHARE = 0.4  # of a cap, beyond what is safe: no neighbour changes that
-DOUBT = 0.5  # starts over beyond those of the model, for a step that wants more than is safe
-PRICES = (0.3, 0.8, 1.6)  # of the step's time, for as many pages as the whole cap has, beyond what is safe
-PATIENCE = 80  # neighbours drawn that lead nowhere: a new walk
-DRAW_WORK, MOST_DRAWS = 1_500_000, 1500  # neighbours drawn x (ops + ticks), and drawn: a few seconds
-STUCK_SHARE = 0.25  # of them, where by then none wanted less
-MOST_S = 4.0  # on a slow or busy host fewer are drawn
-NEAR = 2e-3  # as fast as the plan was: good enough
-FAR = 0.03  # so much slower is not looked at
 
 
 @dataclass(frozen=True)
@@ -94,7 +84,10 @@ class _Search:
         self.least_bytes = first_bytes = self._wanted_bytes(self.first)
         self.best_s = self.first.step_s + self._lost_s(self.first, first_bytes)
         self.starts = [(self.first, first_bytes)]
-        self.num_draws, self.most_draws = 0, min(MOST_DRAWS, DRAW_WORK // max(1, trace.num_slots))
+        self.num_draws, self.most_draws = (
+            0,
+            min(FRAGMENTATION.most_draws, FRAGMENTATION.draw_work // max(1, trace.num_slots)),
+        )
 
     def begin_with(self, others: Sequence[Plan]) -> None:
         """Adds starting points."""
@@ -107,20 +100,22 @@ class _Search:
     @property
     def has_hope(self) -> bool:
         least_bytes = min(page_bytes for _, page_bytes in self.starts)
-        return least_bytes <= self.safe_bytes + HOPELESS_SHARE * self.memory_bytes and bool(self.trace_index.evictable)
+        return least_bytes <= self.safe_bytes + FRAGMENTATION.hopeless_share * self.memory_bytes and bool(
+            self.trace_index.evictable
+        )
 
     def run(self) -> None:
-        end_s, start_bytes = time.monotonic() + MOST_S, min(page_bytes for _, page_bytes in self.starts)
+        end_s, start_bytes = time.monotonic() + FRAGMENTATION.most_s, min(page_bytes for _, page_bytes in self.starts)
 
         def is_over() -> bool:
-            most_draws = self.most_draws * (1 if self.least_bytes < start_bytes else STUCK_SHARE)
-            near = self.best_s <= self.first.step_s * (1 + NEAR)
+            most_draws = self.most_draws * (1 if self.least_bytes < start_bytes else FRAGMENTATION.stuck_share)
+            near = self.best_s <= self.first.step_s * (1 + FRAGMENTATION.near_share)
             return near or self.num_draws >= most_draws or time.monotonic() > end_s
 
         starts = sorted(self.starts, key=lambda start: start[1])
-        for price, (here, page_bytes) in itertools.cycle(itertools.product(PRICES, starts)):
+        for price, (here, page_bytes) in itertools.cycle(itertools.product(FRAGMENTATION.prices, starts)):
             height, num_idle = self._height(here, page_bytes, price), 0
-            while num_idle < PATIENCE and not is_over():
+            while num_idle < FRAGMENTATION.patience and not is_over():
                 num_idle += 1
                 tried = self._draw(here, height)
                 if tried is None:
@@ -143,13 +138,13 @@ class _Search:
         changed = self.flips.draw(here)
         if changed is None:
             return None
-        most_s = min(self.first.step_s * (1 + FAR), self.best_s, height)
+        most_s = min(self.first.step_s * (1 + FRAGMENTATION.far_share), self.best_s, height)
         tried = score_if_it_can_fit(self.trace_index, self.machine, self.budget, {**here.decisions, **changed}, most_s)
         return tried if tried is not None and tried.fits and tried.step_s < most_s else None
 
     def _note(self, tried: Scored, page_bytes: int) -> None:
         self.least_bytes = min(self.least_bytes, page_bytes)
-        if page_bytes > self.safe_bytes and tried.step_s + DOUBT * RESTART_S >= self.best_s:
+        if page_bytes > self.safe_bytes and tried.step_s + FRAGMENTATION.doubt * FRAGMENTATION.restart_s >= self.best_s:
             return  # whatever else it may lose, that is too much
         tried_s = tried.step_s + self._lost_s(tried, page_bytes)
         if tried_s < self.best_s:
@@ -166,7 +161,9 @@ class _Search:
         events = self._events(scored)
         hints = self._hints(events, scored.peak_bytes)
         found = mapped(self.trace_index.trace, events, self.memory_bytes, hints, self.there)
-        return RESTART_S * (DOUBT + found.num_restarts) if found is not None else float("inf")
+        return (
+            FRAGMENTATION.restart_s * (FRAGMENTATION.doubt + found.num_restarts) if found is not None else float("inf")
+        )
 
     def _events(self, scored: Scored) -> list[Event]:
         return list(

@@ -14,16 +14,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from outcore.planning.program.simulate import held_until
+from outcore.planning.settings import ALLOCATOR
 from outcore.planning.trace_index import index_of
-from outcore.units import MIB
 from outcore.values import Schedule, Trace
 
 T = TypeVar("T")
-SMALLEST_BYTES = MIB  # PyTorch itself keeps smaller blocks apart
-GRADIENTS_SHARE = (
-    0.02  # of the budget, for the gradient pool: pages of one stream lie idle while nothing on it needs them
-)
-GRADIENTS_BYTES = 512 * MIB  # and no more than this
+SMALLEST_BYTES = ALLOCATOR.small_bytes  # PyTorch itself keeps smaller blocks apart
 
 
 @dataclass(frozen=True)
@@ -59,7 +55,7 @@ def small_gradients(trace: Trace, budget_bytes: int) -> frozenset[int]:
 def smallest_in_pool(gradients: Iterable[tuple[T, int]], budget_bytes: int) -> list[T]:
     """Which of some gradients, given with their bytes, the gradient pool holds: the smallest, up to its size. Blocks
     below `SMALLEST_BYTES` are free of charge."""
-    left_bytes, found = min(int(GRADIENTS_SHARE * budget_bytes), GRADIENTS_BYTES), []
+    left_bytes, found = min(int(ALLOCATOR.pool_share * budget_bytes), ALLOCATOR.pool_bytes), []
     for gradient, num_bytes in sorted(gradients, key=lambda item: item[1]):
         left_bytes -= num_bytes if num_bytes >= SMALLEST_BYTES else 0
         if left_bytes < 0:

@@ -18,19 +18,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from outcore.planning.allocator.hints import AllocatorHints, storage_ends
+from outcore.planning.settings import ALLOCATOR
 from outcore.planning.trace_index import index_of, remembered
-from outcore.units import MIB
 from outcore.values import Action, Schedule, Trace
 
-PAGE_BYTES = 20 * MIB  # large blocks are mapped in pieces of this size
-SMALL_BYTES = MIB  # blocks up to this size have a pool of their own
-ROUND_BYTES = 512
-STEP_BYTES = 2 * MIB  # what is asked of a cap is rounded up to
-NUM_STEPS = 4  # after which the blocks of a step lie where they will lie
-USED_SHARE = 0.995  # of a cap: the rest is for small blocks
-SAFE_SHARE = 0.99  # and for requests that no trace knows
-FULL_SHARE = 0.998  # with what may lie there twice
-NEIGHBOURS = 6  # ops before and after: one of them has no workspace
+# Named here because the model's inner loops ask for them.
+PAGE_BYTES, SMALL_BYTES, ROUND_BYTES = ALLOCATOR.page_bytes, ALLOCATOR.small_bytes, ALLOCATOR.round_bytes
+STEP_BYTES, NUM_STEPS, NUM_NEIGHBOURS = ALLOCATOR.step_bytes, ALLOCATOR.num_steps, ALLOCATOR.num_neighbours
 Event = tuple[Literal["take", "give", "end", "pool"], object, int]  # who, bytes; "end" is a slot's
 Places = Sequence[tuple[int, int]]  # address and bytes of blocks that lie there before the step
 NO_HINTS = AllocatorHints()
@@ -48,7 +42,7 @@ def mapped(
     trace: Trace, events: Sequence[Event], budget_bytes: int, hints: AllocatorHints = NO_HINTS, there: Places = ()
 ) -> Mapped | None:
     """A few steps of `allocations` under a cap of `budget_bytes`; None where memory runs out."""
-    device = Device(int(USED_SHARE * budget_bytes), there)
+    device = Device(int(ALLOCATOR.used_share * budget_bytes), there)
     try:
         restarts = _play(device, trace, events, hints)
     except MemoryError:
@@ -71,7 +65,7 @@ def safe_bytes(trace: Trace, hints: AllocatorHints, budget_bytes: int) -> int:
     known to the model."""
     lagging_bytes = sum(trace.storages[number].bytes for number in hints.pooled)
     lagging_bytes = -(-lagging_bytes // PAGE_BYTES) * PAGE_BYTES
-    return min(int(SAFE_SHARE * budget_bytes), int(FULL_SHARE * budget_bytes) - lagging_bytes)
+    return min(int(ALLOCATOR.safe_share * budget_bytes), int(ALLOCATOR.full_share * budget_bytes) - lagging_bytes)
 
 
 def _play(device: Device, trace: Trace, events: Sequence[Event], hints: AllocatorHints) -> list[int]:
@@ -345,8 +339,8 @@ def _workspaces(trace: Trace) -> dict[int, int]:
     """By slot. What a recorder cannot name (a library's own buffer, bytes that are rounded up) lives on and shows as a
     workspace of every op from then on: the least of an op's neighbours' is not its own."""
     found = [op.workspace_bytes for op in trace.ops]
-    around = [found[max(0, at - NEIGHBOURS) : at + NEIGHBOURS + 1] for at in range(len(found))]
-    unnamed = [min(near) if len(near) > NEIGHBOURS else 0 for near in around]
+    around = [found[max(0, at - NUM_NEIGHBOURS) : at + NUM_NEIGHBOURS + 1] for at in range(len(found))]
+    unnamed = [min(near) if len(near) > NUM_NEIGHBOURS else 0 for near in around]
     return {op.slot: op.workspace_bytes - other for op, other in zip(trace.ops, unnamed)}
 
 

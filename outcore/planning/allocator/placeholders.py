@@ -21,10 +21,9 @@ from dataclasses import dataclass
 
 from outcore.planning.allocator.hints import SMALLEST_BYTES, AllocatorHints, Placeholder, small_gradients
 from outcore.planning.allocator.model import Event, Places, allocations, safe_bytes, wanted_bytes
+from outcore.planning.settings import ALLOCATOR
 from outcore.planning.trace_index import remembered
 from outcore.values import Schedule, Trace
-
-GIANT_SHARES = (0.16, 0.08, 0.04, 0.02)  # of the budget: what wants a piece as large as this; the best of these counts
 
 
 def arrange(
@@ -53,7 +52,7 @@ def best_share(
         wanted = wanted_bytes(trace, events, hints, there)
         return max(wanted - safe_bytes(trace, hints, memory_bytes), 0), share is not None, wanted
 
-    return min((None, *GIANT_SHARES), key=too_much)
+    return min((None, *ALLOCATOR.giant_shares), key=too_much)
 
 
 def arranged(

@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from outcore.errors import TuningError
+from outcore.planning.settings import ALLOCATOR
 from outcore.values import Op, Storage, Tick, Trace
 
-GRAIN_BYTES = 512  # the CUDA allocator's
 LEAST_SHARE = 0.25  # of an op's recorded seconds that noise may not take away from it
 BEND = 0.07  # between a chord and the lines on both sides of it: less may be noise
 
@@ -126,7 +126,7 @@ class _Line:
 def _between(low: Recorded, high: Recorded, batch: int, total_s: float) -> Trace:
     line = _Line(low.batch, high.batch, batch)
     pair = low.trace, high.trace
-    grain = 1 if pair[1].device == "cpu" else GRAIN_BYTES
+    grain = 1 if pair[1].device == "cpu" else ALLOCATOR.round_bytes
     ops = tuple(_op(line, grain, *ops) for ops in zip(pair[0].ops, pair[1].ops))
     shared_s = sum(op.seconds for op in ops)
     return replace(

@@ -27,7 +27,8 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from outcore.planning.families.scaling import GRAIN_BYTES, difference
+from outcore.planning.families.scaling import difference
+from outcore.planning.settings import ALLOCATOR
 from outcore.values import Op, Storage, Tick, Trace
 
 Sizes = tuple[int, ...]  # every dimension of every input, in order
@@ -79,7 +80,7 @@ class Family:
         nearest = self._nearest(sizes)
         self._learn_from_shapes()
         traces = [member.trace for member in self.members]
-        grain = 1 if nearest.device == "cpu" else GRAIN_BYTES
+        grain = 1 if nearest.device == "cpu" else ALLOCATOR.round_bytes
         storages = tuple(
             self._storage(group, storage, grain, point)
             for storage, *group in zip(nearest.storages, *(trace.storages for trace in traces), strict=True)
@@ -138,7 +139,7 @@ class Family:
         if self._forms:
             return
         traces = [member.trace for member in self.members]
-        grain = 1 if traces[0].device == "cpu" else GRAIN_BYTES
+        grain = 1 if traces[0].device == "cpu" else ALLOCATOR.round_bytes
         for ticks in zip(*(trace.ticks for trace in traces), strict=True):
             recorded = tuple(trace.bytes_of(tick.value) for trace, tick in zip(traces, ticks, strict=True))
             key = (*recorded, grain)

@@ -31,29 +31,12 @@ from outcore.planning.planners.scoring import (
 )
 from outcore.planning.planners.simple import keep_all, leanest
 from outcore.planning.planners.swap import swap
+from outcore.planning.settings import HYBRID
 from outcore.planning.trace_index import TraceIndex
 from outcore.values import MADE_AGAIN, Budget, Decision, Machine
 
 OFFERS = (*itertools.product((1.0, 0.95, 1.05, 0.8), (0.0, 0.02)), (1.5, 0.15), (1.5, 0.2))  # (share, reserve)
 FORCED = tuple(itertools.product((0.0, 1.5, 2.0, 3.0, INF), (0.0, 0.02)))  # where nothing else fits
-PRICING_WORK = 700_000  # offers x (ops + ticks), after which no other is asked for: a second or two
-FLIP_WORK = 1_500_000  # flips drawn x (ops + ticks): what improving may cost, a few seconds
-MAX_FLIPS = 3000
-FAR, FAR_TIMES = 0.05, 2.5  # where the best offer takes this much longer than the bound: so many times the work
-BRIEF_TIMES = 0.2  # so many times the work, for a brief search
-NUM_STARTS, NUM_FINALISTS = 8, 2  # offers that are improved a little, and as far as it goes
-LEAST_EACH, RACE_PART = 60, 6  # flips for each start, or fewer start; of all flips, for each round of halving
-NUM_VALUES = (0.35, 0.45, 0.2)  # how often one, two, three values are decided anew
-BY_BYTES = 0.5  # of the values drawn: a large one more often; the others each as often
-EXCHANGES = 0.4  # of the flips of several, where two can: they take each other's decision
-MAX_DRAWS = 20  # for a flip that memory may have room for
-NUM_ENDS, NEARLY = 4, 0.02  # of walks, so little slower than the best: to keep more may make one of them the best
-NUM_KICKS, MAX_IDLE_WALKS = 3, 40  # flips taken whatever they cost, then a walk; walks in a row that led nowhere
-GOOD_ENOUGH, BRIEFLY_ENOUGH = 1e-4, 0.03  # a plan this near to the bound is not improved further
-KEEP_RESERVES = (0.0, 0.05, 0.15, 0.35)  # of the budget, tried in turn
-NUM_HALVINGS = 8  # when looking for the least budget that would do
-NEARLY_FREE = 1e-3  # where the bound says that copies alone may hide, the swap planner is asked too
-MIN_PATIENCE, LATER_PATIENCE = 150, 30  # flips in a row that change nothing before a walk stops; those after the first
 
 
 def hybrid(trace_index: TraceIndex, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
@@ -78,7 +61,7 @@ def several(
     if (whole := _kept_if_it_fits(trace_index, machine, budget, progress)) is not None:
         return [whole]
     bound_s = bound_step_s(trace_index, machine, budget)
-    enough_s = bound_s * (1 + (BRIEFLY_ENOUGH if brief else GOOD_ENOUGH))
+    enough_s = bound_s * (1 + (HYBRID.briefly_enough_share if brief else HYBRID.good_enough_share))
     offers = _with_blocks(trace_index, machine, budget, _offers(trace_index, machine, budget, enough_s, progress))
     known = [score(trace_index, machine, budget, start) for start in starts if _is_of(trace_index, start)]
     known = sorted((scored for scored in known if scored.fits), key=_merit)[:1]
@@ -86,8 +69,8 @@ def several(
     if not found[0].fits:
         return [dict(found[0].decisions)]
     if found[0].step_s > enough_s:
-        far = FAR_TIMES if found[0].step_s > (1 + FAR) * bound_s and not known else 1.0
-        walk = Walk(trace_index, machine, budget, enough_s, progress, BRIEF_TIMES if brief else far)
+        far = HYBRID.far_times if found[0].step_s > (1 + HYBRID.far_share) * bound_s and not known else 1.0
+        walk = Walk(trace_index, machine, budget, enough_s, progress, HYBRID.brief_times if brief else far)
         found = walk.improved(offers, known)
     return _ends(trace_index, machine, budget, found, most)
 
@@ -102,7 +85,11 @@ def _ends(trace_index: TraceIndex, machine: Machine, budget: Budget, found: list
     """The best, different ones, with what there is room for kept; which may make another one the best."""
     kept: list[Scored] = []
     for scored in found:
-        if len(kept) == max(most, NUM_ENDS) or not scored.fits or scored.step_s > (1 + NEARLY) * found[0].step_s:
+        if (
+            len(kept) == max(most, HYBRID.num_ends)
+            or not scored.fits
+            or scored.step_s > (1 + HYBRID.near_share) * found[0].step_s
+        ):
             break
         fuller = _keep_what_fits(trace_index, machine, budget, scored)
         if all(fuller.decisions != other.decisions for other in kept):
@@ -134,7 +121,7 @@ def smallest_fit(
     """A device budget below `high_bytes` that the hybrid fits, and how: where host and disk cannot hold everything."""
     low_bytes = int(lean_bytes(trace_index, budget, dict.fromkeys(trace_index.evictable, "swap")).max(initial=0))
     best = None
-    for _ in range(NUM_HALVINGS):
+    for _ in range(HYBRID.num_halvings):
         device_bytes = (low_bytes + high_bytes) // 2
         tried = replace(budget, device_bytes=device_bytes)
         pricing = Pricing(trace_index, machine, tried)
@@ -161,7 +148,7 @@ def _offers(
 
     any_fit = False
     for offers in (OFFERS, FORCED):
-        any_anchored, most_work = False, pricing.work + PRICING_WORK
+        any_anchored, most_work = False, pricing.work + HYBRID.pricing_work
         for at, (share, reserve) in enumerate(offers):
             progress("pricing", at / len(offers))
             room_bytes = int(budget.device_bytes * (1 - reserve))
@@ -179,7 +166,9 @@ def _offers(
                 break
         if any_anchored:
             break
-    if enough_s <= trace_index.total_s / machine.speed * (1 + NEARLY_FREE) and not any(map(is_enough, found)):
+    if enough_s <= trace_index.total_s / machine.speed * (1 + HYBRID.nearly_free_share) and not any(
+        map(is_enough, found)
+    ):
         found.append(score(trace_index, machine, budget, swap(trace_index, machine, budget, progress)))
     return sorted(found, key=_merit)
 
@@ -202,7 +191,7 @@ def _keep_what_fits(trace_index: TraceIndex, machine: Machine, budget: Budget, b
     lean = lean_bytes(trace_index, budget, best.decisions)
     away = [value for value in trace_index.evictable if best.decisions[value] != "keep"]
     away.sort(key=lambda value: trace_index.spans[value][1] - trace_index.spans[value][0])
-    for reserve in KEEP_RESERVES:
+    for reserve in HYBRID.keep_reserves:
         level, kept = lean + int(reserve * budget.device_bytes), dict(best.decisions)
         for value in away:
             first, end = trace_index.spans[value]
@@ -229,7 +218,7 @@ class Walk:
     ) -> None:
         self.trace_index, self.machine, self.budget = trace_index, machine, budget
         self.enough_s, self.progress = enough_s, progress
-        num_flips = min(min(1.0, times) * MAX_FLIPS, times * FLIP_WORK / trace_index.trace.num_slots)
+        num_flips = min(min(1.0, times) * HYBRID.max_flips, times * HYBRID.flip_work / trace_index.trace.num_slots)
         self.num_flips = self.num_left = int(num_flips)
         self.flips = Flips(trace_index, budget)
 
@@ -237,12 +226,12 @@ class Walk:
         """Where walks from promising offers and from what is known end, each as far as it goes, and walks from near
         the best of these; the best first."""
         num_values, fitting = len(self.trace_index.evictable), [scored for scored in offers if scored.fits]
-        patience, ends = max(MIN_PATIENCE, 4 * num_values), [min((*fitting, *known), key=_merit)]
+        patience, ends = max(HYBRID.first_patience, 4 * num_values), [min((*fitting, *known), key=_merit)]
         ends += [self._descend(start, patience) for start in (*self._raced(fitting, patience), *known)]
         best = min(ends, key=_merit)
-        num_idle, max_idle = 0, min(MAX_IDLE_WALKS, num_values)
+        num_idle, max_idle = 0, min(HYBRID.max_idle_walks, num_values)
         while not self._is_over(best) and num_idle < max_idle:
-            ends.append(self._descend(self._kicked(best), max(LATER_PATIENCE, num_values)))
+            ends.append(self._descend(self._kicked(best), max(HYBRID.later_patience, num_values)))
             num_idle = 0 if ends[-1].step_s < best.step_s else num_idle + 1
             best = better(best, ends[-1])
         return sorted(ends, key=_merit)
@@ -250,17 +239,17 @@ class Walk:
     def _raced(self, here: list[Scored], patience: int) -> list[Scored]:
         """Some flips for each, and the better half goes on. The best offer often leads nowhere: of ResNet-50's for
         11 GiB the fastest, at +54 %, ends at +20 %, and four at +70 % end at +12 to +13 %."""
-        here = here[: max(NUM_FINALISTS, min(NUM_STARTS, self.num_flips // LEAST_EACH))]
-        while len(here) > NUM_FINALISTS:
-            most = self.num_flips // RACE_PART // len(here)
+        here = here[: max(HYBRID.num_finalists, min(HYBRID.num_starts, self.num_flips // HYBRID.least_each))]
+        while len(here) > HYBRID.num_finalists:
+            most = self.num_flips // HYBRID.round_parts // len(here)
             here = sorted((self._descend(one, patience, most) for one in here), key=lambda one: one.step_s)
-            here = here[: max(NUM_FINALISTS, len(here) // 2)]
+            here = here[: max(HYBRID.num_finalists, len(here) // 2)]
         return here
 
     def _is_over(self, here: Scored) -> bool:
         return self.num_left <= 0 or here.step_s <= self.enough_s
 
-    def _descend(self, here: Scored, patience: int, most: int = MAX_FLIPS) -> Scored:
+    def _descend(self, here: Scored, patience: int, most: int = HYBRID.max_flips) -> Scored:
         num_idle, until = 0, self.num_left - most
         while not self._is_over(here) and num_idle < patience and self.num_left > until:
             tried = self._flipped(here, here.step_s)
@@ -271,8 +260,8 @@ class Walk:
 
     def _kicked(self, here: Scored) -> Scored:
         """Some flips further, if that many fit."""
-        num_taken, until = 0, max(0, self.num_left - LATER_PATIENCE)
-        while num_taken < NUM_KICKS and self.num_left > until:
+        num_taken, until = 0, max(0, self.num_left - HYBRID.later_patience)
+        while num_taken < HYBRID.num_kicks and self.num_left > until:
             tried = self._flipped(here)
             if tried is not None and tried.fits:
                 here, num_taken = tried, num_taken + 1
@@ -302,7 +291,7 @@ class Flips:
         """One that memory may have room for."""
         if scored is not self._known:
             self._known, self._early = scored, self._read_early(scored)
-        drawn = (self._draw(scored.decisions) for _ in range(MAX_DRAWS))
+        drawn = (self._draw(scored.decisions) for _ in range(HYBRID.max_draws))
         return next((changed for changed in drawn if self._has_room(scored, changed)), None)
 
     def _read_early(self, scored: Scored) -> set[int]:
@@ -314,10 +303,10 @@ class Flips:
 
     def _draw(self, decisions: Mapping[int, Decision]) -> Decisions:
         """Some values decided anew, or two of them each as the other was."""
-        num = self.random.choices((1, 2, 3), NUM_VALUES)[0]
+        num = self.random.choices((1, 2, 3), HYBRID.num_values)[0]
         values = list(dict.fromkeys(self._pick() for _ in range(num)))
         changed = {value: self.random.choice(self._others(value, decisions[value])) for value in values}
-        if len(values) > 1 and self.random.random() < EXCHANGES:
+        if len(values) > 1 and self.random.random() < HYBRID.exchange_share:
             one, other = values[:2]
             if decisions[other] in self._others(one, decisions[one]) and decisions[one] in self._others(
                 other, decisions[other]
@@ -326,7 +315,7 @@ class Flips:
         return changed
 
     def _pick(self) -> int:
-        weights = self.weights if self.random.random() < BY_BYTES else None
+        weights = self.weights if self.random.random() < HYBRID.by_bytes_share else None
         return self.random.choices(self.trace_index.evictable, cum_weights=weights)[0]
 
     def _others(self, value: int, decision: Decision) -> list[Decision]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from outcore.planning.allocator import fragmentation, placeholders
 from outcore.planning.allocator.hints import AllocatorHints, Placeholder
 from outcore.planning.allocator.model import Places
 from outcore.planning.planners import hybrid
+from outcore.planning.settings import FRAGMENTATION, HYBRID
 from outcore.units import MIB
 from outcore.values import Schedule, Trace
 from tests.cpu.fitting.pretended import Pretend, gpu_of
@@ -34,7 +36,7 @@ from tests.cpu.training import build, train
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes are planned for many times, and how good their plans are is nobody's question here."""
-    monkeypatch.setattr(hybrid, "MAX_FLIPS", 200)
+    monkeypatch.setattr(hybrid, "HYBRID", replace(HYBRID, max_flips=200))
 
 
 @functools.cache
@@ -358,7 +360,9 @@ def test_a_step_that_leaves_its_plan_keeps_no_place(pretend: Pretend, monkeypatc
 
 def test_memory_that_creeps_is_planned_for_each_time(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     """A little less than a MiB a step: a plan seen earlier was made for less memory around it than there is by now."""
-    monkeypatch.setattr(fragmentation, "MOST_S", 0.2)  # every size is planned for anew many times
+    monkeypatch.setattr(
+        fragmentation, "FRAGMENTATION", replace(FRAGMENTATION, most_s=0.2)
+    )  # every size is planned for anew many times
     torch.manual_seed(0)
     model = nn.Sequential(*[part for _ in range(12) for part in (nn.Linear(128, 128), nn.Tanh())])
     x, ooc = torch.randn(8192, 128), pretend.limit(model, 60 * MIB)

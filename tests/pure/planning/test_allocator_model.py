@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from outcore.planning import lower, plan, simulate, verify
 from outcore.planning.allocator import fragmentation
-from outcore.planning.allocator.fragmentation import RESTART_S, search_placement
+from outcore.planning.allocator.fragmentation import search_placement
 from outcore.planning.allocator.hints import AllocatorHints
 from outcore.planning.allocator.model import (
     PAGE_BYTES,
@@ -28,6 +28,7 @@ from outcore.planning.allocator.model import (
     wanted_bytes,
 )
 from outcore.planning.planners.scoring import Scored
+from outcore.planning.settings import FRAGMENTATION
 from outcore.planning.trace_index import index_of
 from outcore.units import GIB, MIB
 from outcore.values import Budget, Machine, Plan, Trace
@@ -275,7 +276,7 @@ def test_a_placed_plan_wants_less_and_still_fits(monkeypatch: pytest.MonkeyPatch
         return int(1.03 * search.memory_bytes) if scored.decisions == made.decisions else 0
 
     monkeypatch.setattr(fragmentation._Search, "_wanted_bytes", only_others)
-    monkeypatch.setattr(fragmentation, "FAR", 100.0)
+    monkeypatch.setattr(fragmentation, "FRAGMENTATION", replace(FRAGMENTATION, far_share=100.0))
     found = search_placement(trace, MACHINE, made, 210 * MIB)
     assert found.plan.decisions != made.decisions
     assert not found.restarts
@@ -296,7 +297,7 @@ def test_a_neighbour_that_is_far_slower_is_not_taken(monkeypatch: pytest.MonkeyP
     wants(1.03, monkeypatch)
     monkeypatch.setattr(fragmentation, "mapped", lambda *asked: Mapped(1, GIB))
     assert search_placement(trace, MACHINE, made, 210 * MIB).plan.predicted_step_s <= made.predicted_step_s * (
-        1 + fragmentation.FAR
+        1 + FRAGMENTATION.far_share
     )
 
 
@@ -314,7 +315,7 @@ def test_nothing_is_drawn_on_a_slow_host_nor_where_a_giant_is_in_the_way(
 
     monkeypatch.setattr(fragmentation._Search, "_wanted_bytes", too_much)
     monkeypatch.setattr(fragmentation, "mapped", lambda *asked: Mapped(1, GIB))
-    monkeypatch.setattr(fragmentation, "MOST_S", most_s)
+    monkeypatch.setattr(fragmentation, "FRAGMENTATION", replace(FRAGMENTATION, most_s=most_s))
     found = search_placement(trace, MACHINE, made, 210 * MIB)
     assert found.plan.decisions == made.decisions
     assert found.restarts
@@ -328,7 +329,7 @@ def test_where_every_plan_wants_too_much_the_fastest_stays(monkeypatch: pytest.M
     monkeypatch.setattr(fragmentation, "mapped", lambda *asked: Mapped(1, GIB))
     found = search_placement(trace, MACHINE, made, 210 * MIB)
     assert found.restarts
-    assert found.step_s == pytest.approx(found.plan.predicted_step_s + 1.5 * RESTART_S)
+    assert found.step_s == pytest.approx(found.plan.predicted_step_s + 1.5 * FRAGMENTATION.restart_s)
     assert found.plan.predicted_step_s <= made.predicted_step_s
 
 

@@ -19,6 +19,7 @@ from outcore.planning.planners.bound import bound_step_s
 from outcore.planning.planners.pricing import Pricing
 from outcore.planning.program.lower import lean_of, lower_steps
 from outcore.planning.rewrites.gradient_sums import sums_in_place
+from outcore.planning.settings import FRAGMENTATION
 from outcore.planning.trace_index import index_of
 from outcore.units import GIB, MIB
 from outcore.values import Budget, Machine, Trace
@@ -118,7 +119,9 @@ def test_where_a_plan_wants_far_too_many_pages_another_has_neighbours_that_do_no
 ) -> None:
     """With its weights where they lay on the device every plan of this step wanted 3 GiB too much, and was tried. From
     the fastest one alone no walk leads to one that does not."""
-    monkeypatch.setattr(fragmentation, "MOST_S", 60.0)  # as many as on a host that is not busy
+    monkeypatch.setattr(
+        fragmentation, "FRAGMENTATION", replace(FRAGMENTATION, most_s=60.0)
+    )  # as many as on a host that is not busy
     trace = sums_in_place(Trace.load(GOLDEN / "vgg16_nhwc.trace.json"))
     blocks = ((0, 36), (45, 471), (664, 162), (18440, 2), (18450, 2), (18453, 64))  # address and size, in MiB
     there = tuple((address * MIB, size * MIB) for address, size in blocks)

@@ -13,7 +13,8 @@ from outcore.planning import lower, simulate
 from outcore.planning.allocator import placeholders as keeping
 from outcore.planning.allocator.hints import AllocatorHints, Placeholder
 from outcore.planning.allocator.model import Device, Event, allocations, safe_bytes, wanted_bytes, with_placeholders
-from outcore.planning.allocator.placeholders import GIANT_SHARES, arrange, best_share, placeholders
+from outcore.planning.allocator.placeholders import arrange, best_share, placeholders
+from outcore.planning.settings import ALLOCATOR
 from outcore.planning.trace_index import index_of
 from outcore.units import MIB
 from outcore.values import Budget, Decision, Machine, Op, Plan, Schedule, Storage, Tick, Trace, Value
@@ -294,8 +295,8 @@ def test_the_share_that_wants_least_is_taken_unless_all_is_well_without(
     safe: int, wanted: tuple[int, ...], best: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trace = language_model()
-    by_share = dict(zip((None, *GIANT_SHARES), wanted))
+    by_share = dict(zip((None, *ALLOCATOR.giant_shares), wanted))
     monkeypatch.setattr(keeping, "arranged", lambda trace, events, memory_bytes, peak_bytes, share: share)
     monkeypatch.setattr(keeping, "wanted_bytes", lambda trace, events, share, there: by_share[share])
     monkeypatch.setattr(keeping, "safe_bytes", lambda trace, share, memory_bytes: safe)
-    assert best_share(trace, [], 2000 * MIB, ENOUGH) == (GIANT_SHARES[best] if best is not None else None)
+    assert best_share(trace, [], 2000 * MIB, ENOUGH) == (ALLOCATOR.giant_shares[best] if best is not None else None)

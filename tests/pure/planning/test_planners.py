@@ -15,6 +15,7 @@ from outcore.planning.planners import hybrid as hybrid_planner
 from outcore.planning.planners.bound import bound_step_s
 from outcore.planning.planners.pricing import Pricing
 from outcore.planning.planners.scoring import score, score_if_it_can_fit, stored_fits
+from outcore.planning.settings import HYBRID
 from outcore.planning.trace_index import index_of
 from outcore.values import Budget, Decision, Machine, Op, Plan, Storage, Tick, Trace, Value
 from tests.pure.planning.random_steps import MACHINES, chain, steps
@@ -99,14 +100,14 @@ def test_a_brief_search_is_a_fifth_as_long(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(hybrid_planner, "bound_step_s", lambda *asked: 0.0)  # nothing is good enough
     monkeypatch.setattr(hybrid_planner.Flips, "draw", draw)
-    monkeypatch.setattr(hybrid_planner, "MIN_PATIENCE", hybrid_planner.MAX_FLIPS)
+    monkeypatch.setattr(hybrid_planner, "HYBRID", replace(HYBRID, first_patience=HYBRID.max_flips))
     trace, took = chain(), list[int]()
     budget = Budget(plan(trace, MACHINE, Budget(1000, 1000), "keep-all").predicted_peak_bytes - 1, 1000)
     for brief in (False, True):
         num_drawn[0] = 0
         plan(trace, MACHINE, budget, brief=brief)
         took.append(num_drawn[0])
-    assert took == [hybrid_planner.MAX_FLIPS, int(hybrid_planner.BRIEF_TIMES * hybrid_planner.MAX_FLIPS)]
+    assert took == [HYBRID.max_flips, int(HYBRID.brief_times * HYBRID.max_flips)]
 
 
 def test_however_little_work_is_allowed_prices_are_tried_until_an_offer_fits(
@@ -125,7 +126,7 @@ def test_however_little_work_is_allowed_prices_are_tried_until_an_offer_fits(
         return really(self, share, device_bytes) if share in forced else None
 
     monkeypatch.setattr(Pricing, "cheapest_fit", cheapest_fit)
-    monkeypatch.setattr(hybrid_planner, "PRICING_WORK", 0)
+    monkeypatch.setattr(hybrid_planner, "HYBRID", replace(HYBRID, pricing_work=0))
     hybrid_planner.hybrid(index_of(trace), MACHINE, budget, lambda what, part: None)
     assert asked[-1] in forced
     assert len(asked) < len(hybrid_planner.OFFERS) + len(hybrid_planner.FORCED)
@@ -174,7 +175,7 @@ def test_walks_that_lead_nowhere_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hybrid_planner, "bound_step_s", lambda *asked: 0.0)  # nothing is good enough
     monkeypatch.setattr(hybrid_planner.Flips, "draw", lambda self, scored: drawn.append(1))
     hybrid_planner.hybrid(index_of(trace), MACHINE, budget, lambda what, part: None)
-    assert 0 < len(drawn) < hybrid_planner.MAX_FLIPS / 2
+    assert 0 < len(drawn) < HYBRID.max_flips / 2
 
 
 def all_decisions(trace: Trace, budget: Budget) -> list[dict[int, Decision]]:
