@@ -30,7 +30,8 @@ from torch import nn
 
 import outcore
 from benchmarks.slowdown import GIB, about, hardware
-from outcore.memory.machine import HOST_SHARE, host_bytes_granted
+from outcore.memory.machine import host_bytes_granted
+from outcore.memory.settings import MEMORY
 from outcore.state.state import State
 
 MARK = "ROW "
@@ -135,7 +136,7 @@ def in_core(shape: Shape, device: str) -> Run:
 def ours(shape: Shape, device: str, *, later: bool) -> Run:
     model = build(shape, device)
     optimizer = adamw(model)
-    home_bytes = int(0.9 * host_bytes_granted() / HOST_SHARE)  # nothing else runs there
+    home_bytes = int(0.9 * host_bytes_granted() / MEMORY.host_share)  # nothing else runs there
     state = State(model, optimizer, window_bytes=int(shape.window_gib * GIB), home_bytes=home_bytes, later=later)
     return Run(model, optimizer, state.step, state=state)
 

@@ -20,14 +20,13 @@ import torch
 
 from outcore.eager.cells import Cell
 from outcore.eager.replay import Held, Marks, Ref, copy_of, generator_of, refuse_changed, refuse_held, with_generator
+from outcore.eager.settings import EAGER
 from outcore.eager.signatures import replay_kind
 from outcore.eager.switches import Switches, changed, switches
 from outcore.errors import ReplayError
 from outcore.memory.tensors import as_bytes
-from outcore.units import MIB
 from outcore.values import Replay
 
-MOST_COPIED_BYTES = MIB  # of inputs that a launch changes, to be able to run it again; guessed: statistics are smaller
 ALL_LAUNCHES = range(1 << 62)
 Tensors = Sequence[torch.Tensor]
 
@@ -123,7 +122,7 @@ class LaunchRecipe:
 
 def replay_of(kernel: Kernel, reads: Tensors, changes: Tensors) -> Replay:
     """`pure`, `random` or `no`: may this launch be run again?"""
-    if kernel.rerun is None or sum(tensor.nbytes for tensor in changes) > MOST_COPIED_BYTES:
+    if kernel.rerun is None or sum(tensor.nbytes for tensor in changes) > EAGER.most_copied_bytes:
         return "no"
     if kernel.is_generated:
         return "pure" if kernel.is_pure else "no"

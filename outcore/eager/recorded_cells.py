@@ -10,10 +10,11 @@ import torch
 from outcore.eager.cells import Cell, MakesAgain, version_of
 from outcore.eager.overwriting import Contents
 from outcore.eager.recorded_storages import RecordedStorages
-from outcore.eager.remaking import HANDFUL, has_same_bytes, let_go_all, quickly_made
+from outcore.eager.remaking import has_same_bytes, let_go_all, quickly_made
 from outcore.eager.replay import Held, below_everything
 from outcore.eager.replay_safety import ReplaySafety
 from outcore.eager.restoring import bring
+from outcore.eager.settings import EAGER
 from outcore.errors import ReplayError
 from outcore.memory.tensors import source_of
 
@@ -92,7 +93,7 @@ class RecordedCells:
         into."""
         if cell.data is not None or (cell.parcel is None and cell.recipe is None):
             return True  # it is what is there
-        if cell.parcel is None and not quickly_made(cell, 2 * self._budget_bytes, HANDFUL):
+        if cell.parcel is None and not quickly_made(cell, 2 * self._budget_bytes, EAGER.few_ops):
             return False  # nobody can tell
         try:
             with below_everything():

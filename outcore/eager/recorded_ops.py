@@ -14,12 +14,11 @@ from outcore.eager.norm_replay import NormReplay, Proofs
 from outcore.eager.passes import Passes
 from outcore.eager.recorded_storages import RecordedStorages
 from outcore.eager.replay import Recipe, has_norm_replay
+from outcore.eager.settings import EAGER
 from outcore.eager.signatures import OpOverload
 from outcore.memory.clock import Clock
 from outcore.memory.device import DeviceMemory
 from outcore.values import Op, Replay
-
-PIECE_SHARE = 64  # a norm replay is compared in pieces of the budget divided by this (guessed)
 
 
 @dataclass(slots=True)
@@ -131,7 +130,7 @@ class RecordedOps:
             func,
             args,
             fresh,
-            piece_bytes=self._budget_bytes // PIECE_SHARE,
+            piece_bytes=self._budget_bytes // EAGER.num_pieces,
             free_bytes=self._budget_bytes - self._memory.allocated_bytes(),
             proofs=self._proofs,
             on_refused=self._memory.refusals.excuse,

@@ -20,10 +20,11 @@ from outcore.eager.overwriting import Contents
 from outcore.eager.recorded_cells import RecordedCells
 from outcore.eager.recorded_ops import RecordedOps
 from outcore.eager.recorded_storages import RecordedStorages
-from outcore.eager.remaking import MANY, MANY_PRODUCTS, quickly_made, rerunnable
+from outcore.eager.remaking import quickly_made, rerunnable
 from outcore.eager.replay import below_everything
 from outcore.eager.replay_safety import ReplaySafety
 from outcore.eager.restoring import SMALL_BYTES, bring, swap_out_now
+from outcore.eager.settings import EAGER
 from outcore.eager.signatures import UNFILLED
 from outcore.memory.meter import see_brought
 from outcore.memory.store import Store
@@ -71,7 +72,7 @@ class Beside:
         if quickly_made(cell, self.budget_bytes):
             return True
         is_pinned = self.store.pinned_bytes >= self.budget_bytes
-        return not is_pinned and quickly_made(cell, self.budget_bytes, MANY_PRODUCTS, MANY)
+        return not is_pinned and quickly_made(cell, self.budget_bytes, EAGER.many_products, EAGER.many_ops)
 
 
 class RecordedSaves:

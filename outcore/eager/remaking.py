@@ -6,17 +6,14 @@ import torch
 
 from outcore.eager.cells import Cell
 from outcore.eager.replay import below_everything
+from outcore.eager.settings import EAGER
 from outcore.memory.tensors import as_bytes
-
-HANDFUL = 16  # ops that may be run again for one value (measured: 1.6 times the products of a forward in all)
-MANY, MANY_PRODUCTS = 40, 4  # where the alternative is to pin fresh host memory (measured: 4 to 6 times the products)
-_PIECE_BYTES = 1 << 26
 
 
 def has_same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     """All of their storages, a piece at a time: comparing takes as much memory again."""
     a, b = as_bytes(one), as_bytes(other)
-    pieces = zip(a.split(_PIECE_BYTES), b.split(_PIECE_BYTES))
+    pieces = zip(a.split(EAGER.compared_bytes), b.split(EAGER.compared_bytes))
     return a.shape == b.shape and all(torch.equal(x, y) for x, y in pieces)
 
 
@@ -31,7 +28,7 @@ def checksum(storage: torch.UntypedStorage) -> list[int]:
     return sums
 
 
-def quickly_made(cell: Cell, budget_bytes: int, most_products: int = 1, most_ops: int = HANDFUL) -> bool:
+def quickly_made(cell: Cell, budget_bytes: int, most_products: int = 1, most_ops: int = EAGER.few_ops) -> bool:
     """Do a few ops make it from what is swapped or outside, all of them together in a quarter of the budget, and one
     product (or convolution, or attention) among them at most? Each value is made by itself: with more, those at the
     end of a chain would make its beginning again and again, up to eight times the forward in all."""

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from outcore.eager.cells import Cell, MakesAgain
+from outcore.eager.settings import EAGER
 from outcore.memory.store import Store
 
-SMALL_BYTES = 4096  # smaller saved tensors are kept: not worth a copy of their own
+SMALL_BYTES = EAGER.small_bytes
 
 
 def swap_out_now(cell: Cell, store: Store) -> bool:

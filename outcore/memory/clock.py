@@ -22,11 +22,7 @@ from typing import Any
 import torch
 
 from outcore.memory.cuda_allocator import count_restarts
-
-_SPIN_CYCLES = 14_000_000  # about 8 ms of the device
-_AHEAD_S = 5e-3  # of the host's time for which one spin is trusted to keep the device busy
-_BATCH = 48  # ops behind one spin, where they are counted
-_NUM_EMPTY_PAIRS = 16  # timed with nothing in between
+from outcore.memory.settings import MEMORY
 
 
 class Clock:
@@ -61,8 +57,8 @@ class Clock:
 
     def _is_used_up(self, number: int) -> bool:
         if not self._asks:  # recorded: what an op asks for is not known yet
-            return number % _BATCH == 0
-        return time.perf_counter() - self._spun_at_s > _AHEAD_S
+            return number % MEMORY.num_ops_per_spin == 0
+        return time.perf_counter() - self._spun_at_s > MEMORY.ahead_s
 
     def _make_room(self, sizes: Sequence[int]) -> bool:
         """Blocks that are there and free are what the op gets. Did the allocator have to start over for them?"""
@@ -97,7 +93,7 @@ class Clock:
 
 def _spin(stream: torch.cuda.Stream) -> None:
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(_SPIN_CYCLES)
+        torch.cuda._sleep(MEMORY.spin_cycles)
 
 
 @cache
@@ -106,7 +102,8 @@ def _empty_pair_s(device: torch.device) -> float:
     stream = torch.cuda.current_stream(device)
     _spin(stream)
     pairs = [
-        [stream.record_event(torch.cuda.Event(enable_timing=True)) for _ in range(2)] for _ in range(_NUM_EMPTY_PAIRS)
+        [stream.record_event(torch.cuda.Event(enable_timing=True)) for _ in range(2)]
+        for _ in range(MEMORY.num_empty_pairs)
     ]
     stream.synchronize()
     return float(statistics.median(start.elapsed_time(end) / 1e3 for start, end in pairs))

@@ -9,9 +9,7 @@ from contextlib import suppress
 import torch
 
 from outcore.errors import warn
-
-NUM_BEFORE, ENOUGH = 4, 2  # the last steps, and in how many of them it starts over
-MOST_EMPTIED = 4  # caches in a row; then something else is wrong
+from outcore.memory.settings import MEMORY
 
 
 def make_ready(device: torch.device) -> None:
@@ -78,7 +76,7 @@ class HostPacing:
         self._device = device
         self._num_restarts = self._num_emptied = 0
         self._fits = False  # the step before
-        self._started_over = deque[bool](maxlen=NUM_BEFORE)
+        self._started_over = deque[bool](maxlen=MEMORY.num_restarts_looked_at)
 
     def begin(self, *, fits: bool) -> int:
         """A step begins. `fits`: nobody waits after it, and with a wait its plan would need no starts over. Their
@@ -91,13 +89,13 @@ class HostPacing:
         self._num_restarts, self._fits = num_restarts, fits
         if self.waits:
             torch.cuda.synchronize(self._device)
-        if started_over and self._num_emptied <= MOST_EMPTIED:
+        if started_over and self._num_emptied <= MEMORY.most_emptied:
             torch.cuda.empty_cache()
         return num_restarts
 
     @property
     def waits(self) -> bool:
-        return sum(self._started_over) >= ENOUGH
+        return sum(self._started_over) >= MEMORY.num_restarts_to_wait
 
 
 class Refusals:

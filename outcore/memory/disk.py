@@ -25,12 +25,11 @@ import torch
 
 from outcore.errors import StoreError
 from outcore.memory.extents import Extents
+from outcore.memory.settings import MEMORY
 from outcore.memory.tensors import data_ptr
 from outcore.units import MIB, format_bytes
 
 Copy = Callable[["torch.cuda.Event | None"], None]
-PAGE_BYTES = 4096
-CHUNK_BYTES = 8 * MIB
 
 
 class SwapFile:
@@ -39,7 +38,7 @@ class SwapFile:
     def __init__(self, folder: str | Path, capacity_bytes: int) -> None:
         self.folder = Path(folder)
         self.capacity_bytes = capacity_bytes
-        self.extents = Extents(0, PAGE_BYTES)
+        self.extents = Extents(0, MEMORY.page_bytes)
         self._lock = threading.Lock()
         self._given: deque[tuple[int, int]] = deque()
         self.direct = True
@@ -120,7 +119,7 @@ class DiskLane:
         self.file = file
         self.device = device
         self.delay_s = 0.0  # tests slow the lane down to show races
-        self._staging = mmap.mmap(-1, CHUNK_BYTES)
+        self._staging = mmap.mmap(-1, MEMORY.chunk_bytes)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._staging))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -172,19 +171,19 @@ class DiskLane:
             del job
 
     def _write(self, source: torch.Tensor, offset: int, num_bytes: int, ready: torch.cuda.Event | None) -> None:
-        for start in range(0, num_bytes, CHUNK_BYTES):
-            size = min(CHUNK_BYTES, num_bytes - start)
+        for start in range(0, num_bytes, MEMORY.chunk_bytes):
+            size = min(MEMORY.chunk_bytes, num_bytes - start)
             self._move(source, start, size, ready, out=True)
             self._all(os.pwritev, size, offset + start)
 
     def _read(self, target: torch.Tensor, offset: int, num_bytes: int, ready: torch.cuda.Event | None) -> None:
-        for start in range(0, num_bytes, CHUNK_BYTES):
-            size = min(CHUNK_BYTES, num_bytes - start)
+        for start in range(0, num_bytes, MEMORY.chunk_bytes):
+            size = min(MEMORY.chunk_bytes, num_bytes - start)
             self._all(os.preadv, size, offset + start)
             self._move(target, start, size, ready, out=False)
 
     def _all(self, transfer: Callable[[int, list[memoryview], int], int], size: int, offset: int) -> None:
-        size = -(-size // PAGE_BYTES) * PAGE_BYTES
+        size = -(-size // MEMORY.page_bytes) * MEMORY.page_bytes
         done = 0
         while done < size:
             moved = transfer(self.file.fd, [memoryview(self._staging)[done:size]], offset + done)

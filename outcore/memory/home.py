@@ -33,10 +33,10 @@ import torch
 from outcore.errors import StoreError
 from outcore.memory.meter import BESIDE, see_brought
 from outcore.memory.pinning import pin, unpin
+from outcore.memory.settings import MEMORY
 from outcore.memory.tensors import as_bytes, below_everything, data_ptr
 from outcore.units import format_bytes
 
-PAGE_BYTES = 4096
 _HOME = BESIDE
 
 Done = torch.cuda.Event | Future[None]  # a copy that was started
@@ -118,7 +118,7 @@ class Homes:
             return torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, size, stride)
 
     def _storage_of(self, num_bytes: int) -> torch.UntypedStorage:
-        size = -(-max(num_bytes, 1) // PAGE_BYTES) * PAGE_BYTES
+        size = -(-max(num_bytes, 1) // MEMORY.page_bytes) * MEMORY.page_bytes
         if self.device.type == "cuda":
             storage, memory = _pinned(size, num_bytes, self.device)
         else:

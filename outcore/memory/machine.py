@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from outcore.errors import OutcoreError
 from outcore.memory.disk import DiskLane, SwapFile
+from outcore.memory.settings import MEMORY
 from outcore.memory.store import PinnedSlab
 from outcore.units import GIB, MIB, format_bytes, parse_bytes
 from outcore.values import Machine
@@ -26,14 +27,13 @@ log = logging.getLogger("outcore")
 AUTO_SHARE = (
     0.9  # of what is free, for memory="auto": others on the device, and kernels' workspaces, want some (guessed)
 )
-HOST_SHARE = 0.6  # of what is available: the data loader and the page cache live there too
 
 
 def host_bytes_granted() -> int:
     """RAM this process may swap to: what is free, under the cgroup's limit, shared by the ranks on this host."""
     free = min(psutil.virtual_memory().available, _cgroup_room_bytes())
     num_ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return int(free * HOST_SHARE / num_ranks)
+    return int(free * MEMORY.host_share / num_ranks)
 
 
 def tiers_below(device: torch.device, host: int | str, disk: str | Path | None) -> tuple[int, str | None]:

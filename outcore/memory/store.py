@@ -25,9 +25,8 @@ from outcore.errors import StoreError
 from outcore.memory.disk import DiskLane, SwapFile
 from outcore.memory.extents import Extents
 from outcore.memory.pinning import pin, unpin
+from outcore.memory.settings import MEMORY
 from outcore.units import GIB, format_bytes
-
-ALIGN_BYTES = 4096
 
 
 class PinnedSlab:
@@ -39,7 +38,7 @@ class PinnedSlab:
             self.map.madvise(mmap.MADV_HUGEPAGE)  # 512 times fewer pages to fault in and to pin
         self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
         self.bytes.zero_()  # every core faults its share
-        self.extents = Extents(num_bytes, ALIGN_BYTES)
+        self.extents = Extents(num_bytes, MEMORY.page_bytes)
         self.given: deque[tuple[int, int]] = deque()  # returned, perhaps in the middle of a `take`
         if pin(self.bytes.data_ptr(), num_bytes):
             # Also where nobody closes it: memory that is unmapped but still registered can never be registered again.
