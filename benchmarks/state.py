@@ -144,7 +144,7 @@ def ours(shape: Shape, device: str, *, later: bool) -> Run:
 def limited(shape: Shape, device: str, *, checkpoints: bool) -> Run:
     model = build(shape, device, checkpoints=checkpoints)
     optimizer = adamw(model)
-    host = int(0.9 * host_bytes_granted() / HOST_SHARE) if device == "cuda" else "auto"
+    host = int(0.9 * host_bytes_granted() / MEMORY.host_share) if device == "cuda" else "auto"
     ooc = outcore.limit(model, int(shape.memory_gib * GIB), host=host, optimizer=optimizer)
     return Run(model, optimizer, ooc.step, state=ooc.state, limited=ooc)
 

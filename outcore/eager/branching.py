@@ -81,7 +81,7 @@ class Switch:
 
     def renamed(self, cells: dict[int, weakref.ref[Cell]]) -> dict[int, weakref.ref[Cell]]:
         """The cells that the new program can speak of, by its own values."""
-        found: dict[int, weakref.ref[Cell]] = {}
+        by_new_value: dict[int, weakref.ref[Cell]] = {}
         pairs = [(value, value) for value in cells if 0 <= self._before.producers[value] < self._num_common_ops]
         packed = zip(self._before.ticks[: self.num_ticks], self.program.ticks, strict=False)
         pairs += [(old.value, new.value) for old, new in packed if old.is_pack]
@@ -90,8 +90,8 @@ class Switch:
             cell = mark() if mark is not None else None
             if mark is not None and cell is not None:
                 cell.value = new_value
-                found[new_value] = mark
-        return found
+                by_new_value[new_value] = mark
+        return by_new_value
 
     def put_away(self, cells: dict[int, weakref.ref[Cell]], store: Store) -> None:
         """What is on its way out gets there, and what the new program has off the device by now leaves it. Call it
@@ -118,5 +118,5 @@ def find_switch(
     return None
 
 
-def _num_common(one: Sequence[object], other: Sequence[object]) -> int:
-    return next((at for at, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+def _num_common(first: Sequence[object], second: Sequence[object]) -> int:
+    return next((at for at, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))

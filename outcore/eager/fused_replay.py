@@ -31,18 +31,21 @@ def normalise(
         return None
     if plus is not None and not lie_alike(source, plus):
         return None
-    if not all(isinstance(one, torch.Tensor) and one.dtype is torch.float32 and one.is_contiguous() for one in numbers):
+    if not all(
+        isinstance(number, torch.Tensor) and number.dtype is torch.float32 and number.is_contiguous()
+        for number in numbers
+    ):
         return None
     matrix = _as_matrix(source)
     if matrix is None:
         return None
     num_rows, num_columns, last = matrix
-    made = torch.empty_like(source)
-    other = source if plus is None else plus  # where nothing is added it is not read
-    given = (source, other, made, *numbers, num_rows, num_columns, source.shape[1])
+    out = torch.empty_like(source)
+    right = source if plus is None else plus  # where nothing is added it is not read
+    given = (source, right, out, *numbers, num_rows, num_columns, source.shape[1])
     how = {"LAST": last, "FOLDED": folded, "ADDED": plus is not None, "RECTIFIED": rectified}
     signed = _keeps_minus_zero(source.device, source.dtype)
-    return made if _launch_tiles("normalise", num_rows, num_columns, given, **how, SIGNED=signed) else None
+    return out if _launch_tiles("normalise", num_rows, num_columns, given, **how, SIGNED=signed) else None
 
 
 def is_folded(func: Any, source: torch.Tensor) -> bool:
@@ -50,45 +53,45 @@ def is_folded(func: Any, source: torch.Tensor) -> bool:
     return func is torch.ops.aten.cudnn_batch_norm.default and not source.is_contiguous()
 
 
-def multiply(one: Any, other: Any, between: torch.dtype, like: View) -> torch.Tensor | None:
+def multiply(left: Any, right: Any, between: torch.dtype, like: View) -> torch.Tensor | None:
     """The product, rounded to one type and then to that of `like`, which says how it lies. None: not for these."""
-    factors = as_factors(one, other)
-    if factors is None or torch.promote_types(one.dtype, other.dtype) is not between:
+    factors = as_factors(left, right)
+    if factors is None or torch.promote_types(left.dtype, right.dtype) is not between:
         return None
-    one, other = factors
-    if one.shape != like.size or one.stride() != like.stride:
+    left, right = factors
+    if left.shape != like.size or left.stride() != like.stride:
         return None
-    if not multiplies_alike(one.device, one.dtype, other.dtype, like.dtype):
+    if not multiplies_alike(left.device, left.dtype, right.dtype, like.dtype):
         return None
-    made = torch.empty_like(one, dtype=like.dtype)
-    return made if _multiply(one, other, made, between) else None
+    out = torch.empty_like(left, dtype=like.dtype)
+    return out if _multiply(left, right, out, between) else None
 
 
-def as_factors(one: Any, other: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+def as_factors(left: Any, right: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     """A tensor whose rows lie one after the other, and one like it, one row, or a column. None: they are not."""
-    for first, second in ((one, other), (other, one)):
+    for first, second in ((left, right), (right, left)):
         if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and _kind_of(first, second):
             return first, second
     return None
 
 
-def _kind_of(one: torch.Tensor, other: torch.Tensor) -> str:
-    if not (one.is_contiguous() and other.is_contiguous() and one.numel() and one.dim() and other.dim()):
+def _kind_of(left: torch.Tensor, right: torch.Tensor) -> str:
+    if not (left.is_contiguous() and right.is_contiguous() and left.numel() and left.dim() and right.dim()):
         return ""
-    if other.device != one.device:
+    if right.device != left.device:
         return ""
-    if other.shape == one.shape:
+    if right.shape == left.shape:
         return "whole"
-    if other.numel() == other.shape[-1] == one.shape[-1] and other.dim() <= one.dim():
+    if right.numel() == right.shape[-1] == left.shape[-1] and right.dim() <= left.dim():
         return "row"
-    return "column" if other.shape == (*one.shape[:-1], 1) else ""
+    return "column" if right.shape == (*left.shape[:-1], 1) else ""
 
 
-def _multiply(one: torch.Tensor, other: torch.Tensor, made: torch.Tensor, between: torch.dtype) -> bool:
-    num_columns = one.shape[-1]
-    num_rows = one.numel() // num_columns
-    how = {"OTHER": _kind_of(one, other), "BETWEEN": str(between).removeprefix("torch.")}
-    return _launch_tiles("multiply", num_rows, num_columns, (one, other, made, num_rows, num_columns), **how)
+def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, between: torch.dtype) -> bool:
+    num_columns = left.shape[-1]
+    num_rows = left.numel() // num_columns
+    how = {"OTHER": _kind_of(left, right), "BETWEEN": str(between).removeprefix("torch.")}
+    return _launch_tiles("multiply", num_rows, num_columns, (left, right, out, num_rows, num_columns), **how)
 
 
 def _launch_tiles(name: str, num_rows: int, num_columns: int, given: Sequence[Any], **constants: Any) -> bool:
@@ -99,34 +102,34 @@ def _launch_tiles(name: str, num_rows: int, num_columns: int, given: Sequence[An
     return _launch(name, grid, given, **constants, ROWS=_TILE // columns, COLUMNS=columns)
 
 
-def add_relu(one: torch.Tensor, other: Any, *, in_place: bool) -> torch.Tensor | None:
+def add_relu(left: torch.Tensor, right: Any, *, in_place: bool) -> torch.Tensor | None:
     """The sum, rectified, in a tensor of its own or in the first one. None: not for these, and nothing was done."""
-    if not can_add(one, other):
+    if not can_add(left, right):
         return None
-    made = one if in_place else torch.empty_like(one)
-    return made if _add(one, other, made) else None
+    out = left if in_place else torch.empty_like(left)
+    return out if _add(left, right, out) else None
 
 
-def can_add(one: torch.Tensor, other: Any) -> bool:
-    return lie_alike(one, other) and is_ready(one.device, one.dtype)
+def can_add(left: torch.Tensor, right: Any) -> bool:
+    return lie_alike(left, right) and is_ready(left.device, left.dtype)
 
 
-def lie_alike(one: torch.Tensor, other: Any) -> bool:
+def lie_alike(left: torch.Tensor, right: Any) -> bool:
     """Two tensors that can be added element by element, in the order in which they lie?"""
     return (
-        isinstance(other, torch.Tensor)
-        and other.dtype is one.dtype
-        and other.device == one.device
-        and other.shape == one.shape
-        and other.stride() == one.stride()
-        and one.numel() > 0
-        and _is_dense(one)
+        isinstance(right, torch.Tensor)
+        and right.dtype is left.dtype
+        and right.device == left.device
+        and right.shape == left.shape
+        and right.stride() == left.stride()
+        and left.numel() > 0
+        and _is_dense(left)
     )
 
 
-def _add(one: torch.Tensor, other: torch.Tensor, made: torch.Tensor) -> bool:
-    grid, signed = (-(-one.numel() // _TILE),), _keeps_minus_zero(one.device, one.dtype)
-    return _launch("add_and_rectify", grid, (one, other, made, one.numel()), TILE=_TILE, SIGNED=signed)
+def _add(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> bool:
+    grid, signed = (-(-left.numel() // _TILE),), _keeps_minus_zero(left.device, left.dtype)
+    return _launch("add_and_rectify", grid, (left, right, out, left.numel()), TILE=_TILE, SIGNED=signed)
 
 
 def _as_matrix(source: torch.Tensor) -> tuple[int, int, bool] | None:
@@ -153,23 +156,23 @@ def is_ready(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _adds_alike(device: torch.device, dtype: torch.dtype) -> bool:
-    one, other = (numbers.to(device, dtype) for numbers in _sample())
-    wanted, made = one.clone().add_(other).relu_(), torch.empty_like(one)
-    return _add(one, other, made) and _is_same(made, wanted)
+    left, right = (numbers.to(device, dtype) for numbers in _sample())
+    wanted, out = left.clone().add_(right).relu_(), torch.empty_like(left)
+    return _add(left, right, out) and _is_same(out, wanted)
 
 
-def multiplies_alike(device: torch.device, one: torch.dtype, other: torch.dtype, made: torch.dtype) -> bool:
+def multiplies_alike(device: torch.device, left: torch.dtype, right: torch.dtype, out: torch.dtype) -> bool:
     """Do kernels multiply numbers of two types, and cast the product to a third, like PyTorch's own?"""
-    return _multiplies_alike(device, (*sorted((one, other), key=str), made))
+    return _multiplies_alike(device, (*sorted((left, right), key=str), out))
 
 
 @cache
 def _multiplies_alike(device: torch.device, types: tuple[torch.dtype, ...]) -> bool:
     if not all(is_ready(device, dtype) for dtype in types):
         return False
-    one, other = (numbers.to(device, dtype) for numbers, dtype in zip(_sample(), types))
-    product, made = one * other, torch.empty_like(one, dtype=types[2])
-    return _multiply(one, other, made, product.dtype) and _is_same(made, product.to(types[2]))
+    left, right = (numbers.to(device, dtype) for numbers, dtype in zip(_sample(), types))
+    product, out = left * right, torch.empty_like(left, dtype=types[2])
+    return _multiply(left, right, out, product.dtype) and _is_same(out, product.to(types[2]))
 
 
 @cache
@@ -180,12 +183,12 @@ def adds_to_norms_alike(device: torch.device, dtype: torch.dtype, folded: bool) 
     orders = (torch.channels_last,) if folded else (torch.contiguous_format, torch.channels_last)
     for order in orders:
         numbers = torch.linspace(-3, 3, 4 * 6 * 10 * 10, device=device).reshape(4, 6, 10, 10)
-        source, plus = (one.to(dtype).contiguous(memory_format=order) for one in (numbers, numbers.cos()))
+        source, plus = (left.to(dtype).contiguous(memory_format=order) for left in (numbers, numbers.cos()))
         row = torch.arange(1, 7, device=device, dtype=torch.float32)
         given = row.sin(), row.cos(), row.sin().square(), row.cos().abs() + 0.5
         alone = normalise(source, given, folded=folded, rectified=False)
-        made = normalise(source, given, folded=folded, plus=plus, rectified=True)
-        if alone is None or made is None or not _is_same(made, alone.add_(plus).relu_()):
+        out = normalise(source, given, folded=folded, plus=plus, rectified=True)
+        if alone is None or out is None or not _is_same(out, alone.add_(plus).relu_()):
             return False
     return True
 
@@ -195,14 +198,14 @@ def _sample() -> tuple[torch.Tensor, torch.Tensor]:
     tiny, huge = [1e-45, -1e-45, 1e-39, 1e-38, 1e-20, 6e-8, -3e-4], [3e38, -3e38, 1e20, 6e4, torch.inf, -torch.inf]
     odd = torch.tensor([0.0, -0.0, 1.0, -1.0, torch.nan, *tiny, *huge])
     steps = torch.linspace(-3, 3, 1999)
-    one, other = torch.cartesian_prod(odd, odd).T
-    return torch.cat((one, steps)), torch.cat((other, steps.cos()))
+    left, right = torch.cartesian_prod(odd, odd).T
+    return torch.cat((left, steps)), torch.cat((right, steps.cos()))
 
 
-def _is_same(made: torch.Tensor, wanted: torch.Tensor) -> bool:
+def _is_same(out: torch.Tensor, wanted: torch.Tensor) -> bool:
     """What is no number may be any."""
     numbers = ~wanted.isnan()
-    return torch.equal(made.isnan(), ~numbers) and not bool(differ(made[numbers], wanted[numbers]))
+    return torch.equal(out.isnan(), ~numbers) and not bool(differ(out[numbers], wanted[numbers]))
 
 
 @cache
@@ -211,10 +214,10 @@ def _keeps_minus_zero(device: torch.device, dtype: torch.dtype) -> bool:
     return bool(torch.full((1,), -0.0, device=device, dtype=dtype).relu_().signbit())
 
 
-def differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def differ(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Does any bit of them? Not waited for."""
-    whole = torch.int32 if one.element_size() == 4 else torch.int16
-    return (one.view(whole) != other.view(whole)).any()
+    whole = torch.int32 if left.element_size() == 4 else torch.int16
+    return (left.view(whole) != right.view(whole)).any()
 
 
 def _launch(name: str, grid: tuple[int, ...], given: Sequence[Any], **constants: Any) -> bool:

@@ -54,15 +54,15 @@ class NormReplay:
         except (RuntimeError, IndexError, ValueError):  # types it does not take; no statistics of their own
             self._is_exact = False
 
-    def _note(self, found: Differences | None) -> None:
-        if found is None:
+    def _note(self, differences: Differences | None) -> None:
+        if differences is None:
             self._is_exact = False
             return
-        self._differ.append(found[0])
-        if found[1] is None:
+        self._differ.append(differences[0])
+        if differences[1] is None:
             self._can_fuse = False
         else:
-            self._fused_differ.append(found[1])
+            self._fused_differ.append(differences[1])
 
     def _proof(
         self, args: Sequence[Any], fresh: Sequence[torch.Tensor], free_bytes: float, proofs: Proofs
@@ -75,10 +75,10 @@ class NormReplay:
             if fresh[0].nbytes + 4 * piece_bytes > free_bytes:
                 return None
             drawn = _with_drawn_weights(self._func, args, fresh[1], fresh[2])
-            found = self._compare(drawn, self._func(*drawn))
-            if found is None:
+            differences = self._compare(drawn, self._func(*drawn))
+            if differences is None:
                 return None
-            proofs[key] = found
+            proofs[key] = differences
         return proofs.get(key)
 
     def _compare(self, args: Sequence[Any], made: Sequence[torch.Tensor]) -> Differences | None:
@@ -124,8 +124,8 @@ class NormReplay:
 
     def fused_s(self) -> float:
         """How long both together take; infinite: not to be done together."""
-        found = [*self._differ, *self._fused_differ]
-        if not self._is_exact or not self._can_fuse or any(bool(one) for one in found):
+        differences = [*self._differ, *self._fused_differ]
+        if not self._is_exact or not self._can_fuse or any(bool(differs) for differs in differences):
             return math.inf
         return self._seconds(self._fused_clock)
 

@@ -83,19 +83,19 @@ class Passes:
             alone = len(readers[value]) == 1 or all(self._is("cast", other) for other in readers[value])
             return maker if alone and view.dtype is made.dtype and view.lies_like(made) else -1
 
-        found: dict[int, Pass] = {}
+        passes: dict[int, Pass] = {}
         for index, part in self._parts.items():
             maker = maker_of(index) if part.kind in ("cast", "rectifier") else -1
             if part.kind == "cast" and self._can_multiply(maker, part):
-                found[index] = (maker,), seconds[index]
+                passes[index] = (maker,), seconds[index]
             elif part.kind == "rectifier" and self._can_add(maker):
                 places = (0,) if self._parts[maker].writes_into else (0, 1)
                 norms = [norm for norm in (maker_of(maker, place) for place in places) if self._can_add_to(norm)]
                 norms = [norm for norm in norms if _pays(norm_replays[norm], seconds[index])]
-                found[index] = (*norms[:1], maker), seconds[maker]
+                passes[index] = (*norms[:1], maker), seconds[maker]
             elif part.kind == "rectifier" and self._is("norm", maker) and _pays(norm_replays[maker], seconds[index]):
-                found[index] = (maker,), norm_replays[maker].fused_s()
-        return found
+                passes[index] = (maker,), norm_replays[maker].fused_s()
+        return passes
 
     def _is(self, kind: str, index: int) -> bool:
         return index in self._parts and self._parts[index].kind == kind

@@ -10,9 +10,9 @@ from outcore.eager.settings import EAGER
 from outcore.memory.tensors import as_bytes
 
 
-def has_same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+def has_same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
     """All of their storages, a piece at a time: comparing takes as much memory again."""
-    a, b = as_bytes(one), as_bytes(other)
+    a, b = as_bytes(first), as_bytes(second)
     pieces = zip(a.split(EAGER.compared_bytes), b.split(EAGER.compared_bytes))
     return a.shape == b.shape and all(torch.equal(x, y) for x, y in pieces)
 
@@ -64,15 +64,15 @@ def rerunnable(cell: Cell) -> bool:
 
 def values_read(cell: Cell) -> set[int]:
     """All that it would be made from, and what that would be made from."""
-    todo, seen, found = [cell], set(), set()
+    todo, seen, values = [cell], set(), set()
     while todo:
         recipe = todo.pop().recipe
         if recipe is None or id(recipe) in seen:
             continue
         seen.add(id(recipe))
         todo.extend(source for source in recipe.reads if source.parcel is None and source.data is None)
-        found |= {source.value for source in recipe.reads}
-    return found
+        values |= {source.value for source in recipe.reads}
+    return values
 
 
 def let_go_all(cell: Cell) -> None:

@@ -219,9 +219,11 @@ class Recipe:
 
     def _replay_norm(self) -> list[torch.Tensor]:
         """Normalises again from the saved mean and deviation; nothing where they are gone, or it cannot be done."""
-        found = self._find_statistics()
-        out = normalise_again(self.func, self._rebuilt_args({}), *found) if found is not None else None
-        return [] if out is None or found is None else [out, *found, *(out.new_empty(0) for _ in self.made[3:])]
+        statistics = self._find_statistics()
+        out = normalise_again(self.func, self._rebuilt_args({}), *statistics) if statistics is not None else None
+        return (
+            [] if out is None or statistics is None else [out, *statistics, *(out.new_empty(0) for _ in self.made[3:])]
+        )
 
     def _find_statistics(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         mean, deviation = (saved.find() for saved in self.statistics or ())
@@ -264,8 +266,8 @@ class Recipe:
         """What must be there to run it."""
         if not self.inner:
             return self.reads
-        made = [recipe.outcome() for recipe in self.inner]
-        return [cell for recipe in (*self.inner, self) for cell in recipe.reads if cell not in made]
+        results = [recipe.outcome() for recipe in self.inner]
+        return [cell for recipe in (*self.inner, self) for cell in recipe.reads if cell not in results]
 
     def outcome(self) -> Cell | None:
         """The cell of what it made, or of what it wrote into."""
@@ -285,10 +287,10 @@ class Recipe:
         for recipe, cell in zip(self.inner, cells, strict=True):
             fresh, overwritten = run(recipe)
             cell.data = (fresh or overwritten)[0]
-        found = run(self)
+        results = run(self)
         for cell, data in zip(cells, others):
             cell.data = data
-        return found
+        return results
 
     def _run_as_one(self, *, in_place: bool) -> torch.Tensor | None:
         """None: they do not lie as a kernel wants them, or it could not be run, and nothing was done."""
@@ -319,8 +321,8 @@ class Recipe:
             known = head.signature.name == PRODUCT and self.kwargs.keys() == {"dtype"} and not middle
         else:
             sums = middle if head.statistics is not None else [head, *middle]
-            known = self.signature.name in RECTIFIERS and len(sums) < 2 and all(one.is_plain_sum for one in sums)
-            known = known and not any(one.signature.written and one._place_of(head) for one in middle)
+            known = self.signature.name in RECTIFIERS and len(sums) < 2 and all(part.is_plain_sum for part in sums)
+            known = known and not any(part.signature.written and part._place_of(head) for part in middle)
         whole = in_place or (outcome is not None and result.offset == 0 and result.num_bytes == outcome.num_bytes)
         return (
             known
@@ -441,8 +443,8 @@ def capture(
 
 def _refer(arg: Any, find: Callable[[torch.Tensor], Cell | Held]) -> Any:
     if isinstance(arg, torch.Tensor):
-        found = find(arg)
-        return found if isinstance(found, Held) else Ref(found, arg)
+        source = find(arg)
+        return source if isinstance(source, Held) else Ref(source, arg)
     if isinstance(arg, NESTED):
         return [_refer(part, find) for part in arg]
     return arg

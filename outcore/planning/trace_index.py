@@ -137,8 +137,8 @@ def _survey(trace: Trace) -> TraceIndex:
         reads=[_own_reads(trace, index) for index in range(len(trace.ops))],
         overwrites=[_overwritten_reads(trace, index) for index in range(len(trace.ops))],
         state=[
-            THERE if value in packs or trace.storages[made.storage].external else UNSAVED
-            for value, made in enumerate(trace.values)
+            THERE if value in packs or trace.storages[version.storage].external else UNSAVED
+            for value, version in enumerate(trace.values)
         ],
     )
 
@@ -146,10 +146,10 @@ def _survey(trace: Trace) -> TraceIndex:
 def _version_ends(trace: Trace, dies: list[int]) -> list[int]:
     ends = [dies[value.storage] for value in trace.values]
     newest: dict[int, int] = {}  # storage -> value
-    for value, made in enumerate(trace.values):
-        if made.storage in newest and made.producer >= 0:
-            ends[newest[made.storage]] = min(ends[newest[made.storage]], trace.ops[made.producer].slot)
-        newest[made.storage] = value
+    for value, version in enumerate(trace.values):
+        if version.storage in newest and version.producer >= 0:
+            ends[newest[version.storage]] = min(ends[newest[version.storage]], trace.ops[version.producer].slot)
+        newest[version.storage] = value
     return ends
 
 

@@ -22,15 +22,15 @@ def segments_of(trace_index: TraceIndex) -> dict[int, tuple[int, ...]]:
     for value in trace_index.evictable:
         if not trace_index.recomputable[value]:
             continue
-        found = {producer[value]} if trace_index.unpacks[value] else set()
-        pending = list(found)
+        segment_ops = {producer[value]} if trace_index.unpacks[value] else set()
+        pending = list(segment_ops)
         while pending:
             for read in reads[pending.pop()]:
                 maker = producer[read]
-                if read not in packs and maker not in found:
-                    found.add(maker)
+                if read not in packs and maker not in segment_ops:
+                    segment_ops.add(maker)
                     pending.append(maker)
-        segments[value] = tuple(sorted(found))
+        segments[value] = tuple(sorted(segment_ops))
     return segments
 
 

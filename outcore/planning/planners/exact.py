@@ -44,22 +44,22 @@ def exact(trace_index: TraceIndex, machine: Machine, budget: Budget, progress: P
     choices = [_choices(trace_index, value) for value in trace_index.evictable]
     best = score(trace_index, machine, budget, hybrid(trace_index, machine, budget, progress))
     if np.prod([float(len(options)) for options in choices]) <= MAX_ENUMERATED:
-        for made in product(*choices):
-            decisions: Decisions = dict(zip(trace_index.evictable, made))
+        for choice in product(*choices):
+            decisions: Decisions = dict(zip(trace_index.evictable, choice))
             best = better(best, score(trace_index, machine, budget, decisions))
         return dict(best.decisions)
     model, until_s = Model(trace_index, machine, budget), time.monotonic() + TOTAL_LIMIT_S
     for at, reserve in enumerate(RESERVES):
         progress("solving", at / len(RESERVES))
-        found = None
+        solution = None
         for _ in range(MAX_CUT_ROUNDS):
             if time.monotonic() > until_s:
                 break
-            found = model.solve(int(budget.device_bytes * (1 - reserve)))
-            if found is None or not model.cut(found):
+            solution = model.solve(int(budget.device_bytes * (1 - reserve)))
+            if solution is None or not model.cut(solution):
                 break
-        if found is not None:
-            best = better(best, score(trace_index, machine, budget, found))
+        if solution is not None:
+            best = better(best, score(trace_index, machine, budget, solution))
     return dict(best.decisions)
 
 
@@ -157,14 +157,14 @@ class Model:
         cost = np.full(self.num_columns, 1e-7)  # of equal seconds, the fewest evictions
         for op, column in self.rerun_at.items():
             cost[column] = self.trace_index.trace.ops[op].rerun_s / self.machine.speed * 1e3
-        found = milp(
+        solution = milp(
             cost,
             constraints=LinearConstraint(matrix.tocsr(), [row[1] for row in rows], [row[2] for row in rows]),
             bounds=Bounds(0, 1),
             integrality=np.ones(self.num_columns, dtype=np.int64),
             options={"time_limit": TIME_LIMIT_S, "mip_rel_gap": GAP},
         )
-        return None if found.x is None else self._read(found.x > 0.5)
+        return None if solution.x is None else self._read(solution.x > 0.5)
 
     def _read(self, on: np.typing.NDArray[np.bool_]) -> Decisions:
         return {

@@ -65,14 +65,14 @@ def several(
     offers = _with_blocks(trace_index, machine, budget, _offers(trace_index, machine, budget, enough_s, progress))
     known = [score(trace_index, machine, budget, start) for start in starts if _is_of(trace_index, start)]
     known = sorted((scored for scored in known if scored.fits), key=_merit)[:1]
-    found = sorted((*offers, *known), key=_merit)
-    if not found[0].fits:
-        return [dict(found[0].decisions)]
-    if found[0].step_s > enough_s:
-        far = HYBRID.far_times if found[0].step_s > (1 + HYBRID.far_share) * bound_s and not known else 1.0
+    ranked = sorted((*offers, *known), key=_merit)
+    if not ranked[0].fits:
+        return [dict(ranked[0].decisions)]
+    if ranked[0].step_s > enough_s:
+        far = HYBRID.far_times if ranked[0].step_s > (1 + HYBRID.far_share) * bound_s and not known else 1.0
         walk = Walk(trace_index, machine, budget, enough_s, progress, HYBRID.brief_times if brief else far)
-        found = walk.improved(offers, known)
-    return _ends(trace_index, machine, budget, found, most)
+        ranked = walk.improved(offers, known)
+    return _ends(trace_index, machine, budget, ranked, most)
 
 
 def _is_of(trace_index: TraceIndex, start: Mapping[int, Decision]) -> bool:
@@ -81,14 +81,16 @@ def _is_of(trace_index: TraceIndex, start: Mapping[int, Decision]) -> bool:
     return start.keys() == set(trace_index.evictable) and all(trace_index.recomputable[value] for value in made_again)
 
 
-def _ends(trace_index: TraceIndex, machine: Machine, budget: Budget, found: list[Scored], most: int) -> list[Decisions]:
+def _ends(
+    trace_index: TraceIndex, machine: Machine, budget: Budget, ranked: list[Scored], most: int
+) -> list[Decisions]:
     """The best, different ones, with what there is room for kept; which may make another one the best."""
     kept: list[Scored] = []
-    for scored in found:
+    for scored in ranked:
         if (
             len(kept) == max(most, HYBRID.num_ends)
             or not scored.fits
-            or scored.step_s > (1 + HYBRID.near_share) * found[0].step_s
+            or scored.step_s > (1 + HYBRID.near_share) * ranked[0].step_s
         ):
             break
         fuller = _keep_what_fits(trace_index, machine, budget, scored)
@@ -127,7 +129,11 @@ def smallest_fit(
         pricing = Pricing(trace_index, machine, tried)
         ways = itertools.product((1.0, 0.0), (False, True))
         offers = [pricing.cheapest_fit(share, device_bytes, remakes=remakes) for share, remakes in ways]
-        fitting = [made for made in offers if made is not None and score(trace_index, machine, tried, made).fits]
+        fitting = [
+            decisions
+            for decisions in offers
+            if decisions is not None and score(trace_index, machine, tried, decisions).fits
+        ]
         if fitting:
             best, high_bytes = (device_bytes, fitting[0]), device_bytes
         else:

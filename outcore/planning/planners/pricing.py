@@ -66,8 +66,8 @@ class Pricing:
         self.trace_index, self.machine, self.budget = trace_index, machine, budget
         self.segments = segments_of(trace_index)
         self.density = remake_density(trace_index, self.segments)
-        found = sorted({price for price in self.density.values() if price > 0}) or [1.0]
-        self.prices = [found[0] / 2, *found, found[-1] * 2]  # from nothing remade that costs, to everything
+        known = sorted({price for price in self.density.values() if price > 0}) or [1.0]
+        self.prices = [known[0] / 2, *known, known[-1] * 2]  # from nothing remade that costs, to everything
         self.lanes = LaneRoom(trace_index, machine, budget)
         self._hint = 0  # where the price was that was found last
         self.work = 0  # slots looked at so far
@@ -112,31 +112,31 @@ class Pricing:
         """Fits but for what could be cured. Prices below `start` were too low already: gallop up or down from
         where the last one was found, then bisect."""
         low, high, stride = start, max(start, self._hint), 1
-        found = self._offer(high, share, cures)
-        if self._fits_but_for_segments(found, device_bytes):
+        best = self._offer(high, share, cures)
+        if self._fits_but_for_segments(best, device_bytes):
             while low < high:
                 lower = self._offer(max(low, high - stride), share, cures)
                 if not self._fits_but_for_segments(lower, device_bytes):
                     low = lower.price_at + 1
                     break
-                found, high, stride = lower, lower.price_at, 4 * stride
+                best, high, stride = lower, lower.price_at, 4 * stride
         else:
-            while not self._fits_but_for_segments(found, device_bytes):
+            while not self._fits_but_for_segments(best, device_bytes):
                 low = high + 1
                 if low >= len(self.prices):
                     return None
                 high = min(high + stride, len(self.prices) - 1)
                 stride *= 4
-                found = self._offer(high, share, cures)
+                best = self._offer(high, share, cures)
         while low < high:
             middle = (low + high) // 2
             offer = self._offer(middle, share, cures)
             if self._fits_but_for_segments(offer, device_bytes):
-                found, high = offer, middle
+                best, high = offer, middle
             else:
                 low = middle + 1
         self._hint = high
-        return found
+        return best
 
     def _fits_but_for_segments(self, offer: Offer, device_bytes: int) -> bool:
         curable = np.zeros(len(offer.slot_bytes) + 1, dtype=np.int64)
@@ -150,14 +150,14 @@ class Pricing:
 
     def _remade_for(self, offer: Offer, over_bytes: Int64s) -> frozenset[int]:
         """For every segment that does not fit, what it makes early, the largest first, until that is enough."""
-        slots, found = self.trace_index.tick_slots, set[int]()
+        slots, remade = self.trace_index.tick_slots, set[int]()
         for tick, (over, slot) in segments_over(self.trace_index, offer, over_bytes).items():
             early = [copy.value for copy in offer.early if copy.made == tick and slots[copy.asked] > slot]
             for value in sorted(early, key=lambda value: -self.trace_index.value_bytes[value]):
                 if over > 0:
-                    found.add(value)
+                    remade.add(value)
                     over -= self.trace_index.value_bytes[value]
-        return frozenset(found)
+        return frozenset(remade)
 
     def _anchors_for(self, offer: Offer, over_bytes: Int64s) -> frozenset[int]:
         """For every segment that does not fit, the value whose keeping costs least and makes enough of it late."""
@@ -220,7 +220,7 @@ def _tops(over_bytes: Int64s) -> list[int]:
 
 def early_copies(trace_index: TraceIndex, decisions: Decisions, unrolled: Unrolled) -> list[Early]:
     """What segments hold ahead of its own need, in the order it is made."""
-    found: list[Early] = []
+    copies: list[Early] = []
     ticks = trace_index.trace.ticks
     for tick in sorted(unrolled.steps):
         for step in unrolled.steps[tick]:
@@ -228,8 +228,8 @@ def early_copies(trace_index: TraceIndex, decisions: Decisions, unrolled: Unroll
                 if value in decisions and decisions[value] != "remake":
                     asked = next((at for at in trace_index.unpacks[value] if at >= tick), tick)
                     if asked > tick:
-                        found.append(Early(value, ticks[tick].value, tick, asked))
-    return found
+                        copies.append(Early(value, ticks[tick].value, tick, asked))
+    return copies
 
 
 class LaneRoom:

@@ -82,10 +82,10 @@ def plans(
     trace_index = index_of(step)
     if planner == "hybrid":
         known = [other.decisions for other in starts if other.fingerprint == trace.fingerprint]
-        found = several(trace_index, machine, budget, tell, most=most, starts=known, brief=brief)
+        several_decisions = several(trace_index, machine, budget, tell, most=most, starts=known, brief=brief)
     else:
-        found = [PLANNERS[planner](trace_index, machine, budget, tell)]
-    decided = [score(trace_index, machine, budget, decisions) for decisions in found]
+        several_decisions = [PLANNERS[planner](trace_index, machine, budget, tell)]
+    decided = [score(trace_index, machine, budget, decisions) for decisions in several_decisions]
     if not decided[0].fits:
         if planner not in PURE:  # a last resort that every planner which mixes has
             decided = [score(trace_index, machine, budget, leanest(trace_index, machine, budget, tell))]

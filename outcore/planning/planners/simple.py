@@ -38,7 +38,7 @@ def recompute_all(trace_index: TraceIndex, machine: Machine, budget: Budget, pro
     """Everything that can be recomputed is, and what outlives the step swapped; the rest is kept."""
     swapped = swap_all(trace_index, machine, budget, progress)
     rest = {value: swapped[value] if value in trace_index.left_behind else "keep" for value in trace_index.evictable}
-    return {value: "recompute" if trace_index.recomputable[value] else made for value, made in rest.items()}
+    return {value: "recompute" if trace_index.recomputable[value] else decision for value, decision in rest.items()}
 
 
 def leanest(trace_index: TraceIndex, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
@@ -48,9 +48,13 @@ def leanest(trace_index: TraceIndex, machine: Machine, budget: Budget, progress:
     again = recompute_all(trace_index, machine, budget, progress)
     choices = [swapped, again, keep_all(trace_index, machine, budget, progress)]
     if "keep" in swapped.values():
-        choices.append({value: again[value] if made == "keep" else made for value, made in swapped.items()})
+        choices.append({value: again[value] if decision == "keep" else decision for value, decision in swapped.items()})
         if len(trace_index.evictable) * len(trace_index.trace.ops) <= MOST_REMADE:
-            remade: Decisions = {value: "remake" if made == "recompute" else made for value, made in again.items()}
+            remade: Decisions = {
+                value: "remake" if decision == "recompute" else decision for value, decision in again.items()
+            }
             choices.append(remade)
-            choices.append({value: remade[value] if made == "keep" else made for value, made in swapped.items()})
-    return min(choices, key=lambda made: int(lean_bytes(trace_index, budget, made).max(initial=0)))
+            choices.append(
+                {value: remade[value] if decision == "keep" else decision for value, decision in swapped.items()}
+            )
+    return min(choices, key=lambda decision: int(lean_bytes(trace_index, budget, decision).max(initial=0)))

@@ -78,10 +78,10 @@ class _Unroller:
             for read in self.trace_index.reads[op]:
                 last_reader[read] = position
         steps: list[Step] = []
-        made: set[int] = set()  # transients of this tick
+        transients: set[int] = set()  # transients of this tick
         for position, op in enumerate(order):
             self._note_swap_reads(op, tick, len(steps))
-            steps += self._rerun(op, tick, position, last_reader, made)
+            steps += self._rerun(op, tick, position, last_reader, transients)
         return steps
 
     def _order_of_reruns(self, goal: int) -> list[int]:
@@ -109,7 +109,9 @@ class _Unroller:
             if self.state[read] == SWAPPED:
                 self.swap_reads.setdefault(read, []).append((tick, position))
 
-    def _rerun(self, op: int, tick: int, position: int, last_reader: dict[int, int], made: set[int]) -> list[Step]:
+    def _rerun(
+        self, op: int, tick: int, position: int, last_reader: dict[int, int], transients: set[int]
+    ) -> list[Step]:
         """Run `op` again; hold what is read again or asked for later; free what nobody reads any more."""
         reads, overwritten = self.trace_index.reads[op], self.trace_index.overwrites[op]
         held = []
@@ -120,15 +122,15 @@ class _Unroller:
                 self.present.add(value)
                 held.append(value)
             elif last_reader.get(value, -1) > position:
-                made.add(value)
+                transients.add(value)
                 held.append(value)
         in_place = bool(overwritten) and all(
-            read in made and last_reader[read] == position and self.state[read] == UNSAVED for read in overwritten
+            read in transients and last_reader[read] == position and self.state[read] == UNSAVED for read in overwritten
         )
         steps: list[Step] = [(tick, "rerun", op, "", tuple(held), in_place)]
         for read in reads:
-            if read in made and last_reader[read] == position:
-                made.remove(read)
+            if read in transients and last_reader[read] == position:
+                transients.remove(read)
                 if not (in_place and read in overwritten):
                     steps.append((tick, "free", read, "", (), False))
         return steps
@@ -156,8 +158,8 @@ class _Unroller:
                     free: Step = (tick, "free", value, "", (), False)
                     inserts.setdefault(tick, []).append((position + 1, 1, free))
             self.found.stays[value] = stays
-        for tick, found in inserts.items():
-            self.found.steps[tick] = _merge(self.found.steps[tick], found)
+        for tick, inserted in inserts.items():
+            self.found.steps[tick] = _merge(self.found.steps[tick], inserted)
 
     def _still_there(self, value: int, tick: int, later: int) -> bool:
         """The same tick, or autograd holds what `tick` gave it until then anyway."""

@@ -110,8 +110,8 @@ class _Checker:
 
     def _current(self, value: int) -> bool:
         """The storage still has the bytes of this version."""
-        found = self.trace.values[value]
-        return self.newest.get(found.storage, 0) == found.version
+        known = self.trace.values[value]
+        return self.newest.get(known.storage, 0) == known.version
 
     def _there(self, value: int) -> bool:
         """A reader on the compute stream may read it now."""
@@ -195,11 +195,13 @@ class _Checker:
 
     def _overwritten_by(self, op: Op, read: int) -> bool:
         """The storage's newest version is the one this op made of what it read."""
-        found = self.trace.values[read]
-        made = [
-            self.trace.values[value].version for value in op.writes if self.trace.values[value].storage == found.storage
+        before = self.trace.values[read]
+        versions = [
+            self.trace.values[value].version
+            for value in op.writes
+            if self.trace.values[value].storage == before.storage
         ]
-        return self.newest.get(found.storage, 0) == max(made)
+        return self.newest.get(before.storage, 0) == max(versions)
 
     def _consume(self, action: Action, storages: set[int]) -> None:
         """In place: what it overwrites must be a copy of ours that no unpack will ask for again. Nothing is overwritten

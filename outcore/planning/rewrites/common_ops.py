@@ -39,7 +39,7 @@ def _merge(trace: Trace) -> Trace:
     first_of = _repeated_values(trace)
     if not first_of:
         return trace
-    found = replace(
+    merged = replace(
         trace,
         ops=tuple(
             replace(
@@ -51,13 +51,13 @@ def _merge(trace: Trace) -> Trace:
         ),
         ticks=tuple(replace(tick, value=first_of.get(tick.value, tick.value)) for tick in trace.ticks),
     )
-    vars(found)["fingerprint"] = trace.fingerprint
-    return found
+    vars(merged)["fingerprint"] = trace.fingerprint
+    return merged
 
 
 def _repeated_values(trace: Trace) -> dict[int, int]:
     """Value of a repeated op -> the value of the first op."""
-    trace_index, found = index_of(trace), {}
+    trace_index, repeated = index_of(trace), {}
     near_slots = max(NEAR_SLOTS, int(NEAR_SHARE * trace.num_slots))
     evictable = set(trace_index.evictable)
 
@@ -74,5 +74,5 @@ def _repeated_values(trace: Trace) -> dict[int, int]:
         asked = [*ticks.get(first, trace_index.unpacks[first]), *trace_index.unpacks[value]]
         slots = [trace_index.tick_slots[tick] for tick in asked]
         if max(slots) - min(slots) <= near_slots and trace_index.packs[value][-1] < min(asked):
-            found[value], ticks[first] = first, asked
-    return found
+            repeated[value], ticks[first] = first, asked
+    return repeated
