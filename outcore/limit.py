@@ -23,7 +23,6 @@ from outcore.memory.device import memory_of
 from outcore.memory.machine import bytes_of, device_of, granted_bytes, measure_machine, tiers_below
 from outcore.memory.store import Store
 from outcore.planning import PLANNERS
-from outcore.reporting.text import as_html, report, summary
 from outcore.units import format_bytes
 from outcore.values import Budget, Plan, Trace
 
@@ -165,19 +164,3 @@ class Limited(LoopView):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    def __str__(self) -> str:
-        timeline, because = self.timeline, self._loop.tally.unplanned_because
-        where = str(self.device)
-        told = report(self.budget, self.trace, self.plan, self.predicted, timeline, where=where, because=because)
-        return f"{told}\n{self._loop.beside}" if self._loop.beside is not None else told
-
-    def __repr__(self) -> str:
-        name, where = type(self.model).__name__, str(self.device)
-        if self._loop.is_closed:
-            return f"Limited({name}, {format_bytes(self.budget.device_bytes)} on {where}, closed)"
-        state = summary(self.trace, self.prepared, settled=self.settled)
-        return f"Limited({name}, {format_bytes(self.budget.device_bytes)} on {where}, {self.planner}: {state})"
-
-    def _repr_html_(self) -> str:
-        return as_html(str(self))

@@ -6,6 +6,8 @@ from outcore.fitting.kinds import Kinds
 from outcore.fitting.loop import Loop
 from outcore.fitting.phases import Settled
 from outcore.fitting.ready import Ready
+from outcore.reporting.text import as_html, report, summary
+from outcore.units import format_bytes
 from outcore.values import Machine, Plan, PreparedStep, Schedule, Timeline, Trace
 
 
@@ -90,3 +92,25 @@ class LoopView:
     def closed(self) -> bool:
         """Whether `close()` was called, or another limit of the same model took its place."""
         return self._loop.is_closed
+
+    # -- as text ------------------------------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        loop, where = self._loop, str(self._loop.memory.device)
+        because = loop.tally.unplanned_because
+        told = report(
+            loop.preparer.budget, self.trace, self.plan, self.predicted, self.timeline, where=where, because=because
+        )
+        return f"{told}\n{loop.beside}" if loop.beside is not None else told
+
+    def __repr__(self) -> str:
+        loop = self._loop
+        memory = f"{format_bytes(loop.preparer.budget.device_bytes)} on {loop.memory.device}"
+        name = f"{type(self).__name__}({type(loop.model).__name__}, {memory}"
+        if loop.is_closed:
+            return f"{name}, closed)"
+        state = summary(self.trace, self.prepared, settled=self.settled)
+        return f"{name}, {loop.preparer.planner}: {state})"
+
+    def _repr_html_(self) -> str:
+        return as_html(str(self))
