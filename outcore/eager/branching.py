@@ -75,6 +75,12 @@ class Switch:
         self._before = before
         self._num_common_ops = _num_common(before.op_keys[: self.num_ops], after.op_keys)
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether all ops so far are the same in both. Where they are not, what one program makes again from an op the
+        other cannot, and the step could take more memory than either was planned for."""
+        return self._num_common_ops == self.num_ops
+
     def has_op(self, op: int) -> bool:
         """Whether both programs know an op by the same number."""
         return op < self._num_common_ops
@@ -114,7 +120,9 @@ def find_switch(
         if program is before or program.placeholders or len(program.ticks) <= num_ticks:
             continue
         if program.events[:num_ticks] == before.events[:num_ticks] and fits(program, num_ticks):
-            return Switch(before, program, num_ticks)
+            switch = Switch(before, program, num_ticks)
+            if switch.is_exact:
+                return switch
     return None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from outcore.eager.branching import Spare, Switch, find_switch
+from outcore.eager.branching import Spare, Switch, find_switch, put_away
 from outcore.eager.cells import Cell, Handle, MakesAgain, cell_of
 from outcore.eager.held_places import HeldPlaces
 from outcore.eager.overwriting import Contents
@@ -67,7 +67,7 @@ class FollowedPlan:
                 if cell.parcel is not None:
                     cell.parcel.wait_out()
                     cell.let_go()
-                elif cell.is_saved:
+                else:
                     self.spare.add(cell)
         self.packed_again.clear()
         self.on_the_way_out.clear()
@@ -109,6 +109,13 @@ class FollowedPlan:
 
     # -- values and their cells ---------------------------------------------------------------------------------------
 
+    def put_away_unforeseen(self, cell: Cell) -> None:
+        """The program counts on making this value again, from ops that ran before the step went over to it and were not
+        captured: it is swapped instead."""
+        if self.has_switched and self.on_plan:
+            with below_everything():
+                put_away(cell, self.spare.store)
+
     def find(self, value: int) -> Cell | None:
         mark = self.cells.get(value)
         return mark() if mark is not None else None
@@ -149,6 +156,8 @@ class FollowedPlan:
         if cell.parcel is None and cell.data is None and (tick.decision not in MADE_AGAIN or cell.recipe is None):
             cell.hold(tensor, self.contents.marks)
             cell.recipe = None
+            if tick.decision in MADE_AGAIN:
+                self.put_away_unforeseen(cell)
         if tick.packed_again:
             self.packed_again[value] = cell
         else:

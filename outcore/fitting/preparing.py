@@ -199,7 +199,9 @@ class Preparer:
         last = trace.num_slots - 1
         left_bytes = sum(one.bytes for one in trace.storages if not one.external and one.dies >= last)
         more_bytes = max(0, gradient_bytes - left_bytes) + max(0, before_bytes - trace.before_bytes)
-        needed_bytes = lean_peak_bytes + more_bytes
+        # What is made again on the spot is made from values that are there only for that.
+        largest_bytes = max((trace_index.value_bytes[value] for value in trace_index.evictable), default=0)
+        needed_bytes = lean_peak_bytes + more_bytes + self.settings.num_transient * largest_bytes
         return max(0, int(share * self.budget.device_bytes) - needed_bytes)
 
     def reserve(self, predicted: Timeline) -> None:

@@ -44,6 +44,7 @@ class FittingSettings:
     most_alike: int = 16  # kinds told apart by Python scalars of which none came twice: they tell nothing (guessed)
     most_branches: int = 8  # kinds that nothing tells apart before their first op (guessed: a plan takes some MiB)
     branch_share: float = 1 / 32  # of their steps, that are recorded beyond those (derived: 3 % for twice a step)
+    num_transient: int = 2  # largest saved values, beside what a step without a plan keeps (derived: read and write)
     num_remembered: int = 128  # steps in which it is looked for what came after the same steps (guessed)
     longest_pattern: int = (
         8  # steps that are compared with earlier ones for that (guessed: five critics, one generator)
