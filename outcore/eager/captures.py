@@ -89,7 +89,7 @@ class Captures:
         cell.hold(tensor, plan.contents.marks)
         if plan.on_plan:
             plan.add(cell)
-            if plan.has_switched and value not in self._program.pack_values:
+            if plan.has_switched and value not in plan.program.pack_values:
                 plan.put_away_unforeseen(cell)
         return cell
 

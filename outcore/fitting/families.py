@@ -29,7 +29,8 @@ from outcore.fitting.ready import Ready
 from outcore.planning.families.scaling import difference
 from outcore.planning.families.sizes import Family, Member, Sizes
 from outcore.planning.preparing import Planned, plan_step
-from outcore.values import Trace
+from outcore.reporting.long_work import shown_if_long
+from outcore.values import Budget, Trace
 
 log = logging.getLogger("outcore")
 
@@ -150,19 +151,39 @@ class Families:
         if not preparer.memory.has_caching_allocator:
             budget = preparer.budget
         if in_loop:
-            pinned = replace(
-                budget, host_bytes=min(budget.host_bytes, preparer.pinned_bytes)
-            )  # to pin more takes seconds
-            try:
-                self._adopt(shared, plan_step(trace, preparer.machine, pinned, preparer.brief_planner))
-            except BudgetTooSmall:
-                planned = plan_step(trace, preparer.machine, preparer.budget, preparer.brief_planner)
-                preparer.reserve(planned.predicted)
-                self._adopt(shared, planned)
+            with shown_if_long("planning for another size"):
+                self._plan_in_loop(shared, budget)
         else:
             shared.coming = self._process.submit(
                 plan_step, trace, preparer.machine, budget, preparer.planner, brief=True
             )
+
+    def _plan_in_loop(self, shared: SharedPlan, budget: Budget) -> None:
+        """In the memory that is pinned already, if there is such a plan: to pin more takes seconds."""
+        preparer, trace = self._preparer, shared.trace
+        pinned = replace(budget, host_bytes=min(budget.host_bytes, preparer.pinned_bytes))
+        try:
+            planned = plan_step(trace, preparer.machine, pinned, preparer.brief_planner)
+        except BudgetTooSmall:
+            planned = self._plan_in_all_memory(shared)
+        self._adopt(shared, planned)
+
+    def _plan_in_all_memory(self, shared: SharedPlan) -> Planned:
+        preparer = self._preparer
+        try:
+            planned = plan_step(shared.trace, preparer.machine, preparer.budget, preparer.brief_planner)
+        except BudgetTooSmall as error:
+            self._withdraw(shared)
+            where = str(preparer.memory.device)
+            raise BudgetTooSmall(error.needed_bytes, error.budget_bytes, error.at_op, where=where) from None
+        preparer.reserve(planned.predicted)
+        return planned
+
+    def _withdraw(self, shared: SharedPlan) -> None:
+        """No plan is promised where there is none."""
+        for family in self._families.values():
+            if family.shared.get(shared.sizes) is shared:
+                del family.shared[shared.sizes]
 
     def _take_up(self, family: SizeFamily) -> None:
         """Adopts one plan that was made beside training, once host memory is pinned for it."""

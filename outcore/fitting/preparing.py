@@ -26,6 +26,8 @@ from outcore.planning.preparing import at_pace, prepare
 from outcore.planning.residency import beside_state, choose_residency, with_gradients
 from outcore.planning.rewrites.gradient_sums import sums_in_place
 from outcore.planning.trace_index import index_of
+from outcore.reporting.long_work import shown_if_long
+from outcore.units import format_bytes
 from outcore.values import Budget, Machine, Plan, Residency, Timeline, Trace
 
 
@@ -114,7 +116,10 @@ class Preparer:
         def placed(size_bytes: int) -> Placement:
             first, *others = self._plans(trace, size_bytes, planner, known, most=self.settings.num_plans)
             memory_bytes, keeps = self.budget.device_bytes, headroom.keeps_places
-            found = search_placement(trace, self.machine, first, memory_bytes, there, others=others, keeps_places=keeps)
+            with shown_if_long("searching for a plan that leaves few holes"):
+                found = search_placement(
+                    trace, self.machine, first, memory_bytes, there, others=others, keeps_places=keeps
+                )
             known.append(found.plan)
             return found
 
@@ -134,7 +139,8 @@ class Preparer:
     def _plans(self, trace: Trace, size_bytes: int, planner: str, known: list[Plan], *, most: int) -> list[Plan]:
         budget = replace(self.budget, device_bytes=size_bytes)
         machine = beside_state(self.machine, self.residency)
-        return plans(trace, machine, budget, planner=planner, most=most, starts=known)
+        with shown_if_long("planning a step") as tell:
+            return plans(trace, machine, budget, planner=planner, progress=tell, most=most, starts=known)
 
     def choose_residency(self, trace: Trace, least: Residency, budget: Budget) -> Residency:
         """Where the training state is best, beside this step."""
@@ -206,7 +212,9 @@ class Preparer:
 
     def reserve(self, predicted: Timeline) -> None:
         """Pins what a plan will swap to before its first step."""
-        self.store.reserve(predicted.host_peak_bytes)
+        if predicted.host_peak_bytes > self.store.pinned_bytes and self.memory.device.type == "cuda":
+            with shown_if_long(f"pinning {format_bytes(predicted.host_peak_bytes)} of host memory"):
+                self.store.reserve(predicted.host_peak_bytes)
 
     def reserve_beside(self, predicted: Timeline) -> Future[None]:
         """The same, while training goes on."""
