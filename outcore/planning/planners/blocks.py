@@ -1,31 +1,82 @@
 """TraceIndex -> decisions that recompute whole blocks, as `torch.utils.checkpoint` around each layer does.
 
 The names of the modules that ran tell the blocks: the repeated parts of a network are numbered (`layers.3`,
-`layer2.0`). What one block hands to another stays or is swapped; all else that a block saves is recomputed. These
-decisions are an offer like any other, so that no plan is slower than checkpointing every block with the same peak.
+`layer2.0`). Where there are no names, as in compiled graphs, a block ends where a single value is handed on: between
+residual blocks nothing else is. What one block hands to another stays or is swapped; all else that a block saves is
+recomputed. These decisions are an offer like any other, so that no plan is slower than checkpointing every block with
+the same peak.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from outcore.planning.planners.scoring import Decisions
 from outcore.planning.trace_index import TraceIndex
-from outcore.values import Decision
+from outcore.values import Decision, Op, Trace
 
 LEAST_BLOCKS = 2  # fewer are no repeated part of a network
+SMALL_SHARE = (
+    1 / 64
+)  # of the largest value: smaller ones are handed across many blocks, as tables of positions (guessed)
+LEAST_OPS = 3  # shorter blocks save nothing that is worth a rerun (guessed)
 DEEPEST_LEVEL = 2  # stages of blocks have two numbers in their names
 
 
 def block_offers(trace_index: TraceIndex) -> Iterator[Decisions]:
     """Checkpointing at each level of numbered modules, with what lies between blocks kept, or swapped."""
-    for level in range(1, DEEPEST_LEVEL + 1):
-        blocks = [_block_of(op.module, level) if op.phase == "forward" else "" for op in trace_index.trace.ops]
-        if len(set(blocks) - {""}) < LEAST_BLOCKS:
-            return
+    for blocks in _divisions(trace_index):
         inside = _inside_blocks(trace_index, blocks)
         for boundary in ("keep", "swap"):
             yield {value: _decide(trace_index, value, inside, boundary) for value in trace_index.evictable}
+
+
+def _divisions(trace_index: TraceIndex) -> Iterator[list[str]]:
+    """The block of each op, empty for those of the backward: by the names of modules, or by what is handed on."""
+    ops = trace_index.trace.ops
+    named = [
+        [_block_of(op.module, level) if op.phase == "forward" else "" for op in ops]
+        for level in range(1, DEEPEST_LEVEL + 1)
+    ]
+    divisions = [blocks for blocks in named if len(set(blocks) - {""}) >= LEAST_BLOCKS]
+    if divisions:
+        yield from divisions
+        return
+    numbers = _between_single_values(trace_index)
+    num_blocks = max(numbers, default=-1) + 1
+    for size in dict.fromkeys((1, math.isqrt(num_blocks))):  # each block, and as many in a group as there are groups
+        if num_blocks >= LEAST_BLOCKS * max(1, size):
+            yield [str(number // size) if number >= 0 else "" for number in numbers]
+
+
+def _between_single_values(trace_index: TraceIndex) -> list[int]:
+    """Per op the number of its block; -1 in the backward. A block ends when one large value at most is handed to later
+    forward ops, which the next of them does not overwrite."""
+    trace = trace_index.trace
+    large_bytes = SMALL_SHARE * max(trace_index.value_bytes, default=0)
+    last_read = {value: at for at, op in enumerate(trace.ops) if op.phase == "forward" for value in op.reads}
+    num_handed = [0] * (len(trace.ops) + 1)  # what each op adds to the values on their way, or takes from them
+    for value, at in last_read.items():
+        maker = trace_index.producer[value]
+        is_external = trace.storages[trace.values[value].storage].external
+        if 0 <= maker < at and not is_external and trace_index.value_bytes[value] >= large_bytes:
+            num_handed[maker] += 1
+            num_handed[at] -= 1
+    numbers, number, num_ops, on_their_way = [-1] * len(trace.ops), 0, 0, 0
+    for at, op in enumerate(trace.ops):
+        on_their_way += num_handed[at]
+        if op.phase == "forward":
+            numbers[at], num_ops = number, num_ops + 1
+            if on_their_way <= 1 and num_ops >= LEAST_OPS and not _overwrites(trace, at + 1, op):
+                number, num_ops = number + 1, 0
+    return numbers
+
+
+def _overwrites(trace: Trace, at: int, before: Op) -> bool:
+    """Whether op `at` writes into what the op before it made: the block ends behind both."""
+    made = {trace.values[value].storage for value in before.writes}
+    return at < len(trace.ops) and any(trace.values[value].storage in made for value in trace.ops[at].writes)
 
 
 def _decide(trace_index: TraceIndex, value: int, inside: set[int], boundary: Decision) -> Decision:
