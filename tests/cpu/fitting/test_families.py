@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import outcore
+from outcore.errors import BudgetTooSmall
 from outcore.limit import Limited
 from tests.cpu.zoo import TiedTransformer
 
@@ -145,3 +146,13 @@ def test_a_step_is_told_what_it_works_on_where_only_parts_of_the_model_are_calle
         stats = ooc.stats()
     assert stats["planned"] >= 8
     assert stats["left"] == stats["unplanned"] == 0
+
+
+def test_a_size_that_does_not_fit_is_refused_at_once_and_the_bytes_it_names_are_enough() -> None:
+    sizes = [(8, 24), (8, 40), (8, 32), (8, 96), (8, 28)]
+    memory = int(0.25 * in_core_bytes(TiedTransformer, (8, 96)))
+    with pytest.raises(BudgetTooSmall, match=r"on cpu: .* alone needs") as caught:
+        compare(TiedTransformer, sizes, memory, "hybrid")
+    assert caught.value.budget_bytes == memory
+    assert caught.value.__cause__ is None
+    compare(TiedTransformer, sizes, caught.value.needed_bytes, "hybrid")
