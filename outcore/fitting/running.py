@@ -12,6 +12,7 @@ import gc
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -217,7 +218,9 @@ class RunningStep:
         if peak is not None:
             stopwatch = Clock(memory.device, spin=False)
             self._watch = _Watch(peak, stopwatch, stopwatch.start(), num_restarts)
+        # Nothing that the execution is given may refer to this step or to the loop: handles outlive both.
         model, inputs, watch = self.model, self._call.inputs, self._watch
+        there_bytes, gradient_bytes = before_bytes + self._reserved_bytes, owner.calls.gradient_bytes
         execution = Execution(
             program,
             self.owner.store,
@@ -227,8 +230,8 @@ class RunningStep:
             on_refused=memory.refusals.excuse,
             outside=lambda: outside(model, inputs),
             asked_late=kind.asked_late,
-            others=lambda: _other_programs(owner, kind, before_bytes + self._reserved_bytes),
-            spare_bytes=lambda: _spare_bytes(owner, kind, before_bytes + self._reserved_bytes),
+            others=partial(_other_programs, owner.kinds, kind, there_bytes),
+            spare_bytes=partial(_spare_bytes, owner.preparer, owner.kinds, kind, there_bytes, gradient_bytes),
         )
         self._listen(execution, ops=bool(program.last_watched >= 0 or execution.meter or clock))
         execution.look_away()
@@ -340,19 +343,17 @@ def _warn_of_transform() -> None:
     )
 
 
-def _other_programs(owner: Owner, kind: Kind, before_bytes: int) -> list[Program]:
+def _other_programs(kinds: Kinds, kind: Kind, before_bytes: int) -> list[Program]:
     """What the step may turn out to follow."""
-    programs = [other.program_beside(before_bytes) for other in owner.kinds.beside(kind)]
+    programs = [other.program_beside(before_bytes) for other in kinds.beside(kind)]
     return [program for program in programs if program is not None]
 
 
-def _spare_bytes(owner: Owner, kind: Kind, before_bytes: int) -> int:
+def _spare_bytes(preparer: Preparer, kinds: Kinds, kind: Kind, before_bytes: int, gradient_bytes: int) -> int:
     """Saved tensors that stay on the device where the step turns out to be none that is known. What a plan keeps in
     steps that never turned out otherwise cannot be put away: there is nothing to spare beside it."""
     if not kind.may_switch:
         return 0
-    spare_bytes_of = owner.preparer.spare_bytes
-    traces = [kind.trace, *(other.trace for other in owner.kinds.beside(kind))]
+    traces = [kind.trace, *(other.trace for other in kinds.beside(kind))]
     known = [trace for trace in traces if trace is not None]
-    gradient_bytes = owner.calls.gradient_bytes
-    return min((spare_bytes_of(trace, before_bytes, gradient_bytes) for trace in known), default=0)
+    return min((preparer.spare_bytes(trace, before_bytes, gradient_bytes) for trace in known), default=0)
