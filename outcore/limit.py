@@ -23,7 +23,6 @@ from outcore.memory.device import memory_of
 from outcore.memory.machine import bytes_of, device_of, granted_bytes, measure_machine, tiers_below
 from outcore.memory.store import Store
 from outcore.planning import PLANNERS
-from outcore.units import format_bytes
 from outcore.values import Budget, Plan, Trace
 
 __all__ = ["Limited", "limit"]
