@@ -131,12 +131,12 @@ def _labels(points: Sequence[tuple[float, float, str]]) -> list[str]:
     shown, end = [], -1e9
     for at_x, at_y, words in points:
         width = 8 * len(words)
-        if at_x - width / 2 >= end + 6:
-            inside = min(max(at_x, LEFT + width / 2), WIDTH - RIGHT - width / 2)
+        if at_x >= end + 6:
+            inside = min(at_x + width / 2, WIDTH - RIGHT - width / 2)  # beside the line, which falls to the right
             shown.append(
                 f'<text x="{inside:.1f}" y="{at_y - 12:.1f}" text-anchor="middle" class="value">{words}</text>'
             )
-            end = at_x + width / 2
+            end = inside + width / 2
     return shown
 
 
