@@ -52,7 +52,7 @@ def lines(result: Result) -> Iterator[tuple[str, ...]]:
     for name, methods in networks_of(result).items():
         ours, other = methods["hybrid"], methods["checkpoint"]
         yield (
-            f"{name}, batch {ours['batch']}",
+            f"{TITLES.get(name, name)}, batch {ours['batch']}",
             f"{methods['in-core']['peak_gib']:.1f} GiB",
             f"**{ours['memory_gib']:g} GiB, {100 * ours['slowdown']:+.1f} %**",
             f"{other['peak_gib']:.1f} GiB, {100 * other['slowdown']:+.1f} %",

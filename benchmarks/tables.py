@@ -105,9 +105,11 @@ def _slowdown_headline(result: Result, row: Row) -> str:
         other for other in measured(result) if (other["network"], other["method"]) == (row["network"], "in-core")
     ]
     needs = f" instead of {in_core[0]['peak_gib']:.1f} GiB" if in_core else ""
+    name = readme_picture.TITLES.get(row["network"], row["network"])
+    where = str(result.get("hardware", "")).upper()
     return (
-        f"**{row['network']}, batch {row['batch']}, trains in {row['memory_gib']:g} GiB{needs}, and a step takes "
-        f"{100 * row['slowdown']:+.1f} %** on one {str(result.get('hardware', '')).upper()}."
+        f"**{name}, batch {row['batch']}, trains in {row['memory_gib']:g} GiB{needs}, and a step takes "
+        f"{100 * row['slowdown']:.1f} % longer** on one {where}."
     )
 
 

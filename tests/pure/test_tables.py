@@ -65,7 +65,7 @@ def test_rows_become_tables_and_a_plot(tmp_path: Path) -> None:
     assert run(tmp_path, "--check")[0] == 1
     code, text = run(tmp_path)
     assert code == 0
-    assert "trains in 16 GiB instead of 50.0 GiB, and a step takes +15.0 %" in text
+    assert "trains in 16 GiB instead of 50.0 GiB, and a step takes 15.0 % longer" in text
     assert "| net, batch 4 | 50.0 GiB | **16 GiB, +15.0 %** | 21.0 GiB, +30.0 % |" in text
     page = (tmp_path / "results.md").read_text()
     assert "| net | **outcore, hybrid** | 16 | 230.0 ms | +15.0 % | +14.0 % | 15.5 |" in page
