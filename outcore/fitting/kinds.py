@@ -33,7 +33,7 @@ from outcore.fitting.phases import (
     WasRecorded,
 )
 from outcore.fitting.preparing import Preparer
-from outcore.fitting.remembering import Remembering
+from outcore.fitting.remembering import Remembering, rests_on_the_same
 from outcore.fitting.settings import FittingSettings
 from outcore.fitting.telling import tell_change
 from outcore.units import format_bytes
@@ -209,11 +209,18 @@ class Kinds:
             kind.phase = Timed(expected)
         elif self._remembering is not None:
             kind.key = self._remembering.key_of(key)
-            known = self._remembering.find(kind.key)
-            if known is not None:
-                log.info("a kind of step is planned as in an earlier run: %.3f s a step", known.step_s)
-                kind.phase, kind.is_remembered = Restored(known.trace, plan=known.plan), True
         return kind
+
+    def _restore(self, kind: Kind, recorded: Trace) -> None:
+        """Takes up the plan of an earlier run if that recorded the same. What a plan rests on (which ops may run again,
+        which saved tensors stay as they were saved) is never trusted from a file: another loss function may have run
+        then, which no key knows of."""
+        if self._remembering is None or not kind.key or kind.is_remembered:
+            return
+        known = self._remembering.find(kind.key)
+        if known is not None and rests_on_the_same(known.trace, recorded):
+            log.info("a kind of step is planned as in an earlier run: %.3f s a step", known.step_s)
+            kind.phase, kind.is_remembered = Restored(known.trace, plan=known.plan), True
 
     def _remember(self, kind: Kind) -> None:
         """For later runs, once its plan is settled and a step followed it to its end."""
@@ -284,6 +291,7 @@ class Kinds:
             return self._found_branch(branches, kind, scalars, trace, asked_late)
         kind.scalars, kind.asked_late = scalars, asked_late
         kind.take(WasRecorded(trace))
+        self._restore(kind, trace)
         if branches is not None:
             branches.note(kind)
         alike = self._of(kind.signature)
