@@ -131,7 +131,7 @@ class BudgetTooSmall(OutcoreError):
         """The parameters are larger than the budget, before any step."""
         error = cls(there_bytes, budget_bytes, "the model", where=where)
         error.args = (
-            f"the model's parameters, buffers and gradients take {format_bytes(there_bytes)} on {where}, more than the "
+            f"the model's parameters and buffers take {format_bytes(there_bytes)} on {where}, more than the "
             f"budget of {format_bytes(budget_bytes)}; raise the budget above what a step needs beside them "
             "(outcore.estimate tells), or take a smaller model",
         )

@@ -20,7 +20,7 @@ from outcore.fitting.loop import Loop, give_way, open_loops
 from outcore.fitting.settings import FittingSettings
 from outcore.fitting.view import LoopView
 from outcore.memory.device import memory_of
-from outcore.memory.machine import bytes_of, device_of, granted_bytes, measure_machine, tiers_below
+from outcore.memory.machine import device_of, granted_bytes, measure_machine, tiers_below, weight_bytes
 from outcore.memory.store import Store
 from outcore.planning import PLANNERS
 from outcore.values import Budget, Plan, Trace
@@ -76,7 +76,7 @@ def limit(
     for loop in [loop for loop in earlier if loop.beside is not None]:
         loop.retire()  # two cannot bring the same weights
     limited = Limited(model, memory, host=host, disk=disk, optimizer=optimizer, **options)
-    if optimizer is None and limited.budget.device_bytes < (there_bytes := bytes_of(model)):
+    if optimizer is None and limited.budget.device_bytes < (there_bytes := weight_bytes(model)):
         limited.close()
         raise BudgetTooSmall.for_model(there_bytes, limited.budget.device_bytes, where=str(limited.device))
     give_way(earlier, limited.budget)

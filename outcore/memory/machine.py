@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future
 from datetime import date
 from functools import cache
@@ -58,7 +59,7 @@ def granted_bytes(model: torch.nn.Module, device: torch.device, memory: int | st
         free_bytes += torch.cuda.memory_reserved(device) - there_bytes
     else:
         free_bytes = min(psutil.virtual_memory().available, _cgroup_room_bytes())
-        there_bytes = bytes_of(model)
+        there_bytes = _bytes_there(model)
     granted = there_bytes + int(free_bytes * AUTO_SHARE)
     log.info(
         "memory='auto': %s are free on %s, of which %s stay free; with what is there already the budget is %s",
@@ -70,11 +71,19 @@ def granted_bytes(model: torch.nn.Module, device: torch.device, memory: int | st
     return granted
 
 
-def bytes_of(model: torch.nn.Module) -> int:
-    """Parameters, buffers and the gradients that are there, on the model's device."""
-    there = [*model.parameters(), *model.buffers()]
-    there += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    known = [tensor for tensor in there if tensor.layout is torch.strided and not is_lazy(tensor)]
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Parameters and buffers."""
+    return _bytes_of([*model.parameters(), *model.buffers()])
+
+
+def _bytes_there(model: torch.nn.Module) -> int:
+    """Parameters, buffers and the gradients that are there."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return _bytes_of([*model.parameters(), *model.buffers(), *gradients])
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    known = [tensor for tensor in tensors if tensor.layout is torch.strided and not is_lazy(tensor)]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in known}.values())
 
 

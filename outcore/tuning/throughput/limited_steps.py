@@ -126,7 +126,9 @@ class LimitedSteps:
     @property
     def followed(self) -> bool:
         """Whether every step of the newest batch size followed its plan."""
-        return self._newest.num_left == 0
+        newest = self._newest
+        alike = [kind for kind in self._limited.kinds.values() if kind.signature == newest.signature]
+        return not any(kind.num_left for kind in alike)
 
     @property
     def all_followed(self) -> bool:
