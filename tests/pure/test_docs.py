@@ -59,6 +59,13 @@ def test_every_page_is_in_the_navigation() -> None:
         assert name in navigation or name.startswith(("design/", "log/")), f"{name} is in no menu"
 
 
+def test_the_readme_fits_three_screens_before_its_links() -> None:
+    """95 lines with the picture and three tables are 2,850 pixels at GitHub's width, measured in Chromium."""
+    before, _, links = (ROOT / "README.md").read_text().partition("## More")
+    assert links
+    assert before.count("\n") <= 95
+
+
 def commands() -> Iterator[tuple[str, list[str]]]:
     for page in PAGES:
         if page.parts[-2] not in ("log", "design"):
