@@ -115,7 +115,8 @@ def find_switch(
     programs: Iterable[Program], before: Program, num_ticks: int, fits: Callable[[Program, int], bool]
 ) -> Switch | None:
     """To the first program that begins with the first `num_ticks` of `before` and of which `fits(program, num_ticks)`
-    is true."""
+    is true; an exact one, if there is one."""
+    resembled: Switch | None = None
     for program in programs:
         if program is before or program.placeholders or len(program.ticks) <= num_ticks:
             continue
@@ -123,7 +124,8 @@ def find_switch(
             switch = Switch(before, program, num_ticks)
             if switch.is_exact:
                 return switch
-    return None
+            resembled = resembled or switch
+    return resembled
 
 
 def _num_common(first: Sequence[object], second: Sequence[object]) -> int:

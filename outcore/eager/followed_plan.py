@@ -41,6 +41,7 @@ class FollowedPlan:
         self.ticks = iter(program.ticks)  # those to come
         self.num_ops = 0  # that ran, as far as the program looks at them
         self.has_switched = False
+        self.resembled: Program | None = None  # what the step does, though it cannot go over to it
         self._others = others
         self.on_plan = True
         self.left_because = ""
@@ -77,19 +78,18 @@ class FollowedPlan:
         there is none."""
         num_ticks = tick.number if tick is not None else len(self.program.ticks)
         switch = find_switch(self._others(), self.program, num_ticks, lambda other, at: is_next(other.ticks[at]))
-        if switch is not None:
-            self._go_over(switch, switch.num_ops)
-        return switch
+        return self._go_over(switch, switch.num_ops) if switch is not None else None
 
     def switch_at_op(self, op: int, name: str) -> Switch | None:
         """The same before an op."""
         num_ticks = len(self.program.ticks) - length_hint(self.ticks)
         switch = find_switch(self._others(), self.program, num_ticks, lambda other, at: other.has_op_at(op, name, at))
-        if switch is not None:
-            self._go_over(switch, op + 1)
-        return switch
+        return self._go_over(switch, op + 1) if switch is not None else None
 
-    def _go_over(self, switch: Switch, num_ops: int) -> None:
+    def _go_over(self, switch: Switch, num_ops: int) -> Switch | None:
+        if not switch.is_exact:
+            self.resembled = switch.program
+            return None
         self.has_switched = True
         self.program, self.num_ops = switch.program, num_ops
         self.ticks = iter(switch.program.ticks[switch.num_ticks :])
@@ -99,6 +99,7 @@ class FollowedPlan:
             switch.put_away(self.cells, self.spare.store)
         self.packed_again.clear()
         self.on_the_way_out.clear()
+        return switch
 
     def close(self) -> None:
         """The step is over. Handles that outlive it still work."""

@@ -329,29 +329,30 @@ class Kinds:
         if scalars != kind.scalars:
             self._set_idle(kind.signature, differing(kind.scalars, scalars))
 
-    def left(self, kind: Kind, scalars: Scalars, because: str) -> None:
-        """A step left its plan: it is of a kind of its own if one of its scalars may be the reason, and else of a
-        branch that is not known yet."""
+    def left(self, kind: Kind, scalars: Scalars, because: str, resembled: Program | None = None) -> None:
+        """A step left its plan: it is of a kind of its own if one of its scalars may be the reason, and else of the
+        branch whose program it resembled, or of one that is not known yet."""
         if kind.is_remembered and not kind.num_steps:
             self._forget_remembered(kind)
             return
         alike = self._alike.get(kind.signature)
         suspects = differing(kind.scalars, scalars) - alike.idle - alike.telling if alike is not None else frozenset()
         if not suspects or alike is None:
-            self._left_for_a_branch(kind, scalars, because)
+            self._left_for_a_branch(kind, scalars, because, resembled)
             return
         log.info("a step left its plan: %s; steps with other arguments are planned for themselves", because)
         likeliest = min(suspects, key=lambda at: (_LIKELY.index(type(scalars[at])), at))
         alike.telling |= {likeliest}
         self._rebuild(kind.signature)
 
-    def _left_for_a_branch(self, kind: Kind, scalars: Scalars, because: str) -> None:
+    def _left_for_a_branch(self, kind: Kind, scalars: Scalars, because: str, resembled: Program | None) -> None:
         kind.num_left += 1
         branches = self._branches(kind.signature, scalars)
         if branches is None:
             return
         log.info("a step left its plan: %s; such steps are told apart as they go on", because)
-        branches.note(None)
+        known = (branch for branch in branches if resembled is not None and branch.has_program(resembled))
+        branches.note(next(known, None))
         for branch in branches:
             branch.let_switch()
 

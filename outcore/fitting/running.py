@@ -262,7 +262,7 @@ class RunningStep:
             if not listener.plan.on_plan and isinstance(kind.phase, Shared):
                 self.owner.families.left(self._call.structure, self._call.sizes, listener.plan.left_because)
             elif not listener.plan.on_plan and not kind.is_given_up:
-                kinds.left(kind, self._call.scalars, listener.plan.left_because)
+                kinds.left(kind, self._call.scalars, listener.plan.left_because, listener.plan.resembled)
             else:
                 self._was_followed(kind, listener)
 
