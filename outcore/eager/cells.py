@@ -52,7 +52,8 @@ class Marks:
         held = storage.__dict__
         before = cell_on(storage) if _MARK in held else None
         held[_MARK] = mark
-        self._storages[storage_ptr(storage)] = weakref.ref(storage)
+        address = storage_ptr(storage) or -storage._cdata  # all storages without bytes lie at 0
+        self._storages[address] = weakref.ref(storage)
         if before is not None and before.is_saved and before is not cell_on(storage):
             self.note(storage, before)
 
@@ -148,8 +149,10 @@ class Cell:
         self.fetched = False
 
     def swap_out(self, store: Store, tiers: tuple[str, ...] = ("host", "disk")) -> bool:
-        """Starts the swap-out; False when there is no room."""
+        """Starts the swap-out; False when there is no room, or nothing to swap."""
         assert self.data is not None
+        if not self.num_bytes:
+            return False
         self.parcel = store.send(as_bytes(self.data), tiers)
         return self.parcel is not None
 

@@ -36,6 +36,9 @@ from tests.fuzz.program import Program, source
 PLANNERS = ("hybrid", "pooch", "swap-all", "recompute-all")
 SHARES = (1.0, 0.7, 0.45)  # of the in-core peak
 COMBINATIONS = tuple((planner, share) for share in SHARES for planner in PLANNERS)
+# What a plan does not know to the byte, as a share of the budget: the copy that is made of a saved tensor when a gradient
+# that autograd made of it is written into (docs/design/009-why-replay-is-safe.md, known limits).
+COPIED_GRADIENTS, MOST_COPIED_SHARE = "saved tensors as gradients", 0.05
 LEAST_PREDICTED_SHARE = 0.9  # of a predicted peak, that is measured; one small tensor is some percent of these programs
 MAX_RAISES = 4  # times a budget is raised: sizes that come later may each name their own
 IN_CORE_STEPS = 4  # of a program, that tell its in-core peak
@@ -268,7 +271,8 @@ def limited_run(
                 verdict.num_planned += 1
                 like = recorded.get(rows[t % len(rows)], max(recorded.values()))
                 if expected.work[t] == expected.work[like]:
-                    _check_memory(ooc, memory_bytes, t)
+                    copied_share = MOST_COPIED_SHARE if COPIED_GRADIENTS in program.features else 0.0
+                    _check_memory(ooc, memory_bytes, int(copied_share * memory_bytes), t)
                 elif measured.peak_bytes > memory_bytes and not any("of a budget of" in str(w.message) for w in said):
                     raise Wrong("over", f"silently: {measured.peak_bytes} of {memory_bytes} bytes", t)
             before = measured
@@ -288,14 +292,15 @@ def limited_run(
     return in_core_bytes
 
 
-def _check_memory(ooc: outcore.Limited, memory_bytes: int, t: int) -> None:
+def _check_memory(ooc: outcore.Limited, memory_bytes: int, unknown_bytes: int, t: int) -> None:
+    """`unknown_bytes`: that a step may take and a plan does not know of."""
     measured, predicted = ooc.timeline, ooc.predicted
     assert measured is not None
     assert predicted is not None
     figures = f"budget {memory_bytes}, predicted {predicted.peak_bytes}, measured {measured.peak_bytes}"
-    if measured.peak_bytes > memory_bytes:
+    if measured.peak_bytes > memory_bytes + unknown_bytes:
         raise Wrong("over", f"{measured.peak_bytes / memory_bytes:.3f} x the budget ({figures})", t)
-    if measured.peak_bytes > predicted.peak_bytes:
+    if measured.peak_bytes > predicted.peak_bytes + unknown_bytes:
         raise Wrong("prediction", f"measured {measured.peak_bytes / predicted.peak_bytes:.3f} x ({figures})", t)
     if measured.peak_bytes < LEAST_PREDICTED_SHARE * predicted.peak_bytes:
         raise Wrong("prediction", f"measured only {measured.peak_bytes / predicted.peak_bytes:.3f} x ({figures})", t)

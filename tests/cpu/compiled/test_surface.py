@@ -147,7 +147,7 @@ def test_a_budget_that_is_too_small_names_one_that_is_not() -> None:
     training = residuals(3)
     model = whole(training)
     expected = training.step()
-    ooc = limit(model, "100KiB")
+    ooc = limit(model, "200KiB")
     training.step(ooc)
     with pytest.raises(BudgetTooSmall) as refused:
         training.step(ooc)

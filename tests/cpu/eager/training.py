@@ -94,7 +94,7 @@ def in_core_bytes(make: Callable[[], nn.Module], loss_of: Loss) -> int:
     torch.manual_seed(0)
     model = make()
     ooc = limit(model, "100%", planner="keep-all")
-    for step in range(2):
+    for step in range(3):  # where a compiler is loaded, the first two may be of different kinds
         model.zero_grad()
         with ooc.step():
             loss_of(model, step).backward()
