@@ -36,8 +36,8 @@ from tests.fuzz.program import Program, source
 PLANNERS = ("hybrid", "pooch", "swap-all", "recompute-all")
 SHARES = (1.0, 0.7, 0.45)  # of the in-core peak
 COMBINATIONS = tuple((planner, share) for share in SHARES for planner in PLANNERS)
-# What a plan does not know to the byte, as a share of the budget: the copy that is made of a saved tensor when a gradient
-# that autograd made of it is written into (docs/design/009-why-replay-is-safe.md, known limits).
+# What a plan does not know to the byte, as a share of the budget: the copy that is made of a saved tensor when a
+# gradient that autograd made of it is written into (docs/design/009-why-replay-is-safe.md, known limits).
 COPIED_GRADIENTS, MOST_COPIED_SHARE = "saved tensors as gradients", 0.05
 LEAST_PREDICTED_SHARE = 0.9  # of a predicted peak, that is measured; one small tensor is some percent of these programs
 MAX_RAISES = 4  # times a budget is raised: sizes that come later may each name their own
