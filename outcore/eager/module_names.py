@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,26 +16,42 @@ class ModuleNames:
         self.current = ""
         self._stack: list[str] = []
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._hooks: list[Any] = []
+        hooks: list[Any] = []
+        # An interrupt may end a step before anybody has what it is to close: the hooks go with this object, too.
+        self._detach = weakref.finalize(self, _remove, hooks)
+        self._detach.atexit = False
         if any(type(module).__name__ == "OptimizedModule" for module in model.modules()):
             return
         register = torch.nn.modules.module
-        self._hooks = [
-            register.register_module_forward_pre_hook(self._enter),
-            register.register_module_forward_hook(self._leave, always_call=True),
-        ]
+        hooks.append(register.register_module_forward_pre_hook(_weakly(self, ModuleNames._enter)))
+        hooks.append(register.register_module_forward_hook(_weakly(self, ModuleNames._leave), always_call=True))
 
-    def _enter(self, module: torch.nn.Module, args: Any) -> None:
-        if torch.compiler.is_dynamo_compiling():  # as in a branch of `torch.cond`, which may change nothing outside
-            return
+    def _enter(self, module: torch.nn.Module, *_: Any) -> None:
         self._stack.append(self.current)
         self.current = self._names.get(id(module), self.current)
 
-    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if self._stack and not torch.compiler.is_dynamo_compiling():
+    def _leave(self, *_: Any) -> None:
+        if self._stack:
             self.current = self._stack.pop()
 
     def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._detach()
+
+
+def _weakly(names: ModuleNames, act: Callable[..., None]) -> Callable[..., None]:
+    """A hook that does not hold the object whose method it calls."""
+    mark = weakref.ref(names)
+
+    def hook(*args: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():  # as in a branch of `torch.cond`, which may change nothing outside
+            return
+        found = mark()
+        if found is not None:
+            act(found, *args)
+
+    return hook
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()

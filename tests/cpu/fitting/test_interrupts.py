@@ -128,6 +128,7 @@ class Loop:
     def check_as_before(self, said: str) -> None:
         assert not ACTIVE, said
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, said
+        assert not torch.nn.modules.module._has_any_global_hook(), said
         assert dispatch_keys() == self.dispatch_keys, said
         assert gc.isenabled(), said
         assert torch.is_grad_enabled(), said
