@@ -179,6 +179,8 @@ class FollowedPlan:
                     self.contents.open(source)
                 elif isinstance(source, torch.Tensor):
                     self.contents.open(source.untyped_storage())
+        for noise in signature.noise:  # where only writing ops are seen, it is saved after this call and then drawn
+            self.exposed(args[noise].untyped_storage())
         if silent := signature.changed_silently_by(args):
             self.changing(silent, func, silent=True)
         self.changing(signature.changed_by(args, kwargs), func)

@@ -15,6 +15,7 @@ from outcore.limit import limit
 from tests.cpu.eager.training import assert_same_steps, data
 
 FIRST = 3  # the step in which the change begins: the recorded one and two planned ones do not know of it
+LATER = 6  # the same, where steps are not measured any more: then fewer ops are seen
 
 
 def through_data(t: Tensor) -> None:
@@ -292,14 +293,29 @@ def test_statistics_that_a_norm_overwrites_stay() -> None:
 class Noisy(Reads):
     """From some step on there is an op that saves its noise before it draws it."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int) -> None:
         super().__init__(through_data)
+        self.first = first
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.one(x)
-        h = nn.functional.rrelu(h, training=True) if self.step >= FIRST else h
+        h = nn.functional.rrelu(h, training=True) if self.step >= self.first else h
         return torch.tanh(self.other(h))
 
 
-def test_noise_is_drawn_after_it_was_saved() -> None:
-    assert_same_steps(Noisy, loss_of, num_steps=5)
+@pytest.mark.parametrize("first", [FIRST, LATER])
+def test_noise_is_drawn_after_it_was_saved(first: int) -> None:
+    assert_same_steps(lambda: Noisy(first), loss_of, num_steps=first + 3)
+
+
+@pytest.mark.parametrize("change", UNVERSIONED, ids=lambda door: door.__name__)
+def test_a_step_that_keeps_everything_looks_at_no_write(change: Callable[[Tensor], None]) -> None:
+    def later(t: Tensor, model: Both) -> None:
+        if model.step >= LATER:
+            change(t)
+
+    def made() -> nn.Module:
+        model = Both(lambda t: later(t, model))
+        return model
+
+    assert_same_steps(made, loss_of, planners=("keep-all",), shares=(1.0,), num_steps=LATER + 3)
