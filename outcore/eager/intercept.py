@@ -26,7 +26,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from outcore.eager import doors
-from outcore.eager.signatures import may_write
+from outcore.eager.signatures import may_write, signature_of
 from outcore.eager.switches import Switches, switches
 from outcore.memory.tensors import OPS_KEY, PLAIN, TOKEN_DTYPE, WATCHED, WRITES_KEY, token_of
 
@@ -55,6 +55,7 @@ _listener: Listener | None = None  # of the step that is running
 _GUARDS: list[Any] = []  # not in use: to make one takes a tenth of what an op takes
 
 
+_NUMBERS = (bool, int, float, complex)
 _stays_on = False  # until the step ends
 
 
@@ -106,6 +107,9 @@ def _writer_of(name: str) -> Callable[..., Any]:
 
 
 def _write(func: Any, keys: torch._C.DispatchKeySet, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if args and type(args[0]) in _NUMBERS and "out" in kwargs and 0 in signature_of(func).tensors:
+        # PyTorch's own call, from `2 ** x`: a number in a tensor's place, which no call from Python may have there.
+        args = (torch.scalar_tensor(args[0], dtype=kwargs["out"].dtype), *args[1:])
     if not _are_plain(args):
         return func.redispatch(keys & _BELOW_WRITES, *args, **kwargs)
     guard = _GUARDS.pop() if _GUARDS else torch._C._ExcludeDispatchKeyGuard(WATCHED)

@@ -319,3 +319,20 @@ def test_a_step_that_keeps_everything_looks_at_no_write(change: Callable[[Tensor
         return model
 
     assert_same_steps(made, loss_of, planners=("keep-all",), shares=(1.0,), num_steps=LATER + 3)
+
+
+class Powers(Reads):
+    """PyTorch computes `2 ** x` with an operator that writes, and gives it a number in the place of a tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.other(2.0 ** torch.tanh(self.one(x)))
+        return h + 0.1 ** h.abs().mean()
+
+
+def powers(model: Any, step: int) -> Tensor:
+    loss: Tensor = model(data(step, 64, 32)).square().sum()
+    return loss
+
+
+def test_a_number_to_the_power_of_a_tensor_in_steps_that_look_at_writes_only() -> None:
+    assert_same_steps(lambda: Powers(through_data), powers, num_steps=LATER + 1)
