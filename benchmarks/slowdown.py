@@ -1,6 +1,7 @@
 """How much slower is a step in less memory? Every network, every method, one run.
 
-Each network runs in a process of its own: in-core first, then every method under a hard cap on the device
+Each network runs in a process of its own (`--networks others`: all that have no budget of their own get a third of
+in-core): in-core first, then every method under a hard cap on the device
 (`set_per_process_memory_fraction`: going over it is a real out-of-memory error). Times are medians over steps, whole
 steps, the optimizer included: `step_s` with a wait for the device after each, which is what tables and bars use, and
 `loop_step_s` without, as most loops run. `compile-budget:0.1` gives torch.compile that share of activations, without a
@@ -80,10 +81,10 @@ def main(
     if one:
         run_network(one, methods.split(","), memory_gib, steps, traces)
         return
-    from benchmarks.networks import CURVES_GIB
+    from benchmarks.networks import CURVES_GIB, OTHERS
 
     rows: list[dict[str, Any]] = []
-    for name in networks.split(","):
+    for name in networks.replace("others", ",".join(OTHERS)).split(","):
         budgets = memory_gib or (CURVES_GIB.get(name, ()) if curve else ())
         rows += run_in_process_of_its_own(name, methods, budgets, steps, limit_s, traces)
     result = {"question": "slowdown", **about(), "rows": rows}
@@ -122,15 +123,16 @@ def run_in_process_of_its_own(
 
 
 def run_network(name: str, methods: list[str], memory_gib: tuple[float, ...], steps: int, traces: Path | None) -> None:
-    from benchmarks.networks import BUDGETS_GIB
+    from benchmarks.networks import BUDGETS_GIB, SHARE_OF_OTHERS
 
     in_core_step_s, in_core_loop_s, in_core_gib = 0.0, 0.0, float("inf")
     for method in methods:
-        budgets: tuple[float, ...] = memory_gib or (float(BUDGETS_GIB[name]),)
+        budgets: tuple[float, ...] = memory_gib or (float(BUDGETS_GIB.get(name, SHARE_OF_OTHERS * in_core_gib)),)
         for budget in budgets if method in OURS else budgets[:1]:
             row = run_method(name, method, budget, steps, traces, in_core_gib)
             if method == "in-core" and row.get("step_s"):
                 in_core_step_s, in_core_loop_s, in_core_gib = row["step_s"], row["loop_step_s"], row["peak_gib"]
+                row["memory_gib"] = min(budget, in_core_gib)
             row["in_core_step_s"] = in_core_step_s
             if row.get("step_s") and in_core_step_s:
                 row["slowdown"] = row["step_s"] / in_core_step_s - 1
