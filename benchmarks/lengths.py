@@ -106,6 +106,7 @@ def run(method: str, loop: str, device: str, steps: int, memory_bytes: int, plan
         if device == "cuda":
             torch.cuda.synchronize()
         ends_s.append(time.perf_counter())
+        print(f"{len(losses)}: {length} tokens, {ends_s[-1] - ends_s[-2]:.3f} s", file=sys.stderr, flush=True)
     last = min(NUM_LAST, steps // 2)
     return {
         "method": method,
@@ -201,8 +202,8 @@ def in_process_of_its_own(arguments: list[str], limit_s: float) -> dict[str, Any
     command = [sys.executable, "-m", "benchmarks.lengths", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"stopped after {limit_s:.0f} s"}
+    except subprocess.TimeoutExpired as cut:
+        return {"error": f"stopped after {limit_s:.0f} s", "said": (cut.stderr or b"").decode()[-1500:]}
     rows = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
     if not rows:
         return {"error": done.stderr[-1500:]}

@@ -247,6 +247,7 @@ def measure(row: str, method: str, *, clip: bool, device: str, num_steps: int, l
         if device == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
+        print(f"step {number}: {seconds[-1]:.3f} s, loss {losses[-1]:.4f}", file=sys.stderr, flush=True)
     found = {
         "row": row,
         "method": method,
@@ -287,11 +288,11 @@ def in_process(row: str, method: str, *, clip: bool, device: str, num_steps: int
     head = {"row": row, "method": method, "clip": clip}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s + 20, check=False)
-    except subprocess.TimeoutExpired:
-        return head | {"error": f"took more than {limit_s + 20:.0f} s"}
+    except subprocess.TimeoutExpired as cut:
+        return head | {"error": f"took more than {limit_s + 20:.0f} s", "said": (cut.stderr or b"").decode()[-1500:]}
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if not lines:
-        return head | {"error": (done.stderr.strip().splitlines() or ["killed"])[-1][:300]}
+        return head | {"error": (done.stderr.strip() or "killed")[-1500:]}
     found: dict[str, Any] = json.loads(lines[-1].removeprefix(MARK))
     return found
 
