@@ -206,7 +206,8 @@ class RunningStep:
         program = phase.ready.program if phase.ready is not None else Program.empty()
         if program.pools_gradients:
             memory.begin_gradient_pool()
-        closely = phase.ready is not None and (owner.measure or kind.num_steps < settings.num_measured)
+        num_measured = 1 if isinstance(phase, Shared) else settings.num_measured  # nothing is judged by a shared plan's
+        closely = phase.ready is not None and (owner.measure or kind.num_steps < num_measured)
         peak = clock = None
         if closely:
             has_unseen = phase.trace is None or phase.trace.has_unseen

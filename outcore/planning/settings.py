@@ -20,6 +20,7 @@ class HybridSettings:
     far_share: float = 0.05  # of the bound: where the best offer takes so much longer, there is more work (measured)
     far_times: float = 2.5  # so many times the work, there (measured)
     brief_times: float = 0.2  # so many times the work, for a brief search (guessed)
+    slow_times: float = 1.5  # the in-core step: where a price alone leads to more, blocks are offered (guessed)
     num_starts: int = 8  # offers that are improved a little (measured)
     num_finalists: int = 2  # offers that are improved as far as it goes (measured)
     least_each: int = 60  # flips for each start, or fewer start (guessed)

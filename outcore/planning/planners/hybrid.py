@@ -101,15 +101,22 @@ def _ends(
 
 def priced(trace_index: TraceIndex, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
     """The first offer of `Pricing` that fits, without local search: the step is a few percent slower than the hybrid
-    planner's, and planning is several times faster. It serves the step in which ops are timed."""
+    planner's, and planning is several times faster. It serves the step in which ops are timed. In little memory that
+    offer may make the same values again and again; checkpointing by blocks is the better one then."""
     if (kept := _kept_if_it_fits(trace_index, machine, budget, progress)) is not None:
         return kept
     pricing = Pricing(trace_index, machine, budget)
     for remakes in (False, True):
         found = pricing.cheapest_fit(1.0, int(budget.device_bytes * 0.98), remakes=remakes)
-        if found is not None and score(trace_index, machine, budget, found).fits:
+        if found is None:
+            continue
+        scored = score(trace_index, machine, budget, found)
+        if scored.fits and scored.step_s <= HYBRID.slow_times * trace_index.total_s / machine.speed:
             return found
-    return dict(_offers(trace_index, machine, budget, INF, progress)[0].decisions)
+        if scored.fits:
+            return dict(_with_blocks(trace_index, machine, budget, [scored])[0].decisions)
+    offers = _offers(trace_index, machine, budget, INF, progress)
+    return dict(_with_blocks(trace_index, machine, budget, offers)[0].decisions)
 
 
 def _kept_if_it_fits(trace_index: TraceIndex, machine: Machine, budget: Budget, progress: Progress) -> Decisions | None:
