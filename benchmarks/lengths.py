@@ -94,14 +94,22 @@ def run(method: str, loop: str, device: str, steps: int, memory_bytes: int, plan
     lengths = lengths_of(loop, steps, device)
     generator = torch.Generator().manual_seed(1)
     ends_s, losses = [time.perf_counter()], []
+    forwards_s: list[float] = []  # of the host
+    restarts: list[int] = []  # of the allocator, so far
+    predicted_s: list[float | None] = []
     for length in lengths:
         tokens = torch.randint(0, model.config.vocab_size, (batch, length), generator=generator).to(device)
         with around():
             with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
                 loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            forwards_s.append(time.perf_counter() - ends_s[-1])
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        if device == "cuda":
+            restarts.append(torch.cuda.memory_stats()["num_alloc_retries"])
+        if ooc is not None:
+            predicted_s.append(ooc.predicted.step_s if ooc.predicted is not None else None)
         losses.append(loss.detach())
         if device == "cuda":
             torch.cuda.synchronize()
@@ -119,6 +127,9 @@ def run(method: str, loop: str, device: str, steps: int, memory_bytes: int, plan
         "reserved_gib": torch.cuda.max_memory_reserved() / GIB if device == "cuda" else None,
         "budget_gib": memory_bytes / GIB if ooc is not None else None,
         "steps_s": [end_s - start_s for start_s, end_s in itertools.pairwise(ends_s)],
+        "forwards_s": forwards_s,
+        "restarts": restarts,
+        "predicted_s": predicted_s,
         "losses": [float(loss) for loss in losses],
         **({"stats": _stats(ooc)} if ooc is not None else {}),
     }
@@ -252,7 +263,7 @@ def main(
             if plain is not None and "losses" in row:
                 row["same_losses"] = row["losses"] == plain["losses"]
             rows.append(row)
-            shown = {key: value for key, value in row.items() if key not in ("steps_s", "losses")}
+            shown = {key: value for key, value in row.items() if not isinstance(value, list)}
             print(json.dumps(shown), flush=True)
     out = out or Path(f"benchmarks/results/lengths_{hardware()}_{date.today():%Y%m%d}.json")
     out.write_text(json.dumps({"question": "lengths", **about(), "rows": rows}, indent=1))
