@@ -11,7 +11,7 @@ import gc
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
-from itertools import chain, compress
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,8 +28,9 @@ _RUNNING: list[weakref.ref[LiveBytes]] = []  # the one of the step that is runni
 def storages_there(model: torch.nn.Module, inputs: Iterable[torch.Tensor]) -> Iterator[torch.UntypedStorage]:
     """Of the model and its inputs, and of every tensor Python can see: `gc.freeze()` hides those that were there before
     it."""
-    seen = gc.get_objects()  # hundreds of thousands
-    tensors = compress(seen, map(PLAIN.__contains__, map(type, seen)))
+    # An object refers to its class. `gc.get_objects` would hold the tuples that other threads are filling, too, and
+    # Python raises SystemError in such a thread.
+    tensors = gc.get_referrers(*PLAIN)
     gradients = (gradient for known in model.parameters() if (gradient := gradient_of(known)) is not None)
     for tensor in chain(model.parameters(), model.buffers(), gradients, inputs, tensors):
         if type(tensor) in PLAIN and tensor.layout is torch.strided:
