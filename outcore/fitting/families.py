@@ -23,7 +23,6 @@ from outcore.eager.program import Program
 from outcore.errors import BudgetTooSmall, OutcoreError
 from outcore.fitting.kinds import Kind
 from outcore.fitting.phases import Shared
-from outcore.fitting.planning_process import PlanningProcess
 from outcore.fitting.preparing import Preparer
 from outcore.fitting.ready import Ready
 from outcore.planning.families.scaling import difference
@@ -89,7 +88,6 @@ class Families:
     def __init__(self, preparer: Preparer) -> None:
         self._preparer, self._settings = preparer, preparer.settings
         self._families: dict[Hashable, SizeFamily] = {}
-        self._process = PlanningProcess()
         self._usable_share = self._settings.shared_share
 
     def note_recorded(self, structure: Hashable, sizes: Sizes, trace: Trace) -> None:
@@ -126,9 +124,6 @@ class Families:
             best = best or family.shared[wanted]
         return best.kind if best is not None else None
 
-    def close(self) -> None:
-        self._process.close()
-
     # -- plans --------------------------------------------------------------------------------------------------------
 
     def _rounded(self, family: SizeFamily, sizes: Sizes) -> Sizes:
@@ -154,7 +149,7 @@ class Families:
             with shown_if_long("planning for another size"):
                 self._plan_in_loop(shared, budget)
         else:
-            shared.coming = self._process.submit(
+            shared.coming = preparer.process.submit(
                 plan_step, trace, preparer.machine, budget, preparer.planner, brief=True
             )
 

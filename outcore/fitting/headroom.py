@@ -58,6 +58,7 @@ class Headroom:
     is_paced: bool = False  # predictions were corrected by what was measured
     attempts: list[Attempt] = field(default_factory=list)
     _looked: dict[int, Placement] = field(default_factory=dict)  # by size
+    _num_looks: int = 0  # since the last plan was followed: what is searched for beside training is asked for again
     _largest_bytes: int = field(init=False)
     _steps: list[tuple[float, int, int]] = field(default_factory=list)
 
@@ -113,19 +114,19 @@ class Headroom:
         tried = {
             attempt.usable_bytes for attempt in self.attempts[1:]
         }  # the first was planned before memory was fragmented
-        size, found, num_looks, num_known = self._largest_bytes, dict[int, Placement](), 0, 0
+        size, found, num_known = self._largest_bytes, dict[int, Placement](), 0
         while (
             size >= settings.least_share * self.memory_bytes
-            and num_looks < settings.num_looks
+            and (size in self._looked or self._num_looks < settings.num_looks)
             and num_known < settings.num_looks
         ):
             if size not in tried:
                 if size not in self._looked:
-                    num_looks += 1
                     try:
                         self._looked[size] = look(size)
                     except BudgetTooSmall:
                         break
+                    self._num_looks += 1
                 seen = self._looked[size]
                 if self.is_hopeless(seen.planned_s):
                     break  # smaller ones are slower
@@ -139,6 +140,12 @@ class Headroom:
             size -= int(settings.look_share * self.memory_bytes)
         return found
 
+    @property
+    def plans(self) -> list[Plan]:
+        """Those that were tried, and those that were only looked at."""
+        tried = [attempt.ready.prepared.plan for attempt in self.attempts]
+        return [*tried, *(seen.plan for seen in self._looked.values())]
+
     def arrange(self, trace: Trace, schedule: Schedule, peak_bytes: int, there: Places) -> AllocatorHints:
         """What a step does for an allocator that is in trouble. `there`: where the weights lie."""
         return arrange(trace, schedule, self.memory_bytes, peak_bytes, there, keeps_places=self.keeps_places)
@@ -149,7 +156,7 @@ class Headroom:
 
     def begin(self) -> None:
         """A new plan is about to be followed."""
-        self._steps = []
+        self._steps, self._num_looks = [], 0
 
     def note(self, step_s: float, num_restarts: int, reserved_bytes: int) -> bool:
         """One more step of the plan at hand; whether it can be judged now."""

@@ -23,6 +23,7 @@ from outcore.fitting.families import Families
 from outcore.fitting.hooks import ACTIVE, ForwardHook, hook_of
 from outcore.fitting.kinds import Kind, Kinds
 from outcore.fitting.phases import GivenUp
+from outcore.fitting.planning_process import PlanningProcess
 from outcore.fitting.preparing import Preparer
 from outcore.fitting.remembering import Remembering
 from outcore.fitting.running import RunningStep
@@ -56,7 +57,7 @@ class Loop:
         state: State | None = None,
     ) -> None:
         self.model, self.memory, self.measure = model, memory, measure
-        self.preparer = Preparer(machine, budget, planner, memory, store, given, settings)
+        self.preparer = Preparer(machine, budget, planner, memory, store, given, settings, PlanningProcess())
         self.preparer.beside = StateBeside(state, self.preparer) if state is not None else None
         remembering = (
             Remembering(StepCache(cache), model, memory.device, budget, planner) if cache and not given else None
@@ -169,7 +170,7 @@ class Loop:
         """Takes the hooks off the model and gives host memory and the swap file back."""
         self.read_measured()
         self._hook.owners.discard(self)
-        self.families.close()
+        self.preparer.process.close()
         self._detach()
         if self.beside is not None:
             self.beside.state.close()

@@ -4,10 +4,12 @@ A phase has two methods. `begin` is called when a step begins and returns the ph
 there, because only then it is known what lies in memory before the step. `after` takes what the step showed and returns
 the next phase. A step that fails shows nothing, unless it ran out of memory.
 
-    New ──▶ Recorded ──▶ Timing ──▶ Timed ──▶ Trying ──▶ Settled          GivenUp
-     │          │                     ▲ ▲ │     │           │
-     └──────────┴─────────────────────┘ │ └─────│───────────┤
-                                        └───────┴───────────┘
+    New ──▶ Recorded ──▶ Timing ──▶ Searching ──▶ Trying ──▶ Settled      GivenUp
+     │          │                     │     ▲      │  ▲ │       │
+     │          │                     │     └──────┘  │ │       │
+     └──────────┴─────────────────────┴───▶ Timed ────┴─────────┤
+                                              ▲         │       │
+                                              └─────────┴───────┘
 
     phase     its step                           what happens                                      next phase
     --------  ---------------------------------  ------------------------------------------------  -----------------
@@ -16,20 +18,25 @@ the next phase. A step that fails shows nothing, unless it ran out of memory.
                                                  `expect`: its trace is known without recording    Timed
     Recorded  is planned briefly when it begins  there is a plan                                   Timing
                                                  there is none; another planner may find one       Timed, and plans
-    Timing    follows the brief plan, ops timed  timed                                             Timed
+    Timing    follows the brief plan, ops timed  timed; better plans are searched for beside       Searching
+                                                 timed; the planner searches for none              Timed
                                                  its plan is outdated                              Recorded, and plans
                                                  out of memory, and a smaller plan is left         Recorded
+    Searching follows the plan at hand           a plan was found                                  Trying
+                                                 no plan can beat the best that was tried          Settled on that one
+                                                 its plan is outdated, or the search broke off     Timed, and plans
     Timed     is planned when it begins          the device has a caching allocator                Trying
                                                  it has none                                       Settled
                                                  no plan can beat the best that was tried          Settled on that one
-    Trying    follows a plan, measured           measured often enough: another plan may be better Timed
+    Trying    follows a plan, measured           measured often enough: another plan may be better Searching, Timed
                                                  measured often enough: it or an earlier one stays Settled
                                                  everything is kept, or the plan was given         Settled
     Trying,   follow a plan                      it is outdated                                    Timed, and plans
     Settled                                      out of memory, and a smaller plan is left         Timed
                                                  out of memory, and none is left                   Settled on the best
     Timing,   follow a plan                      a step left its plan                              New
-    Trying,                                      ... for the third time                            GivenUp
+    Searching,                                   ... for the third time                            GivenUp
+    Trying,
     Settled
     Restored  follows a plan of an earlier run   it fits beside what is there                      Trying, Settled
                                                  it does not                                       as from Timed
@@ -53,6 +60,7 @@ from outcore.fitting.headroom import Headroom
 from outcore.fitting.preparing import Preparer
 from outcore.fitting.ready import Ready
 from outcore.fitting.retiming import timed_again
+from outcore.fitting.searches import Search, StillSearching
 from outcore.planning.rewrites.gradient_sums import adds_in_place
 from outcore.values import Plan, Timeline, Trace
 
@@ -283,13 +291,62 @@ class Timing(_Following):
         if self.headroom is not None:
             self.headroom.forget()
         share = life.preparer.settings.pass_bytes_share
-        return Timed(timed_again(self.trace, shown.names, shown.seconds, share), self.ready, self.headroom)
+        trace = timed_again(self.trace, shown.names, shown.seconds, share)
+        return _planned_next(life, trace, self.ready, self.headroom)
 
     def _planned_anew(self) -> Phase:
         return Recorded(self.trace, self.ready, self.headroom)
 
     def _without_smaller(self, life: Life, headroom: Headroom) -> Phase:
         return self
+
+
+@dataclass(frozen=True)
+class Searching(_Following):
+    """Follows the plan at hand while a better one is searched for beside training."""
+
+    headroom: Headroom = field()
+    in_place: bool = field(kw_only=True)
+    same_size: bool = field(kw_only=True)
+    search: Search = field(kw_only=True)
+
+    def begin(self, life: Life, before_bytes: int) -> Phase:
+        phase = self._borne(life, before_bytes)
+        if phase._is_outdated(life, before_bytes):
+            return phase._planned_anew().begin(life, before_bytes)
+        try:
+            return phase._found(life)
+        except StillSearching:
+            return phase
+        except BudgetTooSmall as error:
+            log.info("the plan at hand stays: %s", error)
+            if self.headroom.attempts:
+                return settled_on_best(life, self.trace, self.ready, self.headroom)
+            return Trying(self.trace, self.ready, self.headroom)
+        except OutcoreError as error:
+            log.info("%s", error)
+            return phase._planned_anew().begin(life, before_bytes)
+
+    def _found(self, life: Life) -> Phase:
+        preparer, search, headroom = life.preparer, self.search, self.headroom
+        step = preparer.as_run(self.trace, in_place=self.in_place)
+        plan = preparer.plan(step, headroom, same_size=self.same_size, search=search)
+        if plan is None:
+            return settled_on_best(life, self.trace, self.ready, headroom)
+        ready = search.once("ready", lambda: self._made_ready(life, plan))
+        if headroom.is_hopeless(ready.prepared.predicted.step_s):
+            return settled_on_best(life, self.trace, ready, headroom)
+        search.answer("pinned", lambda: preparer.reserve_beside(ready.prepared.predicted))
+        preparer.begin_headroom(headroom)
+        return Trying(self.trace, ready, headroom)
+
+    def _made_ready(self, life: Life, plan: Plan) -> Ready:
+        return life.preparer.make_ready(
+            self.trace, plan, self.headroom, in_place=self.in_place, may_switch=life.may_switch, search=self.search
+        )
+
+    def _planned_anew(self) -> Phase:
+        return Timed(self.trace, self.ready, self.headroom, self.same_size)
 
 
 class Trying(_Following):
@@ -306,7 +363,7 @@ class Trying(_Following):
             return self
         again = not shown.num_restarts and self._slow_down(life, measured)
         if headroom.judge(self.ready, again=again):
-            return Timed(self.trace, self.ready, headroom, same_size=again)
+            return _planned_next(life, self.trace, self.ready, headroom, same_size=again)
         return settled_on_best(life, self.trace, self.ready, headroom)
 
     def _slow_down(self, life: Life, measured: Timeline) -> bool:
@@ -339,6 +396,18 @@ class Settled(_Following):
     def fits(self) -> bool:
         """Was its plan measured, and the allocator started over in none of the steps?"""
         return self.headroom is not None and self.headroom.fits
+
+
+def _planned_next(
+    life: Life, trace: Trace, ready: Ready, headroom: Headroom | None, *, same_size: bool = False
+) -> Phase:
+    """What comes where a better plan than the one at hand may be found: that one can be followed until then."""
+    preparer, timed = life.preparer, Timed(trace, ready, headroom, same_size)
+    if headroom is None or not preparer.searches_beside or preparer.is_given_for(trace):
+        return timed
+    trace = timed._trace_now(life, ready.covers_bytes)
+    in_place, search = _adds_in_place(life, trace), Search(preparer.process)
+    return Searching(trace, ready, headroom, in_place=in_place, same_size=same_size, search=search)
 
 
 def _adds_in_place(life: Life, trace: Trace) -> bool:

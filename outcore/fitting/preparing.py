@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from outcore.eager.program import Program
 from outcore.errors import BudgetTooSmall, PlanMismatch
 from outcore.fitting.headroom import Headroom
+from outcore.fitting.planning_process import PlanningProcess
 from outcore.fitting.ready import Ready
+from outcore.fitting.searches import Search
 from outcore.fitting.settings import FittingSettings
 from outcore.memory.device import DeviceMemory
 from outcore.memory.store import Store
@@ -22,7 +25,7 @@ from outcore.planning.allocator.fragmentation import Placement, search_placement
 from outcore.planning.allocator.hints import AllocatorHints
 from outcore.planning.planners.scoring import lean_bytes
 from outcore.planning.planners.simple import swap_all
-from outcore.planning.preparing import at_pace, prepare
+from outcore.planning.preparing import at_pace, prepare, prepare_planned
 from outcore.planning.residency import beside_state, choose_residency, with_gradients
 from outcore.planning.rewrites.gradient_sums import sums_in_place
 from outcore.planning.trace_index import index_of
@@ -43,13 +46,14 @@ class Preparer:
         store: Store,
         given: Plan | None,
         settings: FittingSettings,
+        process: PlanningProcess,
     ) -> None:
         self.machine, self.budget, self.planner, self.memory = machine, budget, planner, memory
         self.settings = settings
         self.beside: Any = None  # the training state, where it may leave the device (`StateBeside`)
         self.residency: Residency | None = None  # and where it lies
         self.uses_given = False  # a step came that the given plan was made for
-        self._given, self.store = given, store
+        self._given, self.store, self.process = given, store, process
 
     def is_given_for(self, trace: Trace) -> bool:
         return self._given is not None and self._given.fingerprint == trace.fingerprint
@@ -73,14 +77,24 @@ class Preparer:
         return self._plan(trace, headroom, self.brief_planner, same_size=False)
 
     @property
+    def searches_beside(self) -> bool:
+        """Whether the loop goes on under a brief plan while a better one is searched for."""
+        return self.memory.has_caching_allocator and self.beside is None and self.brief_planner != self.planner
+
+    @property
     def brief_planner(self) -> str:
         return "priced" if self.planner == "hybrid" else self.planner
 
-    def plan(self, trace: Trace, headroom: Headroom | None, *, same_size: bool = False) -> Plan | None:
-        """A plan, the given one where it is for this step. None: what was tried already is the best there is."""
-        return self._plan(trace, headroom, self.planner, same_size=same_size)
+    def plan(
+        self, trace: Trace, headroom: Headroom | None, *, same_size: bool = False, search: Search | None = None
+    ) -> Plan | None:
+        """A plan, the given one where it is for this step. None: what was tried already is the best there is. With a
+        `search` it is made beside training: raises StillSearching until it is there."""
+        return self._plan(trace, headroom, self.planner, same_size=same_size, search=search)
 
-    def _plan(self, trace: Trace, headroom: Headroom | None, planner: str, *, same_size: bool) -> Plan | None:
+    def _plan(
+        self, trace: Trace, headroom: Headroom | None, planner: str, *, same_size: bool, search: Search | None = None
+    ) -> Plan | None:
         if self.is_given_for(trace):
             self.uses_given = True
             return self._given
@@ -91,9 +105,9 @@ class Preparer:
             )
         if headroom is None:
             return self._plan_of_size(trace, [self.budget.device_bytes], planner, [], 0.0)
-        known = [attempt.ready.prepared.plan for attempt in headroom.attempts]
+        known = headroom.plans
         if headroom.is_fragmented and not same_size:
-            found = self._search(trace, headroom, planner, known)
+            found = self._search_places(trace, headroom, planner, search)
             if found is not None or headroom.attempts:
                 return found
         margin = self.settings.margin_share
@@ -101,7 +115,7 @@ class Preparer:
         if not (headroom.attempts or headroom.is_fragmented):
             sizes.append(int(self.budget.device_bytes * (1 - margin)))
         try:
-            found = self._plan_of_size(trace, sizes, planner, known, margin)
+            found = self._plan_of_size(trace, sizes, planner, known, margin, search)
         except BudgetTooSmall:
             if headroom.attempts:
                 return None
@@ -109,36 +123,60 @@ class Preparer:
         headroom.usable_bytes = found.budget.device_bytes
         return found
 
-    def _search(self, trace: Trace, headroom: Headroom, planner: str, known: list[Plan]) -> Plan | None:
+    def _search_places(self, trace: Trace, headroom: Headroom, planner: str, search: Search | None) -> Plan | None:
         """A plan whose blocks find places, of the size that should be fastest."""
-        there = self.memory.places()
 
         def placed(size_bytes: int) -> Placement:
-            first, *others = self._plans(trace, size_bytes, planner, known, most=self.settings.num_plans)
-            memory_bytes, keeps = self.budget.device_bytes, headroom.keeps_places
-            with shown_if_long("searching for a plan that leaves few holes"):
-                found = search_placement(
-                    trace, self.machine, first, memory_bytes, there, others=others, keeps_places=keeps
+            most, known = self.settings.num_plans, headroom.plans
+            first, *others = self._plans(trace, size_bytes, planner, known, most=most, search=search)
+            place = partial(search_placement, others=others, keeps_places=headroom.keeps_places)
+            step, memory_bytes = (trace, self.machine, first), self.budget.device_bytes
+            if search is not None:
+                found = search.answer(
+                    ("placed", size_bytes),
+                    lambda: self.process.submit(place, *step, memory_bytes, self.memory.places()),
                 )
-            known.append(found.plan)
+            else:
+                with shown_if_long("searching for a plan that leaves few holes"):
+                    found = place(*step, memory_bytes, self.memory.places())
             return found
 
         return headroom.another(placed)
 
-    def _plan_of_size(self, trace: Trace, sizes: list[int], planner: str, known: list[Plan], margin: float) -> Plan:
+    def _plan_of_size(
+        self,
+        trace: Trace,
+        sizes: list[int],
+        planner: str,
+        known: list[Plan],
+        margin: float,
+        search: Search | None = None,
+    ) -> Plan:
         """For the first size that is large enough."""
         for size_bytes in sizes:
             try:
-                return self._plans(trace, size_bytes, planner, known, most=1)[0]
+                return self._plans(trace, size_bytes, planner, known, most=1, search=search)[0]
             except BudgetTooSmall as error:
                 too_small = error.with_traceback(None)  # which holds every frame, and with them the user's tensors
         needed_bytes = int(too_small.needed_bytes / (1 - margin)) + 1 + (self.settings.unsplit_bytes if margin else 0)
         where, budget_bytes = str(self.memory.device), self.budget.device_bytes
         raise too_small.on(where, needed_bytes=needed_bytes, budget_bytes=budget_bytes) from None
 
-    def _plans(self, trace: Trace, size_bytes: int, planner: str, known: list[Plan], *, most: int) -> list[Plan]:
+    def _plans(
+        self,
+        trace: Trace,
+        size_bytes: int,
+        planner: str,
+        known: list[Plan],
+        *,
+        most: int,
+        search: Search | None = None,
+    ) -> list[Plan]:
         budget = replace(self.budget, device_bytes=size_bytes)
         machine = beside_state(self.machine, self.residency)
+        if search is not None:
+            part = ("plans", size_bytes, most)
+            return search.ask(part, plans, trace, machine, budget, planner=planner, most=most, starts=known)
         with shown_if_long("planning a step") as tell:
             return plans(trace, machine, budget, planner=planner, progress=tell, most=most, starts=known)
 
@@ -159,11 +197,23 @@ class Preparer:
         return sums_in_place(step) if in_place else step
 
     def make_ready(
-        self, trace: Trace, plan: Plan, headroom: Headroom | None, *, in_place: bool, may_switch: bool = False
+        self,
+        trace: Trace,
+        plan: Plan,
+        headroom: Headroom | None,
+        *,
+        in_place: bool,
+        may_switch: bool = False,
+        search: Search | None = None,
     ) -> Ready:
         """Lowered, verified, simulated, and with what its steps do for the allocator. `may_switch`: its steps may turn
-        out to be other ones."""
-        prepared = prepare(self.as_run(trace, in_place=in_place), plan, self.machine, residency=self.residency)
+        out to be other ones. With a `search` the program is made beside training."""
+        step = self.as_run(trace, in_place=in_place)
+        if search is None:
+            prepared = prepare(step, plan, self.machine, residency=self.residency)
+        else:
+            part = ("program", plan.budget.device_bytes)
+            prepared = search.ask(part, prepare_planned, step, plan, self.machine).with_trace(step)
         peak = prepared.predicted
         if peak.peak_bytes > self.budget.device_bytes:  # a plan that was given, for another budget
             where = str(self.memory.device)

@@ -144,15 +144,24 @@ class Store:
 
     def reserve(self, num_bytes: int) -> None:
         """Pins `num_bytes` of host memory in all (or up to the host budget) ahead of the steps that need it."""
-        missing = min(num_bytes, self.host_bytes) - self.pinned_bytes
-        if self.device.type == "cuda" and missing > 0:
-            self._add_slab(missing)
+        if missing_bytes := self._missing_bytes(num_bytes):
+            self._add_slab(missing_bytes)
 
     def reserve_beside(self, num_bytes: int) -> Future[None]:
         """`reserve` in a thread of its own: pinning takes half a second per GiB, and the loop goes on meanwhile."""
+        if not self._missing_bytes(num_bytes):
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
         if self._pinning is None:
             self._pinning = ThreadPoolExecutor(1, "outcore-pinning")
         return self._pinning.submit(self.reserve, num_bytes)
+
+    def _missing_bytes(self, num_bytes: int) -> int:
+        """Of `num_bytes`, what is not pinned yet."""
+        if self.device.type != "cuda":
+            return 0
+        return max(0, min(num_bytes, self.host_bytes) - self.pinned_bytes)
 
     def _add_slab(self, num_bytes: int) -> PinnedSlab:
         page = 2 * 1024 * 1024

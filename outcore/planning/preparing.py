@@ -91,7 +91,11 @@ class Planned:
 
 def plan_step(trace: Trace, machine: Machine, budget: Budget, planner: str, *, brief: bool = False) -> Planned:
     """Plans a step and prepares it. Raises BudgetTooSmall."""
-    plan = plans(trace, machine, budget, planner, most=1, brief=brief)[0]
+    return prepare_planned(trace, plans(trace, machine, budget, planner, most=1, brief=brief)[0], machine)
+
+
+def prepare_planned(trace: Trace, plan: Plan, machine: Machine) -> Planned:
+    """`prepare`, for whoever has the trace."""
     prepared = prepare(trace, plan, machine)
     return Planned(plan, prepared.schedule, prepared.predicted)
 

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch import nn
 
+from outcore.errors import OutcoreError
 from outcore.fitting.loop import Loop
+from outcore.fitting.planning_process import PlanningProcess
 from outcore.fitting.settings import FITTING
 from outcore.limit import Limited, limit
 from outcore.memory.device import CpuMemory, Peak, PeakWatch
 from outcore.memory.meter import LiveBytes
+
+T = TypeVar("T")
 
 
 class PretendedGpu(CpuMemory):
@@ -88,6 +93,18 @@ class _Given:
         pass
 
 
+class AtOnce(PlanningProcess):
+    """Answers before anybody can ask whether it did."""
+
+    def submit(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+        try:
+            future.set_result(function(*args, **kwargs))
+        except OutcoreError as error:
+            future.set_exception(error)
+        return future
+
+
 class Pretend:
     """Makes limits for one test."""
 
@@ -103,6 +120,7 @@ class Pretend:
         self, model: nn.Module, memory: int | str, memory_type: type[CpuMemory] = PretendedGpu, **options: Any
     ) -> Limited:
         with self._monkeypatch.context() as patched:
+            patched.setattr("outcore.fitting.loop.PlanningProcess", AtOnce)
             patched.setattr(self._home, "memory_of", lambda model, device, budget_bytes: memory_type(model, device))
             return limit(model, memory, **options)
 

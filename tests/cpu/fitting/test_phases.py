@@ -2,150 +2,41 @@
 
 from __future__ import annotations
 
-import functools
 import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
-from torch import nn
 
 from outcore.errors import BudgetTooSmall, PlanMismatch
 from outcore.fitting import phases, preparing
 from outcore.fitting.headroom import Headroom
-from outcore.fitting.kinds import Kind, Kinds
+from outcore.fitting.kinds import Kinds
 from outcore.fitting.phases import (
     GivenUp,
     LeftPlan,
-    Measured,
     New,
     Phase,
     RanOut,
     Recorded,
     Restored,
+    Searching,
     Settled,
     Timed,
-    TimedOps,
     Timing,
     Trying,
     WasRecorded,
 )
-from outcore.fitting.preparing import Preparer
-from outcore.fitting.settings import FITTING
-from outcore.limit import limit
 from outcore.memory.device import CpuMemory
-from outcore.memory.store import Store
 from outcore.planning import plans
 from outcore.planning.allocator.fragmentation import Placement
-from outcore.units import GIB, MIB
-from outcore.values import Budget, Machine, Plan, Trace
+from outcore.units import MIB
+from outcore.values import Budget, Plan
+from tests.cpu.fitting.played import BUDGET_BYTES, Held, Life, recorded
 from tests.cpu.fitting.pretended import PretendedGpu
-
-MACHINE = Machine("pretend", GIB, 0, GIB, 1e9, 1e9, 1e9, 1e9)
-BUDGET_BYTES = 64 * MIB
-CPU = torch.device("cpu")
-
-
-@functools.cache
-def recorded() -> Trace:
-    """Its peak is where gradients of three branches are added. Its ops take a millisecond each."""
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(64, 64)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.linear(x)
-            return (x * 2).add_(x * 3).add_(x * 5)
-
-    model = nn.Sequential(*(Block() for _ in range(4)), nn.Linear(64, 4))
-    with limit(model, "1GiB") as ooc, ooc.step():
-        model(torch.randn(2048, 64)).square().mean().backward()
-    assert ooc.trace is not None
-    return replace(ooc.trace, ops=tuple(replace(op, seconds=1e-3) for op in ooc.trace.ops))
-
-
-class Life:
-    """A kind whose steps are played: `begin` and `show` as a running step calls them, with what happened noted."""
-
-    def __init__(
-        self,
-        memory: type[CpuMemory] = PretendedGpu,
-        *,
-        planner: str = "swap-all",
-        given: Plan | None = None,
-        budget_bytes: int = BUDGET_BYTES,
-    ) -> None:
-        self.memory = memory(nn.Linear(2, 2), CPU)
-        budget = Budget(budget_bytes, 0, GIB)
-        store = Store(CPU, 0, GIB)
-        self.preparer = Preparer(MACHINE, budget, planner, self.memory, store, given, FITTING)
-        self.kind = Kind(self.preparer)
-        self.walked: list[tuple[str, str]] = []
-
-    @property
-    def phase(self) -> Phase:
-        return self.kind.phase
-
-    def is_in(self, phase: type[Phase]) -> bool:
-        return type(self.phase) is phase
-
-    def begin(self, extra_bytes: int = 0) -> None:
-        before = self.phase
-        self.kind.begin(recorded().before_bytes + extra_bytes)
-        self._note(before)
-
-    def show(self, shown: phases.Shown) -> None:
-        before = self.phase
-        self.kind.take(shown)
-        self._note(before)
-
-    def _note(self, before: Phase) -> None:
-        if before is not self.phase:
-            self.walked.append((type(before).__name__, type(self.phase).__name__))
-
-    # -- steps --------------------------------------------------------------------------------------------------------
-
-    def record(self) -> None:
-        self.show(WasRecorded(recorded()))
-
-    def time(self, factor: float = 0.5) -> None:
-        assert self.phase.trace is not None
-        ops = self.phase.trace.ops
-        self.show(TimedOps([op.name for op in ops], [factor * op.seconds for op in ops]))
-
-    def measure(self, factor: float = 1.0, *, restarts: int = 0, stall: float = 0.0, num: int = 1) -> None:
-        for _ in range(num):
-            assert self.phase.ready is not None
-            predicted = self.phase.ready.prepared.predicted
-            stall_s = predicted.stall_s + stall * predicted.step_s
-            step_s = factor * predicted.step_s
-            self.show(Measured(replace(predicted, measured=True, step_s=step_s, stall_s=stall_s), restarts))
-
-    def to_timing(self) -> Life:
-        self.record()
-        self.begin()
-        assert self.is_in(Timing)
-        return self
-
-    def to_trying(self) -> Life:
-        self.to_timing().time()
-        self.begin()
-        assert self.is_in(Trying)
-        return self
-
-    def to_settled(self) -> Life:
-        self.to_trying().measure(1.02, num=3)
-        assert self.is_in(Settled)
-        return self
-
-    def leave_once(self) -> None:
-        self.show(LeftPlan("another op"))
-
 
 Scenario = Callable[[], Life]
 SCENARIOS: list[Scenario] = []
@@ -582,13 +473,146 @@ def a_tried_step_that_leaves_for_the_third_time_is_given_up() -> Life:
     return life
 
 
+TIGHT_BYTES = 4 * MIB  # not all can be kept in them
+
+
+def searching() -> tuple[Life, Held]:
+    held = Held()
+    life = Life(planner="hybrid", process=held, budget_bytes=TIGHT_BYTES)
+    life.to_timing().time()
+    life.begin()
+    assert life.is_in(Searching)
+    return life, held
+
+
+@scenario
+def steps_follow_the_brief_plan_until_a_better_one_is_found() -> Life:
+    life, held = searching()
+    brief = life.phase.ready
+    for _ in range(3):
+        life.begin()
+        assert life.phase.ready is brief
+    num_answered = 0
+    while life.is_in(Searching):
+        num_answered += len(held.asked)
+        held.answer()
+        life.begin()
+    assert life.is_in(Trying)
+    assert num_answered >= 2  # a plan, and its program
+    assert life.kind.plan is not None
+    assert life.kind.plan.planner == "hybrid"
+    life.measure(1.0, restarts=1, num=3)
+    assert life.is_in(Searching)
+    assert life.kind.plan.planner == "hybrid"
+    held.open()
+    while life.is_in(Searching):
+        life.begin()
+    return life
+
+
+@scenario
+def a_step_that_grew_is_planned_at_once() -> Life:
+    life, _ = searching()
+    life.begin(extra_bytes=MIB + 1)
+    assert life.is_in(Trying)
+    assert life.kind.plan is not None
+    assert life.kind.plan.before_bytes == recorded().before_bytes + MIB + 1
+    return life
+
+
+@scenario
+def a_search_that_breaks_off_is_done_in_the_loop() -> Life:
+    life, held = searching()
+    held.break_off()
+    life.begin()
+    assert life.is_in(Trying)
+    assert life.kind.plan is not None
+    assert life.kind.plan.planner == "hybrid"
+    return life
+
+
+@scenario
+def a_brief_plan_stays_where_nothing_else_fits() -> Life:
+    life, held = searching()
+    for _, future in held.asked:
+        future.set_exception(BudgetTooSmall(2 * BUDGET_BYTES, BUDGET_BYTES, "an op"))
+    held.asked.clear()
+    held.open()
+    brief = life.phase.ready
+    with mock.patch.object(preparing, "plans", side_effect=BudgetTooSmall(2 * BUDGET_BYTES, BUDGET_BYTES, "an op")):
+        life.begin()
+    assert life.is_in(Trying)
+    assert life.phase.ready is brief
+    return life
+
+
+@scenario
+def a_step_that_leaves_while_a_plan_is_searched_for_is_recorded_again() -> Life:
+    life, _ = searching()
+    life.leave_once()
+    assert life.is_in(New)
+    return life
+
+
+@scenario
+def out_of_memory_while_a_plan_is_searched_for() -> Life:
+    life, _ = searching()
+    life.show(RanOut())
+    assert life.is_in(Timed)
+    return life
+
+
+@scenario
+def a_better_plan_than_the_best_that_was_tried_is_not_found() -> Life:
+    life, held = searching()
+    held.open()
+    while life.is_in(Searching):
+        life.begin()
+    life.measure(1e-3, restarts=1, num=3)  # nothing can be as fast as this
+    assert life.is_in(Searching)
+    life.begin()
+    assert life.is_in(Settled)
+    return life
+
+
+@scenario
+def a_step_that_leaves_for_the_third_time_is_given_up_while_a_plan_is_searched_for() -> Life:
+    life, _ = searching()
+    life.leave_once()
+    for times in range(2):
+        life.to_timing().time()
+        life.begin()
+        assert life.is_in(Searching)
+        if times:
+            with pytest.warns(UserWarning, match="keep doing different work"):
+                life.leave_once()
+        else:
+            life.leave_once()
+    return life
+
+
+def test_a_plan_is_searched_for_in_a_process_of_its_own() -> None:
+    life = Life(planner="hybrid")
+    life.to_timing().time()
+    for _ in range(600):
+        life.begin()
+        if not life.is_in(Searching):
+            break
+        time.sleep(0.1)
+    assert life.is_in(Trying)
+    assert life.kind.plan is not None
+    assert life.kind.plan.planner == "hybrid"
+    life.preparer.process.close()
+
+
 @pytest.mark.parametrize("play", SCENARIOS, ids=lambda play: play.__name__)
 def test_life(play: Scenario) -> None:
     play()
 
 
 def test_every_transition_that_is_drawn_is_walked() -> None:
-    names = {phase.__name__ for phase in (New, Recorded, Restored, Timing, Timed, Trying, Settled, GivenUp)}
+    every = (New, Recorded, Restored, Timing, Searching, Timed, Trying, Settled, GivenUp)
+    names = {phase.__name__ for phase in every}
     walked = {pair for play in SCENARIOS for pair in play().walked}
     assert {name for pair in walked for name in pair} == names
     assert phases.__doc__ is not None
@@ -611,8 +635,15 @@ ALLOWED = {
     ("Timing", "Recorded"),
     ("Timing", "New"),
     ("Timing", "GivenUp"),
+    ("Timing", "Searching"),
+    ("Searching", "Trying"),
+    ("Searching", "Settled"),
+    ("Searching", "Timed"),
+    ("Searching", "New"),
+    ("Searching", "GivenUp"),
     ("Timed", "Trying"),
     ("Timed", "Settled"),
+    ("Trying", "Searching"),
     ("Trying", "Timed"),
     ("Trying", "Settled"),
     ("Trying", "Trying"),
