@@ -42,7 +42,7 @@ BUDGETS: dict[str, tuple[float, ...]] = {
 }
 SHARES = (0.5, 0.3, 0.2, 0.1, 0.0)  # of activation_memory_budget
 NUM_STEPS = 8  # timed
-MOST_STEPS = 40  # until a plan is settled
+MOST_STEPS, MOST_STEPS_S = 40, 30.0  # until a plan is settled
 
 
 class Bench:
@@ -150,7 +150,7 @@ class Bench:
         ooc = limit(network.model, int(size_gib * GIB))
         began, num_steps = time.monotonic(), 0
         try:
-            while num_steps < MOST_STEPS and not ooc.settled:
+            while not ooc.settled and (num_steps < MOST_STEPS or time.monotonic() - began < MOST_STEPS_S):
                 self.step(network, ooc.step)
                 self.optimizer.step()
                 self.optimizer.zero_grad()

@@ -24,7 +24,7 @@ import torch
 import outcore
 from benchmarks.networks import BATCHES, BUDGETS_GIB, Network, build
 from benchmarks.peers import training_step
-from benchmarks.slowdown import FIELDS, GIB, MOST_WARM, about, hardware
+from benchmarks.slowdown import FIELDS, GIB, MOST_WARM, MOST_WARM_S, about, hardware
 
 NUM_LOOP = 100_000
 
@@ -74,8 +74,10 @@ def steps_of(name: str, method: str, num_steps: int) -> list[dict[str, Any]]:
     optimizer = torch.optim.SGD(network.model.parameters(), lr=1e-3)
     ooc = None if method == "in-core" else outcore.limit(network.model, int(memory_gib * GIB), planner=method)
     around: Callable[[], AbstractContextManager[Any]] = nullcontext if ooc is None else ooc.step
-    for number in range(MOST_WARM):
-        if number >= 5 and (ooc is None or ooc.settled):
+    began = time.perf_counter()
+    for number in itertools.count():
+        waited = number >= MOST_WARM and time.perf_counter() - began >= MOST_WARM_S
+        if number >= 5 and (ooc is None or ooc.settled or waited):
             break
         training_step(network, around, optimizer, ours=ooc is not None)
     head = dict.fromkeys(FIELDS) | {"network": name, "batch": network.batch, "memory_gib": memory_gib, "method": method}

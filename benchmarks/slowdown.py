@@ -30,7 +30,8 @@ import click
 
 GIB = 1024**3
 SLOW_S = 1.5  # of slower steps three tell enough
-MOST_WARM, MOST_WARM_OTHERS = 45, 15  # steps until a plan is final
+MOST_WARM, MOST_WARM_OTHERS = 45, 15  # steps until a plan is final,
+MOST_WARM_S, MOST_WARM_OTHERS_S = 60.0, 20.0  # and seconds: plans are searched for beside training
 NUM_LOOP_OTHERS = 3  # steps that are not waited for
 FIRST_PLANNED = 4  # steps before: recorded, timed again, planned, and one that follows the plan
 HEADLINES = ("in-core", "hybrid")  # timed for longest; the others stand beside them
@@ -292,9 +293,14 @@ def _measure(
     marks: list[float] = []
     num_restarts, pinning_s = 0, 0.0
     PINNED_S.clear()
-    most_warm = MOST_WARM if headline else MOST_WARM_OTHERS
+    most_warm, most_s = (MOST_WARM, MOST_WARM_S) if headline else (MOST_WARM_OTHERS, MOST_WARM_OTHERS_S)
+    first_began = time.perf_counter()
     while len(times) < (3 if times and min(times) > SLOW_S else steps):
-        warm = len(marks) >= 3 if ooc is None else len(marks) >= most_warm or (ooc.settled and len(marks) >= 5)
+        if ooc is None:
+            warm = len(marks) >= 3
+        else:
+            waited = len(marks) >= most_warm and time.perf_counter() - first_began >= most_s
+            warm = waited or (ooc.settled and len(marks) >= 5)
         if warm and not times:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
