@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from outcore.errors import OutcoreError
@@ -55,24 +56,35 @@ class _Worker:
             start_new_session=True,  # an interrupt at the terminal is for the training alone
         )
         self._waiting: deque[Future[Any]] = deque()
+        self._requests: SimpleQueue[bytes | None] = SimpleQueue()
         self._lock = threading.Lock()
         self.is_alive = True  # until its output ends: its exit status comes a little later
-        threading.Thread(target=self._read, name="outcore-planning", daemon=True).start()
+        for target in (self._read, self._write):
+            threading.Thread(target=target, name="outcore-planning", daemon=True).start()
 
     def submit(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+        """Returns at once. The process reads its next request only when it has answered the last one, and a pipe holds
+        64 KiB, less than one trace takes: so a thread of its own writes."""
         future: Future[Any] = Future()
         request = pickle.dumps((function, args, kwargs), pickle.HIGHEST_PROTOCOL)
-        assert self._process.stdin is not None
         with self._lock:
             self._waiting.append(future)
-            try:
-                if not self.is_alive:
-                    raise BrokenPipeError
-                self._process.stdin.write(request)
-                self._process.stdin.flush()
-            except (BrokenPipeError, ValueError):
+            if self.is_alive:
+                self._requests.put(request)
+            else:
                 self._fail()
         return future
+
+    def _write(self) -> None:
+        assert self._process.stdin is not None
+        while (request := self._requests.get()) is not None:
+            try:
+                self._process.stdin.write(request)
+                self._process.stdin.flush()
+            except (OSError, ValueError):
+                with self._lock:
+                    self._fail()
+                return
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -93,6 +105,7 @@ class _Worker:
 
     def _fail(self) -> None:
         self.is_alive = False
+        self._requests.put(None)
         while self._waiting:
             future = self._waiting.popleft()
             if future.set_running_or_notify_cancel():

@@ -55,6 +55,17 @@ def test_a_process_that_is_killed_fails_its_requests_and_is_started_again() -> N
     process.close()
 
 
+def test_a_request_that_the_pipe_cannot_hold_does_not_wait_for_the_ones_before_it() -> None:
+    process = PlanningProcess()
+    process.submit(len, b"").result(timeout=60)
+    os.kill(workers()[0].pid, signal.SIGSTOP)  # it reads nothing until it goes on
+    futures = [process.submit(len, bytes(10**6)) for _ in range(3)]
+    assert not any(future.done() for future in futures)
+    os.kill(workers()[0].pid, signal.SIGCONT)
+    assert [future.result(timeout=60) for future in futures] == [10**6] * 3
+    process.close()
+
+
 def test_an_owner_that_is_dropped_leaves_no_process() -> None:
     process = PlanningProcess()
     process.submit(plan, TRACE, MACHINE, Budget(10**9)).result(timeout=60)
