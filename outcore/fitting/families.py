@@ -9,6 +9,10 @@ The loop does not wait for them. The first shared plan is a brief one for the la
 spot; every other one is made by a process of its own while steps follow the smallest shared plan that covers them. A
 step that turns out otherwise than predicted leaves the plan with the same numbers; its size is then recorded when it
 comes again, and joins the family as another member.
+
+Ops of a recorded step look slow where the host was slower than the device. On a device that has a clock of its own,
+the ops of two steps of different sizes are timed apart; plans are then made anew, and those made with the recorded
+seconds serve until they are there.
 """
 
 from __future__ import annotations
@@ -22,14 +26,16 @@ from dataclasses import dataclass, field, replace
 from outcore.eager.program import Program
 from outcore.errors import BudgetTooSmall, OutcoreError
 from outcore.fitting.kinds import Kind
-from outcore.fitting.phases import Shared
+from outcore.fitting.phases import Shared, TimedOps
 from outcore.fitting.preparing import Preparer
 from outcore.fitting.ready import Ready
+from outcore.fitting.retiming import are_ops_of
 from outcore.planning.families.scaling import difference
-from outcore.planning.families.sizes import Family, Member, Sizes
+from outcore.planning.families.sharing import plan_shared
+from outcore.planning.families.sizes import Family, Member, Sizes, TimedAt
 from outcore.planning.preparing import Planned, plan_step
 from outcore.reporting.long_work import shown_if_long
-from outcore.values import Budget, Trace
+from outcore.values import Trace
 
 log = logging.getLogger("outcore")
 
@@ -58,7 +64,9 @@ class SizeFamily:
 
     members: dict[Sizes, Trace] = field(default_factory=dict)
     model: Family | None = None
+    timed: dict[Sizes, TimedAt] = field(default_factory=dict)
     shared: dict[Sizes, SharedPlan] = field(default_factory=dict)
+    earlier: list[SharedPlan] = field(default_factory=list)  # made before the last step was timed
     apart: set[Sizes] = field(default_factory=set)  # sizes whose steps turned out otherwise than predicted
     seen: set[Sizes] = field(default_factory=set)  # the first few sizes that came
     largest: Sizes = ()  # that came, dimension by dimension
@@ -78,8 +86,30 @@ class SizeFamily:
         newest, *others = [Member(*item) for item in reversed(self.members.items())]
         alike = [other for other in others if not difference(newest.trace, other.trace)]
         if alike:
-            self.model = Family([newest, *alike])
-            self.shared.clear()
+            known = Family([newest, *alike])
+            self.timed = {timed.sizes: timed for timed in self.timed.values() if known.knows(timed.sizes)}
+            self.model = Family(known.members, list(self.timed.values()))
+            self.forget_plans()
+
+    def forget_plans(self) -> None:
+        self.shared.clear()
+        self.earlier.clear()
+
+    def was_timed(self, timed: TimedAt) -> None:
+        """The ops of a step were timed without the recorder."""
+        assert self.model is not None
+        self.timed[timed.sizes] = timed
+        self.model = Family(self.model.members, list(self.timed.values()))
+        self.earlier += [shared for shared in self.shared.values() if shared.kind is not None]
+        self.shared.clear()
+
+    def serving(self, sizes: Sizes, before_bytes: int) -> SharedPlan | None:
+        """The plan for the smallest size that serves these; where there is one, not an earlier one."""
+        for plans in (self.shared.values(), self.earlier):
+            fitting = [shared for shared in plans if _serves(shared, sizes, before_bytes)]
+            if fitting:
+                return min(fitting, key=lambda shared: math.prod(shared.sizes))
+        return None
 
 
 class Families:
@@ -88,7 +118,7 @@ class Families:
     def __init__(self, preparer: Preparer) -> None:
         self._preparer, self._settings = preparer, preparer.settings
         self._families: dict[Hashable, SizeFamily] = {}
-        self._usable_share = self._settings.shared_share
+        self._usable_share = 1.0
 
     def note_recorded(self, structure: Hashable, sizes: Sizes, trace: Trace) -> None:
         """A step was recorded: it is a member of its family from here on."""
@@ -101,8 +131,25 @@ class Families:
 
     def ran_out(self, structure: Hashable) -> None:
         """A step of a shared plan ran out of memory: smaller plans from here on."""
-        self._usable_share -= self._settings.shrink_share
-        self._families[structure].shared.clear()
+        self._usable_share = min(self._usable_share, self._settings.shared_share) - self._settings.shrink_share
+        self._families[structure].forget_plans()
+
+    def to_be_timed(self, structure: Hashable, sizes: Sizes) -> Trace | None:
+        """The trace of a step of these sizes, if its ops are to be timed: of two that differ enough."""
+        family = self._families[structure]
+        if family.model is None or not self._preparer.memory.has_caching_allocator:
+            return None
+        works = [math.prod(timed) for timed in family.timed]
+        work, apart = math.prod(sizes), self._settings.timed_ratio
+        if len(works) > 1 or any(max(work, other) < apart * min(work, other) for other in works):
+            return None
+        return family.model.at(sizes)
+
+    def was_timed(self, structure: Hashable, sizes: Sizes, ops: TimedOps) -> None:
+        """A step that followed a shared plan was timed op by op."""
+        family = self._families[structure]
+        if family.model is not None and are_ops_of(family.model.members[0].trace, ops.names):
+            family.was_timed(TimedAt(sizes, tuple(ops.seconds)))
 
     def find(self, structure: Hashable, sizes: Sizes, before_bytes: int, input_bytes: int) -> Kind | None:
         """The kind of steps that share a plan which serves these sizes; None where the step is recorded, or planned by
@@ -114,8 +161,7 @@ class Families:
         wanted = self._rounded(family, sizes)
         covers_bytes = before_bytes + math.ceil(input_bytes * math.prod(wanted) / max(1, math.prod(sizes)))
         self._take_up(family)
-        fitting = [shared for shared in family.shared.values() if _serves(shared, sizes, before_bytes)]
-        best = min(fitting, key=lambda shared: math.prod(shared.sizes), default=None)
+        best = family.serving(sizes, before_bytes)
         if best is not None and best.kind is not None and best.kind.asked_late:
             family.model = None  # a backward ran after its step, which no shared plan foresees
             return None
@@ -141,22 +187,23 @@ class Families:
         assert family.model is not None
         trace = replace(family.model.at(sizes), before_bytes=before_bytes)
         shared = family.shared[sizes] = SharedPlan(sizes, trace)
-        preparer = self._preparer
-        budget = replace(preparer.budget, device_bytes=int(self._usable_share * preparer.budget.device_bytes))
-        if not preparer.memory.has_caching_allocator:
-            budget = preparer.budget
         if in_loop:
             with shown_if_long("planning for another size"):
-                self._plan_in_loop(shared, budget)
+                self._plan_in_loop(shared)
+            return
+        process, step = self._preparer.process, (trace, self._preparer.machine, self._preparer.budget)
+        if self._preparer.memory.has_caching_allocator:
+            share, there = self._usable_share, self._preparer.memory.places()
+            shared.coming = process.submit(plan_shared, *step, self._preparer.planner, share, there)
         else:
-            shared.coming = preparer.process.submit(
-                plan_step, trace, preparer.machine, budget, preparer.planner, brief=True
-            )
+            shared.coming = process.submit(plan_step, *step, self._preparer.planner, brief=True)
 
-    def _plan_in_loop(self, shared: SharedPlan, budget: Budget) -> None:
+    def _plan_in_loop(self, shared: SharedPlan) -> None:
         """In the memory that is pinned already, if there is such a plan: to pin more takes seconds."""
-        preparer, trace = self._preparer, shared.trace
-        pinned = replace(budget, host_bytes=min(budget.host_bytes, preparer.pinned_bytes))
+        preparer, trace, budget = self._preparer, shared.trace, self._preparer.budget
+        share = min(self._usable_share, self._settings.shared_share) if preparer.memory.has_caching_allocator else 1.0
+        host_bytes = min(budget.host_bytes, preparer.pinned_bytes)
+        pinned = replace(budget, device_bytes=int(share * budget.device_bytes), host_bytes=host_bytes)
         try:
             planned = plan_step(trace, preparer.machine, pinned, preparer.brief_planner)
         except BudgetTooSmall:

@@ -13,13 +13,18 @@ log = logging.getLogger("outcore")
 
 def timed_again(trace: Trace, names: Sequence[str], seconds: Sequence[float], pass_bytes_share: float) -> Trace:
     """The trace as it was where other ops ran. `pass_bytes_share`: see `_pass_s`."""
-    if list(names) != [op.name for op in trace.ops]:
+    if not are_ops_of(trace, names):
         log.info("the first planned step ran other ops than recorded; its times were not used")
         return trace
     ops = tuple(replace(op, seconds=min(op.seconds, s)) for op, s in zip(trace.ops, seconds, strict=True))
     timed = replace(trace, ops=ops)
     passes = {index: _pass_s(timed, index, pass_bytes_share) for index, op in enumerate(ops) if op.fused}
     return replace(timed, ops=tuple(replace(op, fused_s=passes.get(index, 0.0)) for index, op in enumerate(ops)))
+
+
+def are_ops_of(trace: Trace, names: Sequence[str]) -> bool:
+    """Whether ops of these names are the trace's. Autograd adds gradients in place in some steps and not in others."""
+    return len(names) == len(trace.ops) and all(op.joins or op.name == name for op, name in zip(trace.ops, names))
 
 
 def _pass_s(trace: Trace, index: int, share: float) -> float:

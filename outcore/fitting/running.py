@@ -38,7 +38,7 @@ from outcore.memory.store import Store
 from outcore.planning import AS_IT_IS
 from outcore.planning.allocator.model import asked_by_ops
 from outcore.units import format_bytes
-from outcore.values import Timeline
+from outcore.values import Timeline, Trace
 
 
 class Owner(Protocol):
@@ -212,8 +212,9 @@ class RunningStep:
         if closely:
             has_unseen = phase.trace is None or phase.trace.has_unseen
             peak = memory.watch_peak(before_bytes, self._call.inputs, has_unseen=has_unseen)
-        if isinstance(phase, Timing):
-            clock = Clock(memory.device, asks=asked_by_ops(phase.trace), on_refused=memory.refusals.excuse)
+        timed = self._to_be_timed(phase)
+        if timed is not None:
+            clock = Clock(memory.device, asks=asked_by_ops(timed), on_refused=memory.refusals.excuse)
         fits = not closely and isinstance(phase, Settled) and phase.fits
         num_restarts = memory.begin_step(fits=fits)
         if peak is not None:
@@ -236,6 +237,12 @@ class RunningStep:
         )
         self._listen(execution, ops=bool(program.last_watched >= 0 or execution.meter or clock))
         execution.look_away()
+
+    def _to_be_timed(self, phase: Phase) -> Trace | None:
+        """What a step is known to do whose ops are timed one by one."""
+        if isinstance(phase, Shared):
+            return self.owner.families.to_be_timed(self._call.structure, self._call.sizes)
+        return phase.trace if isinstance(phase, Timing) else None
 
     def _listen(self, listener: Recorder | Execution, *, ops: bool) -> None:
         self.listener = listener
@@ -279,7 +286,11 @@ class RunningStep:
             return
         kind.is_watched = kind.is_watched or (ready.sums_in_place and bool(execution.is_watched))
         if execution.times is not None:
-            kind.take(TimedOps(execution.times.names, execution.times.seconds()))
+            timed = TimedOps(execution.times.names, execution.times.seconds())
+            if isinstance(kind.phase, Shared):
+                self.owner.families.was_timed(self._call.structure, self._call.sizes, timed)
+            else:
+                kind.take(timed)
         elif self._watch is not None:
             self.owner.read_later(self._reader(kind, ready.prepared.predicted, execution, self._watch))
 

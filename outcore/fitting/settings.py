@@ -35,7 +35,8 @@ class FittingSettings:
     # -- families of sizes --------------------------------------------------------------------------------------------
     num_sizes: int = 3  # different ones of a family, from which on they share plans (derived: two members and another)
     size_step: float = 0.08  # between two sizes that plans are made for, as a share of the smaller one (guessed)
-    shared_share: float = 0.88  # of a CUDA budget, for plans whose steps change their sizes (guessed)
+    shared_share: float = 0.88  # of a CUDA budget, for plans whose steps change their sizes, unlooked-at (guessed)
+    timed_ratio: float = 1.5  # between the work of two steps of a family whose ops are timed, at least (guessed)
 
     # -- kinds of steps -----------------------------------------------------------------------------------------------
     grown_bytes: int = MIB  # of a headroom: so much more may be there before a step than planned for (guessed)

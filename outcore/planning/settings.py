@@ -60,6 +60,13 @@ class FragmentationSettings:
 
 
 @dataclass(frozen=True)
+class SharedSettings:
+    """Of plans that steps of many sizes share."""
+
+    shares: tuple[float, ...] = (0.94, 0.90, 0.86, 0.82, 0.78, 0.74, 0.70)  # of a CUDA budget, to plan for (guessed)
+
+
+@dataclass(frozen=True)
 class AllocatorSettings:
     """What PyTorch's caching allocator does, where its source says so, and how much its model leaves to doubt."""
 
@@ -77,4 +84,5 @@ class AllocatorSettings:
     giant_shares: tuple[float, ...] = (0.16, 0.08, 0.04, 0.02)  # of the budget: least bytes of a giant; the best counts
 
 
-HYBRID, FRAGMENTATION, ALLOCATOR = HybridSettings(), FragmentationSettings(), AllocatorSettings()
+HYBRID, FRAGMENTATION = HybridSettings(), FragmentationSettings()
+ALLOCATOR, SHARED = AllocatorSettings(), SharedSettings()

@@ -13,7 +13,8 @@ members is the best guess. A wrong guess is safe: the step that shows it leaves 
 joins the family as another member.
 
 Seconds follow the work of each op: what they are at the recorded sizes is explained by a constant and the bytes the op
-moves, for attention also by their square, none of them negative.
+moves, for attention also by their square, none of them negative. Ops of a recorded step look slow where the host was
+slower than the device; steps whose ops were timed apart (`TimedAt`) count in their place as soon as there are two.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +36,7 @@ from outcore.values import Op, Storage, Tick, Trace
 Sizes = tuple[int, ...]  # every dimension of every input, in order
 Form = Callable[[Sizes], int]  # variables -> a whole number
 Floats = npt.NDArray[np.float64]
+Item = TypeVar("Item", Op, Storage, Tick)
 
 LARGEST_POWER = 2  # of one variable in the size of a tensor: attention's scores have the length twice
 LARGEST_DEGREE = 3  # of all variables together
@@ -48,11 +51,20 @@ class Member:
     trace: Trace
 
 
-class Family:
-    """Steps that do the same work on other sizes: at least two recorded members."""
+@dataclass(frozen=True)
+class TimedAt:
+    """Seconds of the ops of one step of a family, timed without the recorder."""
 
-    def __init__(self, members: Sequence[Member]) -> None:
+    sizes: Sizes
+    seconds: tuple[float, ...]
+
+
+class Family:
+    """Steps that do the same work on other sizes: at least two recorded members. `timed`: steps timed apart."""
+
+    def __init__(self, members: Sequence[Member], timed: Sequence[TimedAt] = ()) -> None:
         assert len(members) > 1
+        self.timed = tuple(timed)
         self.members = tuple(sorted(members, key=lambda member: (math.prod(member.sizes), member.sizes)))
         self._columns = tuple(zip(*(member.sizes for member in self.members), strict=True))
         varying = [column for column in self._columns if len(set(column)) > 1]
@@ -80,18 +92,14 @@ class Family:
         nearest = self._nearest(sizes)
         self._learn_from_shapes()
         traces = [member.trace for member in self.members]
-        grain = 1 if nearest.device == "cpu" else ALLOCATOR.round_bytes
-        storages = tuple(
-            self._storage(group, storage, grain, point)
-            for storage, *group in zip(nearest.storages, *(trace.storages for trace in traces), strict=True)
-        )
-        seconds = self._seconds(replace(nearest, storages=storages))
+        storages = self._storages(nearest, point)
+        work = _moved_bytes(nearest, storages)
         return replace(
             nearest,
             storages=storages,
             ops=tuple(
-                self._op(group, op, grain, point, float(op_s))
-                for op, op_s, *group in zip(nearest.ops, seconds, *(trace.ops for trace in traces), strict=True)
+                self._op(agreed, op, point, op_s)
+                for agreed, op, op_s in zip(self._agreed, nearest.ops, self._seconds(work), strict=True)
             ),
             ticks=tuple(
                 self._tick(group, tick, point)
@@ -151,30 +159,51 @@ class Family:
             if factor is not None:
                 self._forms[key] = _scaled(form, factor, grain)
 
-    def _storage(self, group: Sequence[Storage], storage: Storage, grain: int, point: Sizes) -> Storage:
-        num_bytes = self._number(tuple(other.bytes for other in group), grain, point)
-        return storage if num_bytes == storage.bytes else replace(storage, bytes=num_bytes)
+    @property
+    def _grain(self) -> int:
+        """Bytes of storages are multiples of it."""
+        return 1 if self.members[0].trace.device == "cpu" else ALLOCATOR.round_bytes
+
+    def _storages(self, nearest: Trace, point: Sizes) -> tuple[Storage, ...]:
+        groups = zip(*([storage.bytes for storage in member.trace.storages] for member in self.members), strict=True)
+        return tuple(
+            _changed(storage, bytes=self._number(recorded, self._grain, point)) if len(set(recorded)) > 1 else storage
+            for storage, recorded in zip(nearest.storages, groups, strict=True)
+        )
 
     def _tick(self, group: Sequence[Tick], tick: Tick, point: Sizes) -> Tick:
+        if all(other.shape == tick.shape for other in group):
+            return tick
         shape = tuple(self._number(sides, 1, point) for sides in zip(*(other.shape for other in group), strict=True))
-        return tick if shape == tick.shape else replace(tick, shape=shape)
+        return _changed(tick, shape=shape)
 
-    def _op(self, group: Sequence[Op], op: Op, grain: int, point: Sizes, seconds: float) -> Op:
-        """A workspace never shrinks below what was recorded: libraries choose other algorithms at other sizes."""
-        workspaces = tuple(other.workspace_bytes for other in group)
-        factor = seconds / op.seconds if op.seconds > 0 else 1.0
-        norm_replays = all(other.norm_replay for other in group)
-        fused = op.fused if all(other.fused == op.fused for other in group) else ()
-        return replace(
-            op,
-            seconds=seconds,
-            workspace_bytes=max(self._number(workspaces, grain, point), min(workspaces)) if any(workspaces) else 0,
-            norm_replay=norm_replays,
-            norm_replay_s=op.norm_replay_s * factor if norm_replays else 0.0,
-            fused=fused,
-            fused_s=op.fused_s * factor if fused else 0.0,
-            repeats=op.repeats if all(other.repeats == op.repeats for other in group) else -1,
+    @cached_property
+    def _agreed(self) -> tuple[_Agreed, ...]:
+        """What all members say of each op."""
+        return tuple(
+            _Agreed(
+                norm_replay=all(op.norm_replay for op in group),
+                is_fused=all(op.fused == group[0].fused for op in group),
+                repeats=group[0].repeats if all(op.repeats == group[0].repeats for op in group) else -1,
+                workspaces=tuple(op.workspace_bytes for op in group),
+            )
+            for group in zip(*(member.trace.ops for member in self.members), strict=True)
         )
+
+    def _op(self, agreed: _Agreed, op: Op, point: Sizes, seconds: float) -> Op:
+        """A workspace never shrinks below what was recorded: libraries choose other algorithms at other sizes."""
+        changes: dict[str, Any] = {"seconds": seconds, "repeats": agreed.repeats}
+        if any(agreed.workspaces):
+            number = self._number(agreed.workspaces, self._grain, point)
+            changes["workspace_bytes"] = max(number, min(agreed.workspaces))
+        factor = seconds / op.seconds if op.seconds > 0 else 1.0
+        if op.norm_replay:
+            changes["norm_replay"] = agreed.norm_replay
+            changes["norm_replay_s"] = op.norm_replay_s * factor if agreed.norm_replay else 0.0
+        if op.fused:
+            changes["fused"] = op.fused if agreed.is_fused else ()
+            changes["fused_s"] = op.fused_s * factor if agreed.is_fused else 0.0
+        return _changed(op, **changes)
 
     # -- seconds ------------------------------------------------------------------------------------------------------
 
@@ -182,23 +211,53 @@ class Family:
     def _costs(self) -> tuple[Floats, Floats]:
         """Per op the coefficients of a constant, of its moved bytes and of their square, and the scale of the bytes."""
         traces = [member.trace for member in self.members]
-        moved = np.stack([_moved_bytes(trace) for trace in traces], axis=1)  # op, member
-        seconds = np.array([[op.seconds for op in trace.ops] for trace in traces], dtype=np.float64).T
+        steps = [(_moved_bytes(trace, trace.storages), [op.seconds for op in trace.ops]) for trace in traces]
+        timed = [(self._moved_bytes_at(step.sizes), list(step.seconds)) for step in self.timed]
+        steps = timed if len(timed) > 1 else steps + timed
+        moved = np.stack([moved for moved, _ in steps], axis=1)  # op, step
+        seconds = np.array([seconds for _, seconds in steps], dtype=np.float64).T
         scale = np.maximum(moved.max(axis=1), 1.0)
         squared = np.array(["attention" in op.name for op in traces[0].ops])
         work = moved / scale[:, None]
         return _explain(work, _without_first_calls(work, seconds, squared), squared), scale
 
-    def _seconds(self, trace: Trace) -> Floats:
+    def _moved_bytes_at(self, sizes: Sizes) -> Floats:
+        point, nearest = self._point(sizes), self._nearest(sizes)
+        assert point is not None, "a step was timed at sizes that the family does not know"
+        self._learn_from_shapes()
+        return _moved_bytes(nearest, self._storages(nearest, point))
+
+    def _seconds(self, moved: Floats) -> list[float]:
         costs, scale = self._costs
-        work = _moved_bytes(trace) / scale
-        seconds: Floats = costs[:, 0] + costs[:, 1] * work + costs[:, 2] * work**2
+        work = moved / scale
+        seconds: list[float] = (costs[:, 0] + costs[:, 1] * work + costs[:, 2] * work**2).tolist()
         return seconds
 
 
-def _moved_bytes(trace: Trace) -> Floats:
+@dataclass(frozen=True)
+class _Agreed:
+    """What all members of a family say of one op."""
+
+    norm_replay: bool
+    is_fused: bool  # with the same ops
+    repeats: int
+    workspaces: tuple[int, ...]
+
+
+def _changed(item: Item, **changes: Any) -> Item:
+    """`dataclasses.replace` without a call of the constructor, which takes ten times as long: traces have thousands of
+    ops, and a loop waits for them."""
+    new = object.__new__(type(item))
+    vars(new).update(vars(item), **changes)
+    return new
+
+
+def _moved_bytes(trace: Trace, storages: Sequence[Storage]) -> Floats:
+    """Bytes that each op reads and writes, where storages have the bytes of `storages`."""
+    storage_of = [value.storage for value in trace.values]
+    of_storage = [storage.bytes for storage in storages]
     return np.array(
-        [sum(trace.bytes_of(value) for value in (*op.reads, *op.writes)) for op in trace.ops], dtype=np.float64
+        [sum(of_storage[storage_of[value]] for value in (*op.reads, *op.writes)) for op in trace.ops], dtype=np.float64
     )
 
 

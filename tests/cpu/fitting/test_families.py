@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 import outcore
 from outcore.errors import BudgetTooSmall
+from outcore.fitting.loop import open_loops
 from outcore.limit import Limited
+from tests.cpu.fitting.pretended import Pretend
 from tests.cpu.zoo import TiedTransformer
 
 Sizes = tuple[int, int]
@@ -116,6 +118,21 @@ def test_sizes_that_fit_run_with_everything_kept() -> None:
     assert ooc is not None
     assert ooc.plan is not None
     assert ooc.plan.count("keep") == len(ooc.plan.decisions)
+
+
+def test_two_steps_are_timed_apart_where_recorded_seconds_show_the_host(pretend: Pretend) -> None:
+    memory = int(0.6 * in_core_bytes(TiedTransformer, (8, 96)))
+    sizes: list[Sizes] = [(8, length) for length in (64, 96, 80, 84, 30, 31, 40, 90)]
+    plain = list(train(TiedTransformer, sizes, None))
+    timed = []
+    for (expected, _), (numbers, ooc) in zip(
+        plain, train(TiedTransformer, sizes, lambda model: pretend.limit(model, memory)), strict=True
+    ):
+        assert all(map(torch.equal, numbers, expected))
+        assert ooc is not None
+        families = open_loops(ooc.model)[0].families
+        timed.append([list(family.timed) for family in families._families.values()])
+    assert timed[-1] == [[(8, 80), (8, 30)]]
 
 
 def test_a_limit_that_is_closed_leaves_no_planning_process() -> None:

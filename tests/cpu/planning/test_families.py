@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import outcore
-from outcore.planning.families.sizes import Family, Member, Sizes
+from outcore.planning.families.sizes import Family, Member, Sizes, TimedAt
 from outcore.values import Trace
 from tests.cpu.zoo import TiedTransformer
 
@@ -104,6 +104,14 @@ def test_what_a_first_call_took_longer_does_not_count() -> None:
     slow = replace(small.trace, ops=(*small.trace.ops[:3], first, *small.trace.ops[4:]))
     predicted = Family([Member(small.sizes, slow), large]).at((8, 48))
     assert predicted.ops[3].seconds <= large.trace.ops[3].seconds
+
+
+def test_steps_timed_apart_tell_the_seconds_in_the_place_of_recorded_ones() -> None:
+    family = family_of(TiedTransformer, tokens, [(8, 24), (8, 96)])
+    quick = [TimedAt(member.sizes, (1e-6,) * len(member.trace.ops)) for member in family.members]
+    once, twice = Family(family.members, quick[:1]), Family(family.members, quick)
+    assert sum(op.seconds for op in once.at((8, 23)).ops) < sum(op.seconds for op in family.at((8, 23)).ops)
+    assert [op.seconds for op in twice.at((8, 48)).ops] == pytest.approx([1e-6] * len(family.members[0].trace.ops))
 
 
 def test_a_dimension_that_never_varied_is_not_known() -> None:
