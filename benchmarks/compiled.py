@@ -1,148 +1,224 @@
 """A compiled step in a byte budget, beside what else a user can do: compiled in-core, eager in-core, eager outcore,
 checkpointing and compilation, and `activation_memory_budget` at five values.
 
-    python -m benchmarks.compiled resnet50                      # ours at all budgets, under a hard cap: about 100 s
-    python -m benchmarks.compiled resnet50 --peers              # the peers instead: one compilation each
-    python -m benchmarks.compiled llama --budgets 28,24 --seconds 200 -o llama.json
+    python -m benchmarks.compiled --networks resnet50 --budgets 24,16 --limit-s 100       # ours, under a hard cap
+    python -m benchmarks.compiled --networks resnet50 --methods peers --limit-s 300       # one compilation each
+    python -m benchmarks.compiled --networks llama,vit_l,resnet152,gpt2,bert_large        # budgets of their own
 
-One process is one network. Rows are printed as JSON lines as they come; what finds no time before `--seconds` says so.
-`bits_equal` compares sums over the bits of the loss and of every gradient with those of the same step compiled in-core;
-`repeats` says whether in-core agrees with itself. The optimizer's rate is zero, so every row computes the same step.
+Each network runs in a process of its own, which is killed after `--limit-s`. Every row is in the file as soon as it was
+measured. Budgets are in GiB and below 1 a share of compiled in-core; 9 stands for nine GiB, 0.33 for a third.
+
+`bits` compares sums over the bits of the loss and of every gradient, in several steps, with those of the same steps
+compiled in-core: "160 of 160" are equal. What compiled in-core does not repeat by itself is not compared (`repeats`).
+The optimizer's rate is zero, so every row computes the same steps. `excess` is the step's time over compiled in-core's.
+One more step is looked at by PyTorch's profiler: `busy_s` and `idle_s` of the compute stream, from its first kernel to
+its last, `late_s` from the step's begin to the first, and `more`: kernels on which ours spends more than in-core does.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
+import os
 import statistics
+import subprocess
+import sys
+import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 from torch import Tensor
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks import networks, peers
 from benchmarks.networks import Network
+from benchmarks.slowdown import FIELDS, GIB, about, hardware
 from outcore.limit import Limited, limit
 
-GIB = 2**30
 BUDGETS: dict[str, tuple[float, ...]] = {
-    "resnet50": (32, 24, 16, 12),
-    "resnet152": (24, 16, 12),
-    "vit_l": (24, 16, 12),
-    "llama": (48, 36, 28, 24),
-    "gpt2": (0,),  # a third of in-core
-    "bert_large": (0,),
+    "resnet50": (24, 16, 12),
+    "resnet152": (12,),
+    "vit_l": (12,),
+    "llama": (28, 24),
+    "gpt2": (1 / 3,),
+    "bert_large": (1 / 3,),
 }
 SHARES = (0.5, 0.3, 0.2, 0.1, 0.0)  # of activation_memory_budget
+PEERS = ("eager", "eager-ours", *(f"share:{share:g}" for share in SHARES), "checkpoint")
+ALL = 1.5  # of compiled in-core: what a budget costs that is never needed
 NUM_STEPS = 8  # timed
-MOST_STEPS, MOST_STEPS_S = 40, 30.0  # until a plan is settled
+NUM_COMPARED = 3  # steps whose bits are compared
+MOST_STEPS_S = 40.0  # until a plan is settled
+NUM_MORE = 8  # kernels that are named
+Around = Callable[[], AbstractContextManager[Any]]
 
 
 class Bench:
-    def __init__(self, name: str, seconds: float, out: Path | None) -> None:
-        self.name, self.out, self.rows = name, out, list[dict[str, Any]]()
-        self.ends_s = time.monotonic() + seconds
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+    """The rows of one network. Those that ran in-core come first: the others are compared with them."""
 
-    def tell(self, **row: Any) -> None:
-        row = {"network": self.name, "torch": torch.__version__, **row}
-        self.rows.append(row)
-        print(json.dumps(row), flush=True)
-        if self.out is not None:
-            self.out.write_text(json.dumps({"kind": "compiled", "rows": self.rows}, indent=1))
+    def __init__(self, name: str, device: str) -> None:
+        self.name, self.device = name, device
+        self.in_core_s = self.in_core_gib = 0.0
+        self._in_core: list[list[int]] = []  # sums over bits, step by step
+        self._repeats: list[list[bool]] = []  # which of them came twice
+        self._kernels: dict[str, tuple[int, float]] = {}  # of a step compiled in-core: how often, and seconds
+        self._compiled: Network | None = None
 
-    def attempt(self, method: str, run: Callable[[], dict[str, Any]]) -> None:
+    def run(self, methods: list[str], budgets: tuple[float, ...]) -> None:
+        for method in methods:
+            if method not in ("ours", "eager-ours"):
+                self._attempt(method, None)
+                continue
+            for budget in budgets:
+                self._attempt(method, budget if budget >= 1 else round(budget * (self.in_core_gib or 1.0), 2))
+
+    def _attempt(self, method: str, memory_gib: float | None) -> None:
         """One row. A failure is a row, too."""
-        if time.monotonic() > self.ends_s:
-            self.tell(method=method, error="not begun: no time left")
-            return
+        row: dict[str, Any] = dict.fromkeys(FIELDS) | {"network": self.name, "method": method, "memory_gib": memory_gib}
         began = time.monotonic()
         try:
-            found = run()
+            row |= self._row(method, memory_gib)
         except Exception as error:
-            traceback.print_exc()
-            found = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-        self.tell(method=method, **found, took_s=round(time.monotonic() - began, 1))
-        self.clean()
-
-    def clean(self) -> None:
+            traceback.print_exc(limit=-4)
+            row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+        if method == "in-core" and row["step_s"]:
+            self.in_core_s, self.in_core_gib = row["step_s"], row["peak_gib"]
+        row["in_core_step_s"] = self.in_core_s or None
+        if row["step_s"] and self.in_core_s:
+            row["excess"] = round(row["step_s"] / self.in_core_s - 1, 4)
+        print("ROW " + json.dumps(row | {"took_s": round(time.monotonic() - began, 1)}), flush=True)
         gc.collect()
         if self.device == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             torch.cuda.set_per_process_memory_fraction(1.0)
 
-    # --- the step
+    def _row(self, method: str, memory_gib: float | None) -> dict[str, Any]:
+        if method == "in-core":
+            return self._compiled_in_core()
+        if method == "ours":
+            return self._limited(self._same_compiled(), memory_gib or 1.0)
+        if method == "ours:all":
+            return self._limited(self._same_compiled(), ALL * (self.in_core_gib or 1.0))
+        self._compiled = None
+        network = self._build(compiled=False)
+        if method == "eager":
+            return self._measured(network)
+        if method == "eager-ours":
+            return self._limited(network, memory_gib or 1.0, compares=False)
+        if method == "checkpoint":
+            peers.checkpoint_blocks(network)
+            network.model.compile()
+            return self._measured(network)
+        with torch._functorch.config.patch(activation_memory_budget=float(method.removeprefix("share:"))):
+            network.model.compile()
+            return self._measured(network)
 
-    def build(self, *, compiled: bool) -> Network:
+    # --- steps
+
+    def _build(self, *, compiled: bool) -> Network:
         torch._dynamo.reset()
-        found = build(self.name, self.device)
+        found = networks.build(self.name, device=self.device)
         if compiled:
             found.model.compile()
         self.optimizer = torch.optim.SGD(found.model.parameters(), lr=0.0)
         return found
 
-    def step(self, network: Network, around: Callable[[], AbstractContextManager[Any]]) -> Tensor:
+    def _same_compiled(self) -> Network:
+        self._compiled = self._compiled or self._build(compiled=True)
+        return self._compiled
+
+    def _step(self, network: Network, around: Around) -> tuple[Tensor, float, float]:
+        """The loss, and seconds of the host in the forward and in the backward."""
+        began = time.perf_counter()
         with around():
             loss = network.loss()
+            between = time.perf_counter()
             loss.backward()
-        return loss.detach()
+        return loss.detach(), between - began, time.perf_counter() - between
 
-    def bits(self, network: Network, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> list[int]:
-        """Two sums over the bits of the loss and of every gradient."""
-        torch.manual_seed(1)
+    def _whole_step(self, network: Network, around: Around) -> tuple[float, float, float]:
+        """Seconds, those of the optimizer and of a wait for the device included."""
+        began = time.perf_counter()
+        _, forward_s, backward_s = self._step(network, around)
+        self.optimizer.step()
         self.optimizer.zero_grad()
-        loss = self.step(network, around)
-        gradients = [parameter.grad for parameter in network.model.parameters() if parameter.grad is not None]
-        found = [_sums(tensor) for tensor in (loss, *gradients)]
-        del gradients
-        self.optimizer.zero_grad()
-        return torch.stack(found).flatten().tolist()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began, forward_s, backward_s
 
-    def measure(
-        self, network: Network, around: Callable[[], AbstractContextManager[Any]] = nullcontext
-    ) -> dict[str, Any]:
-        times, cuda = [], self.device == "cuda"
-        for number in range(NUM_STEPS + 2):
-            if number == 2 and cuda:
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-            began = time.perf_counter()
-            self.step(network, around)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            if cuda:
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - began)
-        found: dict[str, Any] = {"step_ms": round(statistics.median(times[2:]) * 1e3, 2)}
-        if cuda:
+    def _measured(self, network: Network, around: Around = nullcontext) -> dict[str, Any]:
+        began = time.monotonic()
+        self._whole_step(network, around)
+        first_s = time.monotonic() - began
+        self._whole_step(network, around)
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        steps = [self._whole_step(network, around) for _ in range(NUM_STEPS)]
+        step_s, forward_s, backward_s = (statistics.median(column) for column in zip(*steps, strict=True))
+        found: dict[str, Any] = {
+            "batch": network.batch,
+            "step_s": round(step_s, 5),
+            "fastest_s": round(min(step for step, _, _ in steps), 5),
+            "host_forward_s": round(forward_s, 5),
+            "host_backward_s": round(backward_s, 5),
+            "first_step_s": round(first_s, 1),
+        }
+        if self.device == "cuda":
             found["peak_gib"] = round(torch.cuda.max_memory_allocated() / GIB, 3)
             found["reserved_gib"] = round(torch.cuda.max_memory_reserved() / GIB, 3)
         return found
 
+    def _bits(self, network: Network, around: Around = nullcontext) -> list[list[int]]:
+        """Per step two sums over the bits of the loss and of each gradient."""
+        found = []
+        for number in range(NUM_COMPARED):
+            torch.manual_seed(number)
+            self.optimizer.zero_grad()
+            loss, _, _ = self._step(network, around)
+            gradients = [parameter.grad for parameter in network.model.parameters() if parameter.grad is not None]
+            found.append(torch.stack([_sums(tensor) for tensor in (loss, *gradients)]).flatten().tolist())
+        self.optimizer.zero_grad()
+        return found
+
+    def _profiled(self, network: Network, around: Around = nullcontext) -> dict[str, Any]:
+        """What the device did in one step."""
+        if self.device != "cuda":
+            return {}
+        everything = [ProfilerActivity.CUDA, ProfilerActivity.CPU]
+        with profile(activities=everything) as found, record_function("the whole step"):
+            self._whole_step(network, around)
+        told, kernels = _device_of(found)
+        if not self._kernels:
+            self._kernels = kernels
+            return told
+        more = [(name, *_difference(made, self._kernels.get(name, (0, 0.0)))) for name, made in kernels.items()]
+        more.sort(key=lambda one: -one[2])
+        return {**told, "more": [[name[:80], count, round(1e3 * took_s, 3)] for name, count, took_s in more[:NUM_MORE]]}
+
     # --- rows
 
-    def ours(self, budgets_gib: tuple[float, ...]) -> None:
-        network = self.build(compiled=True)
-        began = time.monotonic()
-        self.step(network, nullcontext)
-        compile_s = time.monotonic() - began
-        self.attempt("compiled in-core", lambda: {**self.measure(network), "compile_s": round(compile_s, 1)})
-        expected = self.bits(network)
-        self.tell(method="compiled in-core again", repeats=self.bits(network) == expected)
-        in_core_gib = self.rows[0].get("peak_gib", 1.0)
-        for budget_gib in budgets_gib:
-            size_gib = budget_gib or round(in_core_gib / 3, 2)
-            self.attempt(f"ours {size_gib:g} GiB", partial(self.budget, network, size_gib, expected))
+    def _compiled_in_core(self) -> dict[str, Any]:
+        network = self._same_compiled()
+        found = self._measured(network)
+        self._in_core, again = self._bits(network), self._bits(network)
+        self._repeats = [
+            [a == b for a, b in zip(*pair, strict=True)] for pair in zip(self._in_core, again, strict=True)
+        ]
+        known = [same for step in self._repeats for same in step]
+        return {**found, "repeats": f"{sum(known)} of {len(known)}", **self._profiled(network)}
 
-    def budget(self, network: Network, size_gib: float, expected: list[int]) -> dict[str, Any]:
+    def _limited(self, network: Network, size_gib: float, *, compares: bool = True) -> dict[str, Any]:
         """Under a hard cap of the budget's size, the allocator's own blocks included."""
         if self.device == "cuda":
             total = torch.cuda.get_device_properties(0).total_memory
@@ -150,63 +226,97 @@ class Bench:
         ooc = limit(network.model, int(size_gib * GIB))
         began, num_steps = time.monotonic(), 0
         try:
-            while not ooc.settled and (num_steps < MOST_STEPS or time.monotonic() - began < MOST_STEPS_S):
-                self.step(network, ooc.step)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
+            while not ooc.settled and time.monotonic() - began < MOST_STEPS_S:
+                self._whole_step(network, ooc.step)
                 num_steps += 1
-            settled_s = time.monotonic() - began
-            found = self.measure(network, ooc.step)
-            if expected:
-                found["bits_equal"] = self.bits(network, ooc.step) == expected
-            return {**found, **self._planned(ooc), "settled_s": round(settled_s, 1), "settled_steps": num_steps}
+            settled = {"settled_s": round(time.monotonic() - began, 1), "settled_steps": num_steps}
+            tried = _measured_close(ooc)
+            found = {**self._measured(network, ooc.step), **_planned(ooc), **tried, **settled}
+            if compares and self._in_core:
+                found["bits"] = self._compared(self._bits(network, ooc.step))
+                found |= self._profiled(network, ooc.step)
+            return found
         finally:
             ooc.close()
 
-    def _planned(self, ooc: Limited) -> dict[str, Any]:
-        plan, predicted, trace = ooc.plan, ooc.predicted, ooc.trace
-        if plan is None or predicted is None or trace is None:
-            return {"planned": False}
-        return {
-            "planned_ms": round(predicted.step_s * 1e3, 2),
-            "planned_peak_gib": round(predicted.peak_bytes / GIB, 3),
-            "in_core_ms": round(plan.in_core_step_s * 1e3, 2),
-            "bound_ms": round(plan.bound_step_s * 1e3, 2),
-            "swapped_gib": round(predicted.swapped_bytes / GIB, 2),
-            "recomputed_gib": round(predicted.recomputed_bytes / GIB, 2),
-            "recompute_ms": round(predicted.recompute_s * 1e3, 1),
-            "stall_ms": round(predicted.stall_s * 1e3, 1),
-            "num_launches": sum(op.name.startswith(("triton", "extern", "torch.ops", "cpp")) for op in trace.ops),
-            "num_ops": len(trace.ops),
-        }
+    def _compared(self, found: list[list[int]]) -> str:
+        pairs = [
+            a == b
+            for ours, theirs, repeats in zip(found, self._in_core, self._repeats, strict=True)
+            for a, b, comes_twice in zip(ours, theirs, repeats, strict=True)
+            if comes_twice
+        ]
+        return f"{sum(pairs)} of {len(pairs)}"
 
-    def peers(self, budgets_gib: tuple[float, ...]) -> None:
-        def eager() -> dict[str, Any]:
-            return self.measure(self.build(compiled=False))
 
-        def eager_ours(size_gib: float) -> dict[str, Any]:
-            network = self.build(compiled=False)
-            return self.budget(network, size_gib, [])
+def _device_of(found: profile) -> tuple[dict[str, Any], dict[str, tuple[int, float]]]:
+    """What a profile says of the stream on which most kernels ran, and its kernels: how often each, and seconds."""
+    assert found.profiler is not None
+    assert found.profiler.kineto_results is not None
+    events = found.profiler.kineto_results.events()
+    device = [event for event in events if event.device_type() == DeviceType.CUDA and event.duration_ns()]
+    device = [event for event in device if event.name() != "the whole step"]  # its range on the device
+    compute = Counter(event.device_resource_id() for event in device).most_common(1)[0][0]
+    here = sorted((event for event in device if event.device_resource_id() == compute), key=lambda one: one.start_ns())
+    began_ns = min(event.start_ns() for event in events if event.name() == "the whole step")
+    busy_ns, kernels, reached_ns = 0, dict[str, tuple[int, float]](), here[0].start_ns()
+    for event in here:
+        count, took_s = kernels.get(event.name(), (0, 0.0))
+        kernels[event.name()] = count + 1, took_s + event.duration_ns() / 1e9
+        end_ns = event.start_ns() + event.duration_ns()
+        busy_ns += max(0, end_ns - max(reached_ns, event.start_ns()))
+        reached_ns = max(reached_ns, end_ns)
+    told = {
+        "num_kernels": len(here),
+        "busy_s": round(busy_ns / 1e9, 5),
+        "idle_s": round((reached_ns - here[0].start_ns() - busy_ns) / 1e9, 5),
+        "late_s": round((here[0].start_ns() - began_ns) / 1e9, 5),
+        "copies_s": round(sum(event.duration_ns() for event in device if "Memcpy" in event.name()) / 1e9, 5),
+    }
+    return told, kernels
 
-        def share(value: float) -> dict[str, Any]:
-            with torch._functorch.config.patch(activation_memory_budget=value):
-                network = self.build(compiled=True)
-                self.step(network, nullcontext)
-                return self.measure(network)
 
-        def checkpointed() -> dict[str, Any]:
-            network = self.build(compiled=False)
-            peers.checkpoint_blocks(network)
-            network.model.compile()
-            return self.measure(network)
+def _difference(one: tuple[int, float], other: tuple[int, float]) -> tuple[int, float]:
+    return one[0] - other[0], one[1] - other[1]
 
-        self.attempt("eager in-core", eager)
-        for value in (1.0, *SHARES):
-            self.attempt(f"activation_memory_budget {value:g}", partial(share, value))
-        self.attempt("checkpoint + compile", checkpointed)
-        for size_gib in budgets_gib:
-            if size_gib:
-                self.attempt(f"eager ours {size_gib:g} GiB", partial(eager_ours, size_gib))
+
+def _measured_close(ooc: Limited) -> dict[str, Any]:
+    """What the step that was measured closely took for waits and for launches that ran again."""
+    timeline = ooc.timeline
+    if timeline is None:
+        return {}
+    return {
+        "close_step_s": round(timeline.step_s, 5),
+        "close_stall_s": round(timeline.stall_s, 5),
+        "close_recompute_s": round(timeline.recompute_s, 5),
+    }
+
+
+def _planned(ooc: Limited) -> dict[str, Any]:
+    plan, predicted, trace, schedule = ooc.plan, ooc.predicted, ooc.trace, ooc.schedule
+    if plan is None or predicted is None or trace is None or schedule is None:
+        return {"planned": False, "because": ooc._loop.tally.unplanned_because}
+    kinds = Counter(action.kind for action in schedule.actions)
+    forward = [op for op in trace.ops if op.phase == "forward"]
+    return {
+        "predicted_step_s": round(predicted.step_s, 5),
+        "predicted_peak_gib": round(predicted.peak_bytes / GIB, 3),
+        "settled": ooc.settled,
+        "planned_for_gib": round(plan.budget.device_bytes / GIB, 3),
+        "ops_s": round(plan.in_core_step_s, 5),
+        "bound_s": round(plan.bound_step_s, 5),
+        "stall_s": round(predicted.stall_s, 5),
+        "recompute_s": round(predicted.recompute_s, 5),
+        "swapped_gib": round(predicted.swapped_bytes / GIB, 2),
+        "recomputed_gib": round(predicted.recomputed_bytes / GIB, 2),
+        "num_swapped": kinds["swap_out"],
+        "num_run_again": kinds["rerun"],
+        "num_ops": len(trace.ops),
+        "num_launches": sum(op.name.startswith(("triton", "extern", "cpp")) for op in trace.ops),
+        "num_forward": len(forward),
+        "num_never_again": sum(op.replay == "no" for op in forward),
+        **{f"num_{way}": ooc.stats()[way] for way in ("left", "unplanned")},
+    }
 
 
 def _sums(tensor: Tensor) -> Tensor:
@@ -217,46 +327,55 @@ def _sums(tensor: Tensor) -> Tensor:
     return torch.stack([total, odd])
 
 
-# --- networks with dropout, which the other benchmarks do not have ----------------------------------------------------
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
-def build(name: str, device: str) -> Network:
-    if name not in ("gpt2", "bert_large"):
-        return networks.build(name, device=device)
-    import transformers
-
-    torch.manual_seed(0)
-    with torch.device(device):
-        if name == "gpt2":
-            config = transformers.GPT2Config(n_layer=24, n_embd=1280, n_head=20)
-            model, shape = transformers.GPT2LMHeadModel(config).train(), (16, 1024)
-        else:
-            config = transformers.BertConfig(
-                hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
-            )
-            model, shape = transformers.BertForMaskedLM(config).train(), (64, 512)
-        tokens = torch.randint(0, 30000, shape)
-
-    def loss() -> Tensor:
-        with torch.autocast(device, dtype=torch.bfloat16):
-            found: Tensor = model(input_ids=tokens, labels=tokens).loss
-            return found
-
-    blocks = list(model.transformer.h if name == "gpt2" else model.bert.encoder.layer)
-    return Network(name, shape[0], model, loss, blocks)
+def run_in_process_of_its_own(name: str, options: list[str], limit_s: float, tell: Callable[[Any], None]) -> None:
+    command = [sys.executable, "-m", "benchmarks.compiled", "--one", name, *options]
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    timer, began = threading.Timer(limit_s, process.kill), time.monotonic()
+    timer.start()
+    for line in process.stdout:
+        if line.startswith("ROW "):
+            tell(json.loads(line[4:]))
+        print(line, end="", flush=True)
+    process.wait()
+    timer.cancel()
+    if time.monotonic() - began >= limit_s:
+        tell({**dict.fromkeys(FIELDS), "network": name, "method": "", "error": f"stopped after {limit_s:.0f} s"})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("network", choices=list(BUDGETS))
-    parser.add_argument("--budgets", help="in GiB, one after the other: 24,16,12", default="")
-    parser.add_argument("--peers", action="store_true", help="the peers instead of ours")
-    parser.add_argument("--seconds", type=float, default=110.0, help="no row is begun later than this")
-    parser.add_argument("-o", "--out", type=Path, help="a JSON file for all rows")
-    asked = parser.parse_args()
-    budgets = tuple(float(part) for part in asked.budgets.split(",") if part) or BUDGETS[asked.network]
-    bench = Bench(asked.network, asked.seconds, asked.out)
-    (bench.peers if asked.peers else bench.ours)(budgets)
+@click.command(help=__doc__)
+@click.option("--networks", "names", default=",".join(BUDGETS), show_default=True)
+@click.option(
+    "--methods",
+    default="in-core,ours",
+    show_default=True,
+    help=f"Also ours:all (a budget that is never needed) and peers: {', '.join(PEERS)}.",
+)
+@click.option("--budgets", default="", help="In GiB, or shares of compiled in-core; default: those of the bars.")
+@click.option("--limit-s", default=300.0, show_default=True, help="Seconds for one network, all methods.")
+@click.option("--out", type=click.Path(path_type=Path), default=None)
+@click.option("--one", default="", hidden=True, help="Run this network here and print its rows.")
+def main(names: str, methods: str, budgets: str, limit_s: float, out: Path | None, one: str) -> None:
+    if one:
+        given = tuple(float(part) for part in budgets.split(",") if part)
+        asked = methods.replace("peers", ",".join(PEERS)).split(",")
+        Bench(one, "cuda" if torch.cuda.is_available() else "cpu").run(asked, given or BUDGETS.get(one, (1 / 3,)))
+        return
+    out = out or Path(f"benchmarks/results/compiled_{hardware()}_{date.today():%Y%m%d}.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+
+    def tell(row: dict[str, Any]) -> None:
+        rows.append(row)
+        out.write_text(json.dumps({"question": "compiled", **about(), "rows": rows}, indent=1))
+
+    for name in names.split(","):
+        run = partial(run_in_process_of_its_own, name, ["--methods", methods, "--budgets", budgets])
+        run(limit_s, tell)
 
 
 if __name__ == "__main__":
