@@ -146,9 +146,11 @@ class Families:
         return family.model.at(sizes)
 
     def was_timed(self, structure: Hashable, sizes: Sizes, ops: TimedOps) -> None:
-        """A step that followed a shared plan was timed op by op."""
-        family = self._families[structure]
-        if family.model is not None and are_ops_of(family.model.members[0].trace, ops.names):
+        """The ops of a step that followed a plan were timed one by one."""
+        family = self._families.get(structure)
+        if family is None or family.model is None or not family.model.knows(sizes):
+            return
+        if are_ops_of(family.model.members[0].trace, ops.names):
             family.was_timed(TimedAt(sizes, tuple(ops.seconds)))
 
     def find(self, structure: Hashable, sizes: Sizes, before_bytes: int, input_bytes: int) -> Kind | None:

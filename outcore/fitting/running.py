@@ -38,7 +38,7 @@ from outcore.memory.store import Store
 from outcore.planning import AS_IT_IS
 from outcore.planning.allocator.model import asked_by_ops
 from outcore.units import format_bytes
-from outcore.values import Timeline, Trace
+from outcore.values import Timeline
 
 
 class Owner(Protocol):
@@ -208,13 +208,10 @@ class RunningStep:
             memory.begin_gradient_pool()
         num_measured = 1 if isinstance(phase, Shared) else settings.num_measured  # nothing is judged by a shared plan's
         closely = phase.ready is not None and (owner.measure or kind.num_steps < num_measured)
-        peak = clock = None
+        peak, clock = None, _clock_of(owner, self._call, phase)
         if closely:
             has_unseen = phase.trace is None or phase.trace.has_unseen
             peak = memory.watch_peak(before_bytes, self._call.inputs, has_unseen=has_unseen)
-        timed = self._to_be_timed(phase)
-        if timed is not None:
-            clock = Clock(memory.device, asks=asked_by_ops(timed), on_refused=memory.refusals.excuse)
         fits = not closely and isinstance(phase, Settled) and phase.fits
         num_restarts = memory.begin_step(fits=fits)
         if peak is not None:
@@ -237,12 +234,6 @@ class RunningStep:
         )
         self._listen(execution, ops=bool(program.last_watched >= 0 or execution.meter or clock))
         execution.look_away()
-
-    def _to_be_timed(self, phase: Phase) -> Trace | None:
-        """What a step is known to do whose ops are timed one by one."""
-        if isinstance(phase, Shared):
-            return self.owner.families.to_be_timed(self._call.structure, self._call.sizes)
-        return phase.trace if isinstance(phase, Timing) else None
 
     def _listen(self, listener: Recorder | Execution, *, ops: bool) -> None:
         self.listener = listener
@@ -287,10 +278,8 @@ class RunningStep:
         kind.is_watched = kind.is_watched or (ready.sums_in_place and bool(execution.is_watched))
         if execution.times is not None:
             timed = TimedOps(execution.times.names, execution.times.seconds())
-            if isinstance(kind.phase, Shared):
-                self.owner.families.was_timed(self._call.structure, self._call.sizes, timed)
-            else:
-                kind.take(timed)
+            kind.take(timed)
+            self.owner.families.was_timed(self._call.structure, self._call.sizes, timed)
         elif self._watch is not None:
             self.owner.read_later(self._reader(kind, ready.prepared.predicted, execution, self._watch))
 
@@ -333,6 +322,18 @@ class RunningStep:
             self.owner.families.ran_out(self._call.structure)
         elif kind is not None:
             kind.take(RanOut())
+
+
+def _clock_of(owner: Owner, call: Call, phase: Phase) -> Clock | None:
+    """Of the ops of a step that are timed one by one."""
+    if isinstance(phase, Shared):
+        trace = owner.families.to_be_timed(call.structure, call.sizes)
+    else:
+        trace = phase.trace if isinstance(phase, Timing) else None
+    memory = owner.memory
+    if trace is None:
+        return None
+    return Clock(memory.device, asks=asked_by_ops(trace), on_refused=memory.refusals.excuse)
 
 
 def _why_not_recorded(preparer: Preparer, stuck_bytes: int) -> str:
