@@ -1,10 +1,16 @@
-"""How well are estimates met? Eight networks on this machine's CPU: estimated first, then trained in the same budgets.
+"""How well are estimates met?
 
     python -m benchmarks.estimate -o benchmarks/results/estimate_cpu_DATE.json
+    python -m benchmarks.estimate --measured benchmarks/results/slowdown_h200_20261118.json \
+        -o benchmarks/results/estimate_h200_DATE.json
 
-Of each network: the in-core peak and the least budget, estimated and as planned from a recorded step; and for a budget
-half way between the two, the slowdown that was estimated and the one that was measured. Steps with everything kept and
-steps under the budget take turns, so that a busy machine slows both alike; medians are compared.
+Without `--measured`: eight small networks on this machine's CPU, estimated first, then trained in the same budgets. Of
+each: the in-core peak and the least budget, estimated and as planned from a recorded step; and for a budget half way
+between the two, the slowdown that was estimated and the one that was measured. Steps with everything kept and steps
+under the budget take turns; their fastest ones are compared, since others on the machine only ever slow a step down.
+
+With `--measured`: the six networks of the README, estimated here, without a GPU, with the figures of the H200's vendor,
+against what was measured on an H200. It needs torchvision and transformers, no GPU, and a few minutes.
 """
 
 from __future__ import annotations
@@ -18,16 +24,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import outcore
+from benchmarks.networks import build as build_large
 from benchmarks.small_networks import NETWORKS, Build
 from outcore.errors import BudgetTooSmall
+from outcore.estimating.fake_step import without_memory
 from outcore.planning import plan
+from outcore.units import GIB
 from outcore.values import Budget
 
-NUM_STEPS = 12  # that are compared, behind those that are recorded and watched
+NUM_STEPS = 24  # that are compared, behind those that are recorded and watched
 NUM_FIRST = 5
 TIMES = 16
+MACHINE = "h200"
 
 
 def measure(name: str, build: Build) -> dict[str, Any]:
@@ -39,14 +50,20 @@ def measure(name: str, build: Build) -> dict[str, Any]:
     found = outcore.estimate(model, lambda: loss().backward(), budget_bytes, optimizer=optimizer)
     (wanted,) = [point for point in found.budgets if point.budget_bytes == budget_bytes]
     in_core_peak_bytes, least_bytes = _recorded(build)
-    plain_s, ours_s = _measured(build, budget_bytes)
+    plain_s, ours_s, predicted = _measured(build, budget_bytes)
+    pairs = statistics.median(ours / plain for plain, ours in zip(plain_s, ours_s, strict=True))
     return {
         "network": name,
         "in_core_peak_bytes": {"estimated": found.in_core_peak_bytes, "measured": in_core_peak_bytes},
         "least_bytes": {"estimated": found.least_bytes, "recorded": least_bytes},
         "budget_bytes": budget_bytes,
-        "in_core_step_s": {"estimated": found.in_core_step_s, "measured": plain_s},
-        "over_in_core": {"estimated": wanted.over_in_core, "measured": ours_s / plain_s - 1},
+        "in_core_step_s": {"estimated": found.in_core_step_s, "measured": min(plain_s)},
+        "over_in_core": {
+            "estimated": wanted.over_in_core,
+            "predicted": predicted,
+            "measured": min(ours_s) / min(plain_s) - 1,
+            "measured_pairs": pairs - 1,
+        },
     }
 
 
@@ -54,7 +71,7 @@ def _recorded(build: Build) -> tuple[int, int]:
     """The measured in-core peak, and the least budget of the recorded step."""
     model, loss = build(TIMES)
     optimizer = torch.optim.AdamW(model.parameters())
-    with outcore.limit(model, "100%", planner="keep-all") as ooc:
+    with outcore.limit(model, "100%", planner="keep-all", cache=False) as ooc:
         _train(ooc, loss, optimizer, 3)
         assert ooc.trace is not None
         assert ooc.timeline is not None
@@ -65,15 +82,18 @@ def _recorded(build: Build) -> tuple[int, int]:
     raise AssertionError("a plan for one byte")
 
 
-def _measured(build: Build, budget_bytes: int) -> tuple[float, float]:
+def _measured(build: Build, budget_bytes: int) -> tuple[list[float], list[float], float]:
+    """Seconds of plain steps and of steps under the budget, and what their plan predicts over in-core."""
     (model, loss), (limited_model, limited_loss) = build(TIMES), build(TIMES)
     plain, limited = (torch.optim.AdamW(network.parameters()) for network in (model, limited_model))
     seconds: tuple[list[float], list[float]] = [], []
-    with outcore.limit(limited_model, budget_bytes) as ooc:
+    with outcore.limit(limited_model, budget_bytes, cache=False) as ooc:
         for _ in range(NUM_FIRST + NUM_STEPS):
             seconds[0].append(_train(None, loss, plain, 1))
             seconds[1].append(_train(ooc, limited_loss, limited, 1))
-    return statistics.median(seconds[0][NUM_FIRST:]), statistics.median(seconds[1][NUM_FIRST:])
+        made = ooc.plan
+    predicted = made.predicted_step_s / made.in_core_step_s - 1 if made is not None else 0.0
+    return seconds[0][NUM_FIRST:], seconds[1][NUM_FIRST:], predicted
 
 
 def _train(ooc: Any, loss: Any, optimizer: torch.optim.Optimizer, num_steps: int) -> float:
@@ -92,26 +112,81 @@ def _train(ooc: Any, loss: Any, optimizer: torch.optim.Optimizer, num_steps: int
     return total_s
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-o", "--out", type=Path)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    rows = []
-    for name, build in NETWORKS.items():
-        rows.append(measure(name, build))
-        row = rows[-1]
-        peak, least = row["in_core_peak_bytes"], row["least_bytes"]
-        print(
-            f"{name:32} peak {peak['estimated'] / peak['measured'] - 1:+.2%}, least "
-            f"{least['estimated'] / least['recorded'] - 1:+.2%}, slowdown estimated "
-            f"{row['over_in_core']['estimated']:+.1%}, measured {row['over_in_core']['measured']:+.1%}",
-            flush=True,
+def compare(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A network that was measured elsewhere, at the budgets it was measured in. Its steps had no optimizer."""
+    network = without_memory(lambda: build_large(name, device="cpu"), print)
+    found: list[dict[str, Any]] = []
+    for row in rows:
+        budget_bytes = int(row["memory_gib"] * GIB)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            made = outcore.estimate(network.model, lambda: network.loss().backward(), budget_bytes, machine=MACHINE)
+        (wanted,) = [point for point in made.budgets if point.budget_bytes == budget_bytes]
+        found.append(
+            {
+                "network": name,
+                "memory_gib": row["memory_gib"],
+                "in_core_peak_bytes": {"estimated": made.in_core_peak_bytes, "measured": row["in_core_peak_bytes"]},
+                "least_bytes": {"estimated": made.least_bytes},
+                "in_core_step_s": {"estimated": made.in_core_step_s, "measured": row["in_core_step_s"]},
+                "over_in_core": {"estimated": wanted.over_in_core, "measured": row["slowdown"]},
+                "commit": row["commit"],
+            }
         )
-    result = {"benchmark": "estimate", "device": "cpu", "torch": torch.__version__, "date": date.today().isoformat()}
+        show(found[-1])
+    return found
+
+
+def measured_rows(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """Network -> the newest row of each budget, with the peak that everything kept took."""
+    rows = json.loads(path.read_text())
+    rows = [row for row in (*rows["curves"], *rows["rows"]) if not row.get("error")]
+    found: dict[str, dict[float, dict[str, Any]]] = {}
+    peaks_gib = {row["network"]: row["peak_gib"] for row in rows if row["method"] == "in-core"}
+    for row in rows:
+        if row["method"] == "hybrid" and row["network"] not in ("vgg16", "r3d18"):  # these run with channels last
+            peak_bytes = int(peaks_gib[row["network"]] * GIB)
+            found.setdefault(row["network"], {})[row["memory_gib"]] = row | {"in_core_peak_bytes": peak_bytes}
+    return {name: [budgets[gib] for gib in sorted(budgets)] for name, budgets in found.items()}
+
+
+def show(row: dict[str, Any]) -> None:
+    peak, step, over = row["in_core_peak_bytes"], row["in_core_step_s"], row["over_in_core"]
+    least = row["least_bytes"]
+    least_off = f", least {least['estimated'] / least['recorded'] - 1:+.2%}" if "recorded" in least else ""
+    print(
+        f"{row['network']:20} {row.get('memory_gib', '')!s:5} peak {peak['estimated'] / peak['measured'] - 1:+.2%}"
+        f"{least_off}, in-core step {step['estimated'] / step['measured'] - 1:+.0%}, slowdown estimated "
+        f"{over['estimated']:+.1%}, measured {over['measured']:+.1%}"
+        + (
+            f" (pairs {over['measured_pairs']:+.1%}, predicted {over['predicted']:+.1%})" if "predicted" in over else ""
+        ),
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--out", type=Path)
+    parser.add_argument("--measured", type=Path, help="a result of benchmarks.slowdown on an H200")
+    parser.add_argument("--networks", help="some of them, with commas between")
+    args = parser.parse_args()
+    names = args.networks.split(",") if args.networks else None
+    rows: list[dict[str, Any]] = []
+    if args.measured is not None:
+        for name, measured in measured_rows(args.measured).items():
+            rows += compare(name, measured) if names is None or name in names else []
+    else:
+        torch.set_num_threads(1)
+        for name, build in NETWORKS.items():
+            if names is None or name in names:
+                rows.append(measure(name, build))
+                show(rows[-1])
+    about: dict[str, Any] = {"benchmark": "estimate", "device": "cpu", "torch": torch.__version__}
+    about |= {"date": date.today().isoformat()}
+    about |= {"machine": MACHINE, "measured": args.measured.name} if args.measured else {"num_steps": NUM_STEPS}
     if args.out is not None:
         args.out.write_text(
-            json.dumps({**result, "num_threads": 1, "num_steps": NUM_STEPS, "rows": rows}, indent=1) + "\n"
+            json.dumps({**about, "num_threads": torch.get_num_threads(), "rows": rows}, indent=1) + "\n"
         )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from outcore.eager.known_contents import content_of, follow_contents, know_content
 from outcore.eager.module_names import ModuleNames
 from outcore.eager.recorded_ops import EngineSums
 from outcore.eager.restoring import SMALL_BYTES
@@ -37,11 +38,13 @@ _UNSEEN = (
     torch.ops.prim.device.default,
 )
 _ADD, _RECURRENT = torch.ops.aten.add.Tensor, torch.ops.aten.mkldnn_rnn_layer.default
+_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _PRODUCTS = ("aten.mm.default", "aten.bmm.default")
 
 _SavedTensorsHooks: Any = torch.autograd.graph.saved_tensors_hooks
 
-Seconds = Callable[[Any, Sequence[Any], dict[str, Any], Any], float]  # of an op, from its arguments and its result
+# Of an op, from its arguments and its result: seconds, and seconds of making it again with its statistics at hand.
+Seconds = Callable[[Any, Sequence[Any], dict[str, Any], Any], tuple[float, float]]
 
 
 def fake_on(mode: FakeTensorMode, like: torch.Tensor, device: torch.device) -> FakeTensor:
@@ -183,25 +186,28 @@ class FakeRecorder(TorchDispatchMode):
     # -- ops ----------------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _UNSEEN or (func is _ITEM and not isinstance(args[0], FakeTensor)):
-            with _disable_current_modes() if func is _ITEM else nullcontext():
-                return func(*args, **(kwargs or {}))
+        if func is _ITEM and (asked := self._content(args[0])) is not None:
+            with _disable_current_modes():
+                return func(asked)
         args, kwargs = tree_map(self._faked, (args, kwargs or {}))
-        if not self._has_begun:
-            return func(*args, **kwargs)
+        if func in _UNSEEN or not self._has_begun:
+            result = func(*args, **kwargs)
+            follow_contents(func, args, kwargs, result)
+            return result
         self._storages.slot += 1
         func = self._as_run(func, args)
         reads = tuple(map(self._value_of, _strided(reads_of(func, args, kwargs))))
         forward = torch._C._current_autograd_node() is None
         replay = replay_kind(func, args, kwargs) if torch.is_grad_enabled() or not forward else "no"
         scratch = [args[at] for at in _scratch(func, args) if isinstance(args[at], torch.Tensor)]
-        result = _run(func, args, kwargs)
+        result = _run(func, args, kwargs, is_cuda=self._is_cuda)
+        follow_contents(func, args, kwargs, result)
         fresh, overwritten = (_strided(made) for made in outputs_of(func, args, kwargs, result))
         index = len(self._ops)
         self._rewrite(scratch)
         writes = [self._storages.add(t, producer=index, external=False).current for t in fresh]
         writes += [self._storages.add_version(self._faked(tensor), index) for tensor in overwritten]
-        seconds = self._seconds(func, args, kwargs, result) if fresh or overwritten else 0.0
+        seconds, again_s = self._seconds(func, args, kwargs, result) if fresh or overwritten else (0.0, 0.0)
         is_alone = forward and replay == "pure" and len(writes) == len(fresh) == 1
         normalises = bool(forward and scratch and self._is_cuda)
         self._ops.append(
@@ -215,7 +221,7 @@ class FakeRecorder(TorchDispatchMode):
                 "replay": replay,
                 "module": self._modules.current,
                 "norm_replay": normalises,
-                "norm_replay_s": seconds if normalises else 0.0,
+                "norm_replay_s": again_s if normalises else 0.0,
                 "repeats": self._first_call(index, func, args, kwargs) if is_alone else -1,
                 "joins": not forward and self._sums.joins(func, args, reads, writes),
             }
@@ -230,7 +236,13 @@ class FakeRecorder(TorchDispatchMode):
         storage = self._given.get(real._cdata)
         if storage is None:
             storage = self._given[real._cdata] = torch.UntypedStorage(real.nbytes(), device="meta")
-        return self._view(storage, leaf, self._device if leaf.is_meta else leaf.device)
+        fake = self._view(storage, leaf, self._device if leaf.is_meta else leaf.device)
+        know_content(fake, leaf)
+        return fake
+
+    def _content(self, asked: torch.Tensor) -> torch.Tensor | None:
+        """What is in a tensor, where that is known."""
+        return content_of(asked) if isinstance(asked, FakeTensor) else asked
 
     def _view(self, storage: torch.UntypedStorage, like: torch.Tensor | _Saved, device: torch.device) -> FakeTensor:
         """A fake tensor on a storage."""
@@ -377,8 +389,11 @@ def _asked_workspace_bytes(
         return int(workspace.nbytes)
 
 
-def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], *, is_cuda: bool) -> Any:
     result = func(*args, **kwargs)
+    if is_cuda and func is _CPU_ATTENTION and (args[0].dtype is torch.float32 or kwargs.get("attn_mask") is not None):
+        rows = torch.empty_like(args[0].transpose(1, 2), memory_format=torch.contiguous_format)
+        return rows.transpose(1, 2), *result[1:]  # CUDA's memory-efficient kernel, which these take, writes row by row
     if func is torch.ops.aten.add_.Tensor and result is args[0] and torch._C._current_autograd_node() is None:
         return torch.ops.aten.alias.default(result)  # for autograd it is another tensor
     if func is _RECURRENT and args[-1]:

@@ -16,6 +16,7 @@ class EagerSettings:
     compared_bytes: int = 64 * MIB  # of two storages, compared at a time (guessed)
     num_pieces: int = 64  # of the budget, in which a norm replay is compared (guessed)
     most_copied_bytes: int = MIB  # of inputs that a launch changes, to run it again (guessed: statistics are smaller)
+    most_known_elements: int = 1 << 22  # of a tensor whose content an estimate works out (guessed: a batch of tokens)
 
 
 EAGER = EagerSettings()

@@ -20,7 +20,7 @@ OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "none": ""}
 @click.argument("target", metavar="FILE.py:FUNCTION|MODEL")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGUMENTS OF FILE.py]")
 @click.option("--memory", help='A budget to look at, too: "16GiB", "80%", or bytes.')
-@click.option("--machine", help="A machine file, or v100, rtx3060, rtx4090, a100, h100.  [default: this machine]")
+@click.option("--machine", help="A machine file, or v100, rtx3060, rtx4090, a100, h100, h200.  [default: this one]")
 @click.option("--model", "model_name", default="model", show_default=True, help="The model's name in FILE.py.")
 @click.option(
     "--optimizer",

@@ -110,7 +110,7 @@ def estimate(
     the step runs on tensors without content, and the model may be on `meta`. `memory` adds a budget to those that are
     looked at. `optimizer` is one of the model's or a class, whose state is counted. `machine` is this one, a
     :class:`Machine`, a file that ``outcore machine -o`` wrote, or the name of one that comes with the package:
-    `v100`, `rtx3060`, `rtx4090`, `a100`, `h100`.
+    `v100`, `rtx3060`, `rtx4090`, `a100`, `h100`, `h200`.
 
     ```python
     import outcore
@@ -200,7 +200,7 @@ def _budgets(least_bytes: int, in_core_bytes: int, wanted_bytes: int | None) -> 
 
 def _at(trace: Trace, machine: Machine, size_bytes: int, in_core_s: float, *, is_cuda: bool) -> EstimatedBudget:
     """A budget, and what the default planner finds for it. A caching allocator leaves plans a part of it."""
-    usable_bytes = int(size_bytes * FITTING.largest_share) if is_cuda else size_bytes
+    usable_bytes = int(size_bytes * SETTINGS.reached_budget_share) if is_cuda else size_bytes
     for tried_bytes in (usable_bytes, int(size_bytes * (1 - FITTING.margin_share)), size_bytes):
         budget = Budget(tried_bytes, machine.host_bytes, machine.disk_bytes)
         try:

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from outcore.eager.fake_recorder import FakeRecorder, fake_on
+from outcore.eager.known_contents import content_of, know_content
 from outcore.errors import OutcoreError
+from outcore.estimating.as_on_cuda import as_on_cuda, cuda_is_cpu
 from outcore.estimating.op_costs import seconds_of_ops
 from outcore.values import Machine, OpRates, Trace
 
@@ -49,7 +53,7 @@ def record_fake(
     mode = _mode_of(model)
     seconds = seconds_of_ops(machine, rates)
     recorder = FakeRecorder(model, mode, device, seconds, grain_bytes=grain_bytes, is_cuda=is_cuda)
-    with mode, faked(model, mode, device):
+    with mode, faked(model, mode, device), contents_are_asked(), cuda_is_cpu(), _as_on(machine, device):
         step = batch_or_step if _is_step(batch_or_step) else step_on(model, faked_batch(batch_or_step, mode, device))
         recorder.know(model)
         with recorder:
@@ -80,7 +84,7 @@ def _mode_of(model: torch.nn.Module) -> FakeTensorMode:
 def without_memory(load: Callable[[], T], on_failure: Callable[[str], None]) -> T:
     """What `load` makes, of fake tensors; where that cannot be, because it looks at contents, of real ones."""
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), _fake_modules_move():
+        with FakeTensorMode(allow_non_fake_inputs=True), _fake_modules_move(), _initial_values_unread(), cuda_is_cpu():
             return load()
     except OutcoreError:
         raise
@@ -109,6 +113,27 @@ def _fake_modules_move() -> Iterator[None]:
         yield
     finally:
         torch.nn.Module._apply = own  # type: ignore[method-assign]
+
+
+def _initial_values_unread() -> AbstractContextManager[Any]:
+    """`trunc_normal_` draws again what is out of bounds, which a tensor without content cannot be asked."""
+    return patch.object(torch.nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
+
+
+@contextmanager
+def contents_are_asked() -> Iterator[None]:
+    """Transformers takes fake tensors for a tracer's, about whose contents nothing may be asked, and makes masks that
+    no training step has: while a step is estimated they are asked, and answer if they can."""
+    utilities: Any = sys.modules.get("transformers.utils.import_utils")
+    if not hasattr(utilities, "is_fake_tensor"):
+        yield
+        return
+    with patch.object(utilities, "is_fake_tensor", lambda x: isinstance(x, FakeTensor) and content_of(x) is None):
+        yield
+
+
+def _as_on(machine: Machine, device: torch.device) -> AbstractContextManager[None]:
+    return as_on_cuda() if machine.device.startswith("cuda") and device.type == "cpu" else nullcontext()
 
 
 def _device_to_play(model: torch.nn.Module) -> torch.device:
@@ -180,7 +205,14 @@ def _fake_of(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device) -
 
 
 def faked_batch(batch: Any, mode: FakeTensorMode, device: torch.device) -> Any:
-    return tree_map(lambda leaf: fake_on(mode, leaf, device) if isinstance(leaf, torch.Tensor) else leaf, batch)
+    def faked_leaf(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        fake = fake_on(mode, leaf, device)
+        know_content(fake, leaf)
+        return fake
+
+    return tree_map(faked_leaf, batch)
 
 
 def step_on(model: torch.nn.Module, batch: Any) -> Step:

@@ -12,39 +12,84 @@ from typing import Any
 import torch
 from torch.utils import flop_counter
 
+from outcore.eager.fake_recorder import Seconds
 from outcore.eager.signatures import tensors_in
-from outcore.estimating.settings import SETTINGS
+from outcore.estimating.settings import ON_CPU, ON_CUDA, SETTINGS, KindCosts
 from outcore.values import Machine, OpRates
 
-_CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten._convolution, torch.ops.aten.convolution_backward)
+_ATEN: Any = torch.ops.aten
+_CONVOLUTIONS = (_ATEN.convolution, _ATEN._convolution, _ATEN.convolution_backward)
+_UNFILLED = (_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided)
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def seconds_of_ops(machine: Machine, rates: OpRates) -> Callable[[Any, Sequence[Any], dict[str, Any], Any], float]:
-    """The function that tells the seconds of an op from its arguments and its result. Rates that were given are a
-    vendor's peaks, of which real ops reach a share."""
-    is_given = "op_rates" in machine.given
+def seconds_of_ops(machine: Machine, rates: OpRates) -> Seconds:
+    """The function that tells the seconds of an op from its arguments and its result, and those of making its result
+    again where a norm's statistics are at hand. Rates that were given are a vendor's peaks, of which ops reach a share.
+    """
+    is_given, kinds = "op_rates" in machine.given, ON_CUDA if machine.device.startswith("cuda") else ON_CPU
     flops_share = SETTINGS.reached_flops_share if is_given else 1.0
     memory_share = SETTINGS.reached_memory_share if is_given else 1.0
 
-    def seconds(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> float:
+    def seconds(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> tuple[float, float]:
+        if func.overloadpacket in _UNFILLED:
+            return 0.0, 0.0
         made = tensors_in(result if isinstance(result, tuple) else (result,))
         tensors = {id(tensor): tensor for tensor in tensors_in((*args, *kwargs.values(), *made))}
-        num_bytes = sum(map(_moved_bytes, tensors.values()))
+        num_bytes = sum(map(_moved_bytes, tensors.values())) / memory_share
+        kind_share, passes = _of_kind(kinds, func, args)
+        num_operations = num_flops(func, args, kwargs, result) / (flops_share * kind_share)
         flops_per_s = _rate(rates, func, made)
-        return rates.op_s(num_flops(func, args, kwargs, result) / flops_share, flops_per_s, num_bytes / memory_share)
+        once, again = (rates.op_s(num_operations, flops_per_s, num_bytes * n) for n in (passes, 1.0))
+        return once, again
 
     return seconds
+
+
+def _of_kind(kinds: KindCosts, func: Any, args: Sequence[Any]) -> tuple[float, float]:
+    """Which share of the rate of products it reaches, and how often it goes over its bytes."""
+    packet, name = func.overloadpacket, func.overloadpacket.__name__
+    if packet in _CONVOLUTIONS:
+        is_last = any(_has_channels_last(tensor) for tensor in args[:2])
+        return kinds.channels_last_share if is_last else kinds.convolution_share, 1.0
+    if "attention" in name:
+        return kinds.attention_share, 1.0
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return 1.0, kinds.random_passes
+    is_backward = "backward" in name
+    if name.startswith(_NORMS):
+        return 1.0, kinds.norm_backward_passes if is_backward else kinds.norm_passes
+    if "pool" in name:
+        return 1.0, kinds.pool_backward_passes if is_backward else kinds.pool_passes
+    return 1.0, kinds.softmax_passes if "softmax" in name else 1.0
+
+
+def _has_channels_last(tensor: torch.Tensor) -> bool:
+    """cuDNN's kernels for tensor cores want them so; otherwise they are moved there and back."""
+    return tensor.dim() > 3 and not tensor.is_contiguous() and tensor.movedim(1, -1).is_contiguous()
+
+
+_NORMS = ("native_batch_norm", "native_layer_norm", "native_group_norm", "_native_batch_norm", "cudnn_batch_norm")
 
 
 def num_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> float:
     """Floating point operations; 0 for what is bound by memory."""
     packet = func.overloadpacket
     if packet in flop_counter.flop_registry:
-        return float(flop_counter.flop_registry[packet](*args, **kwargs, out_val=result))
-    if packet in _OWN:
-        return float(_OWN[packet](args))
-    return 0.0
+        found = float(flop_counter.flop_registry[packet](*args, **kwargs, out_val=result))
+    elif packet in _OWN:
+        found = float(_OWN[packet](args))
+    else:
+        return 0.0
+    return found / 2 if "attention" in packet.__name__ and _is_causal(func, args, kwargs) else found
+
+
+def _is_causal(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Half of a causal attention's scores are not worked out."""
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.name == "is_causal":
+            return bool(args[at] if at < len(args) else kwargs.get("is_causal", False))
+    return False
 
 
 def _attention(args: Sequence[Any]) -> int:

@@ -74,7 +74,7 @@ def test_a_model_without_weights_on_a_machine_that_is_not_here() -> None:
 
 
 def test_every_machine_that_ships_says_that_it_was_not_measured() -> None:
-    assert machine_names() == ["a100", "h100", "rtx3060", "rtx4090", "v100"]
+    assert machine_names() == ["a100", "h100", "h200", "rtx3060", "rtx4090", "v100"]
     for name in machine_names():
         machine = machine_from(name)
         assert "op_rates" in machine.given
