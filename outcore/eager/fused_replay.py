@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from outcore.eager.cells import View
+from outcore.memory.device_kind import kind_of
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TILE = 1024  # elements of one program
@@ -152,7 +153,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 @cache
 def is_ready(device: torch.device, dtype: torch.dtype) -> bool:
     """Are there kernels for this device, and do they add such numbers like PyTorch's own? Asked once."""
-    return device.type == "cuda" and torch.version.hip is None and dtype in TYPES and _adds_alike(device, dtype)
+    return kind_of(device).has_kernels and dtype in TYPES and _adds_alike(device, dtype)
 
 
 def _adds_alike(device: torch.device, dtype: torch.dtype) -> bool:

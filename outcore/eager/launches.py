@@ -19,11 +19,12 @@ from typing import Any, Protocol
 import torch
 
 from outcore.eager.cells import Cell
-from outcore.eager.replay import Held, Marks, Ref, copy_of, generator_of, refuse_changed, refuse_held, with_generator
+from outcore.eager.replay import Held, Marks, Ref, copy_of, refuse_changed, refuse_held, with_generator
 from outcore.eager.settings import EAGER
 from outcore.eager.signatures import replay_kind
 from outcore.eager.switches import Switches, changed, switches
 from outcore.errors import ReplayError
+from outcore.memory.device_kind import generator_of
 from outcore.memory.tensors import as_bytes
 from outcore.values import Replay
 

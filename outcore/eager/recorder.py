@@ -34,6 +34,7 @@ from outcore.eager.replay_safety import ReplaySafety
 from outcore.eager.signatures import OpOverload, outputs_of, reads_of, replay_kind, signature_of, tensors_in
 from outcore.eager.switches import changed, switches
 from outcore.memory.device import DeviceMemory
+from outcore.memory.device_kind import name_of
 from outcore.memory.meter import storages_there
 from outcore.memory.store import Store
 from outcore.memory.tensors import is_plain
@@ -224,7 +225,7 @@ class Recorder:
             ticks=tuple(tick.finish(last_slot) for tick in self.saves.ticks),
             before_bytes=self.before_bytes,
             state=tuple(self._state),
-            device=self.device.type if self.device.type == "cpu" else torch.cuda.get_device_name(self.device),
+            device=name_of(self.device),
             torch=torch.__version__,
             model=self.name,
             recorded_at=date.today().isoformat(),

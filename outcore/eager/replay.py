@@ -42,6 +42,7 @@ from outcore.eager.signatures import (
 )
 from outcore.eager.switches import Switches, changed, switches
 from outcore.errors import ReplayError
+from outcore.memory.device_kind import generator_of, kind_of
 from outcore.memory.tensors import as_bytes
 from outcore.memory.tensors import below_everything as below_everything
 
@@ -452,7 +453,7 @@ def _refer(arg: Any, find: Callable[[torch.Tensor], Cell | Held]) -> Any:
 
 def has_norm_replay(func: OpOverload, args: Sequence[Any]) -> bool:
     """Batch normalisation in training on CUDA: the one op whose result is cheap to make again from what it saved."""
-    return bool(signature_of(func).scratch(args)) and args[0].device.type == "cuda"
+    return bool(signature_of(func).scratch(args)) and kind_of(args[0].device).normalises_from_statistics
 
 
 def normalise_again(
@@ -472,13 +473,6 @@ def normalise_again(
         numbers = (args[1], args[2], mean, deviation)
         return fused.normalise(args[0][rows], numbers, folded=folded, plus=plus, rectified=rectified)
     return torch.batch_norm_elemt(args[0][rows], args[1], args[2], mean, deviation, args[-1])
-
-
-def generator_of(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        return torch.cuda.default_generators[index]
-    return torch.default_generator
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from outcore.memory.device_kind import kind_of
 from outcore.values import Replay
 
 if TYPE_CHECKING:
@@ -273,7 +274,11 @@ def replay_kind(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -
         return "no"
     if any(isinstance(arg, torch.Generator) for arg in args):
         return "no"
-    if func._schema.name in _CONVOLUTIONS and torch._C._get_cudnn_benchmark() and args[0].device.type == "cuda":
+    if (
+        func._schema.name in _CONVOLUTIONS
+        and torch._C._get_cudnn_benchmark()
+        and kind_of(args[0].device).tries_convolutions
+    ):
         return "no"  # cuDNN tries its algorithms in every thread anew: a backward's may come upon another one
     return "random" if signature_of(func).is_random else "pure"
 

@@ -27,7 +27,7 @@ from outcore.planning import plan
 from outcore.planning.rewrites.gradient_sums import sums_in_place
 from outcore.reporting.estimates import EstimatedBudget, estimate_page, estimate_table, slowdown_picture
 from outcore.reporting.text import as_html, render
-from outcore.units import parse_bytes
+from outcore.units import ENDLESS_BYTES, parse_bytes
 from outcore.values import Budget, Machine, OpRates, Trace
 from outcore.values.codec import Saved
 
@@ -149,7 +149,7 @@ def _machine_and_rates(model: torch.nn.Module, machine: Machine | str | Path | N
 def _estimate(recorded: Recorded, machine: Machine, wanted_bytes: int | None, progress: Tell) -> Estimate:
     is_cuda = machine.device.startswith("cuda")
     trace = sums_in_place(recorded.trace) if is_cuda else recorded.trace
-    in_core = plan(trace, machine, Budget(_ENOUGH_BYTES), "keep-all")
+    in_core = plan(trace, machine, Budget(ENDLESS_BYTES), "keep-all")
     least_bytes = _least_bytes(trace, machine, is_cuda=is_cuda)
     sizes = _budgets(least_bytes, in_core.in_core_peak_bytes, wanted_bytes)
     points = []
@@ -178,7 +178,6 @@ def _estimate(recorded: Recorded, machine: Machine, wanted_bytes: int | None, pr
     )
 
 
-_ENOUGH_BYTES = 1 << 60
 _CUDA_NOTES = ("workspaces inside kernels (cuDNN, cuBLAS) are known only on the device and are not counted",)
 
 

@@ -18,6 +18,7 @@ from outcore.errors import BudgetTooSmall
 from outcore.fitting.kinds import Kind
 from outcore.fitting.phases import Phase, Recorded, Timed
 from outcore.fitting.preparing import Preparer
+from outcore.memory.device_kind import kind_of
 from outcore.memory.machine import device_of
 from outcore.reporting.text import render, rows_table
 from outcore.state.state import State
@@ -143,7 +144,7 @@ def beside(
     """The training state with a home beside the device, and what that leaves of the budget for activations."""
     if optimizer is None:
         return None, budget
-    on_host = device_of(model).type == "cuda"
+    on_host = kind_of(device_of(model)).home_tier == "host"
     home_bytes = budget.host_bytes if on_host else budget.disk_bytes
     state = State(model, optimizer, window_bytes=0, home_bytes=home_bytes, folder=folder)
     state.window.limit_bytes = state.least_window_bytes

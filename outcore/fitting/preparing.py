@@ -262,7 +262,7 @@ class Preparer:
 
     def reserve(self, predicted: Timeline) -> None:
         """Pins what a plan will swap to before its first step."""
-        if predicted.host_peak_bytes > self.store.pinned_bytes and self.memory.device.type == "cuda":
+        if self.store.missing_bytes(predicted.host_peak_bytes):
             with shown_if_long(f"pinning {format_bytes(predicted.host_peak_bytes)} of host memory"):
                 self.store.reserve(predicted.host_peak_bytes)
 

@@ -19,6 +19,7 @@ import torch
 
 from outcore.eager.switches import switches
 from outcore.fitting.cache import Remembered, StepCache, key_of
+from outcore.memory.device_kind import facts_of
 from outcore.values import Budget, Op, Trace
 
 
@@ -46,21 +47,13 @@ class Remembering:
         facts = {
             "step": repr(step),
             "model": list(_facts_of(self._model)),
-            "device": _device_facts(self._device),
+            "device": facts_of(self._device),
             "versions": (import_module("outcore").__version__, torch.__version__, torch.version.cuda),
             "switches": repr(switches()),
             "planner": self._planner,
             "budget": (budget.device_bytes, budget.host_bytes > 0, budget.disk_bytes > 0),
         }
         return key_of(facts)
-
-
-def _device_facts(device: torch.device) -> tuple[Any, ...]:
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        driver = getattr(torch._C, "_cuda_getDriverVersion", int)()
-        return properties.name, properties.total_memory, driver
-    return "cpu", torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
 
 
 def _facts_of(model: torch.nn.Module) -> Iterator[tuple[Any, ...]]:

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from outcore.errors import StoreError
+from outcore.memory.device_kind import kind_of
 from outcore.memory.meter import BESIDE, see_brought
 from outcore.memory.pinning import pin, unpin
 from outcore.memory.settings import MEMORY
@@ -78,7 +79,7 @@ class Homes:
     """Homes of tensors of one device, and the two lanes between them and the device."""
 
     def __init__(self, device: torch.device, limit_bytes: int, folder: str | Path | None = None) -> None:
-        self.device = device
+        self.device, self.tier = device, kind_of(device).home_tier
         self.limit_bytes = limit_bytes
         self.folder = Path(folder) if folder is not None else None
         self.used_bytes = 0
@@ -99,10 +100,9 @@ class Homes:
     def check_room(self, num_bytes: int, what: str) -> None:
         """Raises StoreError when `num_bytes` more would exceed the limit. Nothing is allocated."""
         if self.used_bytes + num_bytes > self.limit_bytes:
-            where = "disk" if self.device.type == "cpu" else "host"
             raise StoreError(
-                f"{what} needs {format_bytes(num_bytes)} of {where} memory and {format_bytes(self.used_bytes)} are in "
-                f"use, but {format_bytes(self.limit_bytes)} may be used; raise {where}=..., or free some"
+                f"{what} needs {format_bytes(num_bytes)} of {self.tier} memory and {format_bytes(self.used_bytes)} are "
+                f"in use, but {format_bytes(self.limit_bytes)} may be used; raise {self.tier}=..., or free some"
             )
 
     def empty_like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

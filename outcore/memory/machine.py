@@ -21,7 +21,7 @@ from outcore.errors import OutcoreError
 from outcore.memory.disk import DiskLane, SwapFile
 from outcore.memory.settings import MEMORY
 from outcore.memory.store import PinnedSlab
-from outcore.units import GIB, MIB, format_bytes, parse_bytes
+from outcore.units import ENDLESS_BYTES, GIB, MIB, format_bytes, parse_bytes
 from outcore.values import Machine
 
 log = logging.getLogger("outcore")
@@ -98,7 +98,7 @@ def _cgroup_room_bytes() -> int:
                 return max(0, int(limit) - int(Path(used_file).read_text()))
         except OSError:
             continue
-    return 1 << 62
+    return ENDLESS_BYTES
 
 
 def device_bytes(device: torch.device) -> int:

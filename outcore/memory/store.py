@@ -144,12 +144,12 @@ class Store:
 
     def reserve(self, num_bytes: int) -> None:
         """Pins `num_bytes` of host memory in all (or up to the host budget) ahead of the steps that need it."""
-        if missing_bytes := self._missing_bytes(num_bytes):
+        if missing_bytes := self.missing_bytes(num_bytes):
             self._add_slab(missing_bytes)
 
     def reserve_beside(self, num_bytes: int) -> Future[None]:
         """`reserve` in a thread of its own: pinning takes half a second per GiB, and the loop goes on meanwhile."""
-        if not self._missing_bytes(num_bytes):
+        if not self.missing_bytes(num_bytes):
             done: Future[None] = Future()
             done.set_result(None)
             return done
@@ -157,7 +157,7 @@ class Store:
             self._pinning = ThreadPoolExecutor(1, "outcore-pinning")
         return self._pinning.submit(self.reserve, num_bytes)
 
-    def _missing_bytes(self, num_bytes: int) -> int:
+    def missing_bytes(self, num_bytes: int) -> int:
         """Of `num_bytes`, what is not pinned yet."""
         if self.device.type != "cuda":
             return 0

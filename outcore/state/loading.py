@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 from outcore.errors import BadFile, OutcoreError
+from outcore.memory.device_kind import default_device, kind_of, numbered
 from outcore.memory.home import Homes, host_view
 from outcore.memory.machine import host_bytes_granted
 from outcore.state.unit import SMALL_BYTES
-from outcore.units import parse_bytes
+from outcore.units import ENDLESS_BYTES, parse_bytes
 
 _NAMES = {
     torch.float64: "F64",
@@ -62,14 +63,12 @@ def load(
     out = model(torch.randn(8, 64))
     ```
     """
-    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    if where.type == "cuda" and where.index is None:
-        where = torch.device("cuda", torch.cuda.current_device())
+    where = default_device() if device is None else numbered(torch.device(device))
     files = _files_of(Path(folder))
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     _check(model, tensors, files, Path(folder))
     limit_bytes = host_bytes_granted() if host == "auto" else parse_bytes(host, of_bytes=host_bytes_granted())
-    homes = Homes(where, limit_bytes if where.type == "cuda" else 1 << 62, disk)
+    homes = Homes(where, limit_bytes if kind_of(where).home_tier == "host" else ENDLESS_BYTES, disk)
     large = {name: tensor for name, tensor in tensors.items() if _num_bytes(tensor) >= SMALL_BYTES}
     homes.check_room(sum(map(_num_bytes, large.values())), "this model")
     loaded: dict[int, torch.Tensor] = {}

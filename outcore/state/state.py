@@ -162,7 +162,7 @@ class State:
             self.resident,
             self.window.limit_bytes,
             is_late=self.is_late,
-            tier="host" if self.window.homes.device.type == "cuda" else "disk",
+            tier=self.window.homes.tier,
         )
 
     @property

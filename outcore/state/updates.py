@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from outcore.memory.device_kind import kind_of
 from outcore.memory.tensors import below_everything, unseen
 from outcore.state.optimizers import ELEMENTWISE, Optimizer, Splitting, Substep
 from outcore.state.pieces import Piece, share_of
@@ -288,7 +289,7 @@ class Updates:
 def _is_mixed(optimizer: Optimizer, device: torch.device) -> bool:
     """Whether a gradient lies otherwise than its parameter. On CUDA, torch's implementations for many tensors then
     take another way for all of them, and parts would not."""
-    return device.type == "cuda" and any(
+    return kind_of(device).updates_alike and any(
         parameter.grad is not None and parameter.grad.stride() != parameter.stride()
         for group in optimizer.param_groups
         for parameter in group["params"]

@@ -1,5 +1,5 @@
-"""The size of things in the core, measured from the source: what grows past these bounds is to be split by what it
-knows, not by its length."""
+"""The size of things in the core, and what its rooms may know, read from the source. What grows past these bounds is to
+be split by what it knows, not by its length."""
 
 from __future__ import annotations
 
@@ -66,3 +66,38 @@ def test_what_is_measured_can_fail() -> None:
     assert length(node) > MOST_LINES["class"]
     assert len(attributes(node)) > MOST_ATTRIBUTES
     assert not is_frozen_record(node)
+
+
+def asks_for_cuda(tree: ast.AST) -> list[int]:
+    """Lines that ask which kind of device something is on: `x.device.type == "cuda"`, `x.is_cuda`."""
+    lines = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "is_cuda" and isinstance(node.ctx, ast.Load):
+            lines.append(node.lineno)
+        elif isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            of_type = any(isinstance(side, ast.Attribute) and side.attr == "type" for side in sides)
+            named = any(isinstance(part, ast.Constant) and part.value == "cuda" for part in ast.walk(node))
+            lines += [node.lineno] if of_type and named else []
+    return lines
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in FILES if path.relative_to(PACKAGE).parts[0] != "memory"],
+    ids=lambda path: str(path.relative_to(PACKAGE)),
+)
+def test_only_the_room_of_memory_asks_whether_a_device_is_a_gpu(path: Path) -> None:
+    """Others ask for what they need: `DeviceMemory`, and `DeviceKind` where a device's ability matters."""
+    assert not asks_for_cuda(ast.parse(path.read_text()))
+
+
+def test_asking_for_cuda_is_found_however_it_is_written() -> None:
+    asked = (
+        'if x.device.type == "cuda": ...',
+        'y = "cuda" != where.type',
+        'z = d.type in ("cpu", "cuda")',
+        "x.is_cuda",
+    )
+    assert all(asks_for_cuda(ast.parse(source)) for source in asked)
+    assert not asks_for_cuda(ast.parse('names = ("cuda", "cpu"); kind_of(device).home_tier == "host"'))

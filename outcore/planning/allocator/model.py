@@ -20,6 +20,7 @@ from typing import Literal
 from outcore.planning.allocator.hints import AllocatorHints, storage_ends
 from outcore.planning.settings import ALLOCATOR
 from outcore.planning.trace_index import index_of, remembered
+from outcore.units import ENDLESS_BYTES
 from outcore.values import Action, Schedule, Trace
 
 # Named here because the model's inner loops ask for them.
@@ -53,7 +54,7 @@ def mapped(
 def wanted_bytes(trace: Trace, events: Sequence[Event], hints: AllocatorHints, there: Places = ()) -> int:
     """The cap that the same steps would need never to start over. Up to there the cap plays no part; a step that has to
     start over lands somewhere else with any small change, in the model as on the device."""
-    device = Device(1 << 60, there)
+    device = Device(ENDLESS_BYTES, there)
     _play(device, trace, events, hints)
     return device.asked_bytes
 
@@ -204,7 +205,7 @@ class Row:
         self._holes: list[tuple[int, int]] = []  # bytes, address; sorted
         self._starts: dict[int, int] = {}  # a hole's address -> its bytes
         self._ends: dict[int, int] = {}  # where a hole ends -> its address
-        self._gaps: dict[int, int] = {0: 1 << 60}  # address -> bytes
+        self._gaps: dict[int, int] = {0: ENDLESS_BYTES}  # address -> bytes
 
     def copy(self) -> Row:
         row = Row()
