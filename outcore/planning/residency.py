@@ -15,19 +15,9 @@ from dataclasses import dataclass, replace
 
 from outcore.errors import BudgetTooSmall
 from outcore.planning.preparing import prepare
+from outcore.planning.settings import RESIDENCY, ResidencySettings
 from outcore.values import Budget, Machine, Plan, Residency, StateUnit, Timeline, Trace
 
-
-@dataclass(frozen=True)
-class ResidencySettings:
-    """Which residencies are tried."""
-
-    windows: tuple[int, ...] = (1, 2, 4)  # times the least window (guessed)
-    resident_shares: tuple[float, ...] = (0.3, 0.6, 0.85, 0.95)  # of what the window and the op at hand leave (guessed)
-    least_link_share: float = 0.25  # that activations are planned with, however much the state moves (guessed)
-
-
-RESIDENCY = ResidencySettings()
 MakePlan = Callable[[Trace, Machine, Budget], Plan]
 
 

@@ -24,14 +24,12 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from outcore.units import KIB
+from outcore.planning.settings import INDEX
 from outcore.values import Decision, Trace
 
 Int64s = NDArray[np.int64]
 T = TypeVar("T")
 THERE, SWAPPED, RECOMPUTED, UNSAVED = range(4)  # where a rerun finds a value it reads
-FLOOR_BYTES = 64 * KIB  # smaller saved values are kept: a copy's fixed cost is worth more than they are
-FLOOR_SHARE = 4096  # in a small step the floor is this part of all that is saved
 
 
 @dataclass(frozen=True)
@@ -234,7 +232,7 @@ def _reasons_to_keep(
     value_bytes: list[int],
 ) -> dict[int, str]:
     own = [value for value in packs if not trace.storages[trace.values[value].storage].external]
-    floor_bytes = min(FLOOR_BYTES, sum(value_bytes[value] for value in own) // FLOOR_SHARE)
+    floor_bytes = min(INDEX.floor_bytes, sum(value_bytes[value] for value in own) // INDEX.floor_parts)
     overwritten = _overwritten_after_pack(trace, packs)
     of_passes = {value for op in trace.ops for inner in op.fused for value in trace.ops[inner].writes}
     reasons: dict[int, str] = {}

@@ -13,7 +13,7 @@ import sys
 from contextlib import suppress
 from typing import IO
 
-LOW_PRIORITY = 10  # added to the niceness; guessed
+from outcore.planning.settings import WORKER
 
 
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
@@ -34,7 +34,7 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
 
 def main() -> None:
     with suppress(OSError):
-        os.nice(LOW_PRIORITY)
+        os.nice(WORKER.niceness)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever prints must not mix with the answers
     with suppress(BrokenPipeError, KeyboardInterrupt):

@@ -100,7 +100,7 @@ class _Search:
     @property
     def has_hope(self) -> bool:
         least_bytes = min(page_bytes for _, page_bytes in self.starts)
-        return least_bytes <= self.safe_bytes + FRAGMENTATION.hopeless_share * self.memory_bytes and bool(
+        return least_bytes <= self.safe_bytes + FRAGMENTATION.give_up_share * self.memory_bytes and bool(
             self.trace_index.evictable
         )
 

@@ -47,7 +47,7 @@ def small_gradients(trace: Trace, budget_bytes: int) -> frozenset[int]:
     gradients = [
         (number, storage.bytes)
         for number, storage in enumerate(trace.storages)
-        if not storage.external and storage.born >= first and storage.dies >= trace.num_slots - 5
+        if not storage.external and storage.born >= first and storage.dies >= trace.num_slots - ALLOCATOR.last_slots
     ]
     return frozenset(smallest_in_pool(gradients, budget_bytes))
 

@@ -23,11 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from outcore.errors import TuningError
-from outcore.planning.settings import ALLOCATOR
+from outcore.planning.settings import ALLOCATOR, FAMILIES
 from outcore.values import Op, Storage, Tick, Trace
-
-LEAST_SHARE = 0.25  # of an op's recorded seconds that noise may not take away from it
-BEND = 0.07  # between a chord and the lines on both sides of it: less may be noise
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ class Family:
     def step_s(self, batch: int) -> float:
         """Seconds of the step with everything kept: in the middle of what is possible where there is a bend."""
         least_s, most_s = self.bounds_s(batch)
-        return most_s if most_s < (1 + BEND) * least_s else (least_s + most_s) / 2
+        return most_s if most_s < (1 + FAMILIES.bend_share) * least_s else (least_s + most_s) / 2
 
     def bounds_s(self, batch: int) -> tuple[float, float]:
         """Of a step that never falls and bends upward: the lines of the batches beside the nearest two, or the smaller
@@ -114,7 +111,7 @@ class _Line:
         return high + ((high - low) * (self.batch - self.high)) // (self.high - self.low)
 
     def seconds(self, low: float, high: float) -> float:
-        return max(self.number(low, high), LEAST_SHARE * min(low, high))
+        return max(self.number(low, high), FAMILIES.least_share * min(low, high))
 
     def bytes(self, low: int, high: int, grain: int) -> int:
         return max(0, -(-self.whole(low, high) // grain) * grain)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from outcore.errors import BudgetTooSmall
 from outcore.planning.allocator.model import NO_HINTS, Places, allocations, mapped, safe_bytes, wanted_bytes
 from outcore.planning.preparing import Planned, plan_step
-from outcore.planning.settings import FRAGMENTATION, SHARED
+from outcore.planning.settings import FAMILIES, FRAGMENTATION
 from outcore.values import Budget, Machine, Trace
 
 
@@ -24,7 +24,7 @@ def plan_shared(
     """Plans for at most `usable_share` of the budget. `there`: where the weights lie. Raises BudgetTooSmall."""
     best: Planned | None = None
     best_s = math.inf
-    for share in (share for share in SHARED.shares if share <= usable_share):
+    for share in (share for share in FAMILIES.shares if share <= usable_share):
         size = replace(budget, device_bytes=int(share * budget.device_bytes))
         try:
             planned = plan_step(trace, machine, size, planner, brief=True)

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outcore.planning.families.scaling import difference
-from outcore.planning.settings import ALLOCATOR
+from outcore.planning.settings import ALLOCATOR, FAMILIES
 from outcore.values import Op, Storage, Tick, Trace
 
 Sizes = tuple[int, ...]  # every dimension of every input, in order
@@ -38,9 +38,7 @@ Form = Callable[[Sizes], int]  # variables -> a whole number
 Floats = npt.NDArray[np.float64]
 Item = TypeVar("Item", Op, Storage, Tick)
 
-LARGEST_POWER = 2  # of one variable in the size of a tensor: attention's scores have the length twice
-LARGEST_DEGREE = 3  # of all variables together
-STRIDES = (2, 4, 8, 16, 32)  # by which convolutional networks divide the size of their inputs
+_NUM_TERMS = 3  # of an op's seconds: a constant, its work, its work squared
 
 
 @dataclass(frozen=True)
@@ -276,9 +274,9 @@ def _explain(work: Floats, seconds: Floats, squared: npt.NDArray[np.bool_]) -> F
     solved, and the best one without a negative coefficient counts. Only ops that are `squared` have the third term."""
     num_ops, num_members = work.shape
     terms = np.stack([np.ones_like(work), work, work**2], axis=2)  # op, member, term
-    best, best_error = np.zeros((num_ops, 3)), np.full(num_ops, np.inf)
-    for size in range(1, min(3, num_members) + 1):
-        for chosen in itertools.combinations(range(3), size):
+    best, best_error = np.zeros((num_ops, _NUM_TERMS)), np.full(num_ops, np.inf)
+    for size in range(1, min(_NUM_TERMS, num_members) + 1):
+        for chosen in itertools.combinations(range(_NUM_TERMS), size):
             part = terms[:, :, chosen]
             solved = np.einsum("otm,om->ot", np.linalg.pinv(part), seconds)
             error = ((np.einsum("omt,ot->om", part, solved) - seconds) ** 2).sum(axis=1)
@@ -348,12 +346,12 @@ def _line(recorded: Sequence[int], points: Sequence[Sizes], grain: int) -> Form:
     return form
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=FAMILIES.num_forms_kept)
 def _products(num_variables: int) -> tuple[Form, ...]:
     """Products of the variables, simple ones first: powers, then neighbours, then strided sizes."""
-    powers = itertools.product(range(LARGEST_POWER + 1), repeat=num_variables)
+    powers = itertools.product(range(FAMILIES.largest_power + 1), repeat=num_variables)
     kept = sorted(
-        (power for power in powers if 0 < sum(power) <= LARGEST_DEGREE), key=lambda power: (sum(power), power)
+        (power for power in powers if 0 < sum(power) <= FAMILIES.largest_degree), key=lambda power: (sum(power), power)
     )
     return (*(_product(power, _as_it_is) for power in kept), *_shifted(kept), *_strided(kept))
 
@@ -373,7 +371,7 @@ def _shifted_product(power: Sizes, at: int, shift: int) -> Form:
 
 
 def _strided(powers: Sequence[Sizes]) -> Iterator[Form]:
-    for stride in STRIDES:
+    for stride in FAMILIES.strides:
         for power in powers:
             yield _product(power, lambda size, stride=stride: -(-size // stride))  # type: ignore[misc]
             yield _product(power, lambda size, stride=stride: size // stride)  # type: ignore[misc]

@@ -13,15 +13,12 @@ import math
 from collections.abc import Iterator
 
 from outcore.planning.planners.scoring import Decisions
+from outcore.planning.settings import HYBRID
 from outcore.planning.trace_index import TraceIndex
 from outcore.values import Decision, Op, Trace
 
-LEAST_BLOCKS = 2  # fewer are no repeated part of a network
-SMALL_SHARE = (
-    1 / 64
-)  # of the largest value: smaller ones are handed across many blocks, as tables of positions (guessed)
-LEAST_OPS = 3  # shorter blocks save nothing that is worth a rerun (guessed)
-DEEPEST_LEVEL = 2  # stages of blocks have two numbers in their names
+LEAST_BLOCKS = 2  # a repeated part of a network occurs at least twice
+DEEPEST_LEVEL = 2  # names such as `layer1.0` have two numbers: stage and block
 
 
 def block_offers(trace_index: TraceIndex) -> Iterator[Decisions]:
@@ -54,7 +51,7 @@ def _between_single_values(trace_index: TraceIndex) -> list[int]:
     """Per op the number of its block; -1 in the backward. A block ends when one large value at most is handed to later
     forward ops, which the next of them does not overwrite."""
     trace = trace_index.trace
-    large_bytes = SMALL_SHARE * max(trace_index.value_bytes, default=0)
+    large_bytes = HYBRID.small_value_share * max(trace_index.value_bytes, default=0)
     last_read = {value: at for at, op in enumerate(trace.ops) if op.phase == "forward" for value in op.reads}
     num_handed = [0] * (len(trace.ops) + 1)  # what each op adds to the values on their way, or takes from them
     for value, at in last_read.items():
@@ -68,7 +65,7 @@ def _between_single_values(trace_index: TraceIndex) -> list[int]:
         on_their_way += num_handed[at]
         if op.phase == "forward":
             numbers[at], num_ops = number, num_ops + 1
-            if on_their_way <= 1 and num_ops >= LEAST_OPS and not _overwrites(trace, at + 1, op):
+            if on_their_way <= 1 and num_ops >= HYBRID.least_block_ops and not _overwrites(trace, at + 1, op):
                 number, num_ops = number + 1, 0
     return numbers
 

@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 
 from outcore.planning.planners.costs import segments_of
 from outcore.planning.planners.scoring import Decisions, lean_bytes
+from outcore.planning.settings import BOUND
 from outcore.planning.trace_index import Int64s, TraceIndex
 from outcore.values import Budget, Machine
 
-NUM_SLOTS_LOOKED_AT = 24
-NUM_SHARING_ROUNDS = 6
-ROUNDING = 1 - 1e-9  # the simulator adds the same seconds in another order
+ROUNDING = 1 - 1e-9  # the simulator adds the same seconds in another order, so its sums differ in the last digits
 
 
 def bound_step_s(trace_index: TraceIndex, machine: Machine, budget: Budget) -> float:
@@ -33,7 +32,7 @@ def bound_step_s(trace_index: TraceIndex, machine: Machine, budget: Budget) -> f
     clock_s = _slot_clock(trace_index) / machine.speed
     rate = _fastest_out(machine, budget)
     urgent = np.where(over_bytes > 0, over_bytes - rate * clock_s, -np.inf)
-    looked_at = np.argsort(urgent, kind="stable")[::-1][:NUM_SLOTS_LOOKED_AT]
+    looked_at = np.argsort(urgent, kind="stable")[::-1][: BOUND.num_slots]
     shares_s = _shares(trace_index)
     delay_s = max(
         (
@@ -92,7 +91,7 @@ def _shares(trace_index: TraceIndex) -> dict[int, float]:
     for op, values in users.items():
         if len(values) == 1:
             share_s[values[0]] += trace_index.trace.ops[op].rerun_s
-    for _ in range(NUM_SHARING_ROUNDS):
+    for _ in range(BOUND.num_sharing_rounds):
         for op in shared:
             for value, seconds in given[op].items():
                 share_s[value] -= seconds
@@ -135,7 +134,7 @@ def _delay_at(
         return _cheapest(sorted(remade + wait), over_bytes - copied_bytes)
     low_s, high_s = 0.0, _cheapest(remade, float(over_bytes - min(rate * clock_s, stored_bytes)))
     high_s = min(high_s, over_bytes / rate if rate > 0 else high_s)
-    for _ in range(50):  # any delay also gives the lane time: the fixed point
+    for _ in range(BOUND.num_halvings):  # a delay gives the lane time, too: find the fixed point
         middle_s = (low_s + high_s) / 2
         left_bytes = over_bytes - min(rate * (clock_s + middle_s), stored_bytes)
         low_s, high_s = (middle_s, high_s) if _cheapest(remade, left_bytes) > middle_s else (low_s, middle_s)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
 
+from outcore.planning.settings import HYBRID
 from outcore.planning.trace_index import TraceIndex
-
-MAX_BUNDLE = 32  # values offered together; a longer sharing is found through its parts
 
 
 def segments_of(trace_index: TraceIndex) -> dict[int, tuple[int, ...]]:
@@ -72,5 +71,5 @@ def _bundles(segments: dict[int, tuple[int, ...]]) -> list[tuple[int, ...]]:
         for op in segment:
             sharing.setdefault(op, []).append(value)
     bundles: set[tuple[int, ...]] = {(value,) for value in segments}
-    bundles |= {tuple(values) for values in sharing.values() if 1 < len(values) <= MAX_BUNDLE}
+    bundles |= {tuple(values) for values in sharing.values() if 1 < len(values) <= HYBRID.max_bundle}
     return sorted(bundles)

@@ -1,6 +1,6 @@
 """TraceIndex + Machine + Budget -> decisions by a mixed-integer program: for judging the others, not for speed.
 
-Small steps (up to `MAX_ENUMERATED` combinations) are enumerated: every combination of decisions is lowered and
+Small steps (up to `EXACT.max_enumerated` combinations) are enumerated: every combination of decisions is lowered and
 simulated, and the fastest that fits is the answer. That is the definition of exact.
 
 Larger ones are modelled, as Checkmate (MLSys 2020) and POET (ICML 2022) do, and solved by HiGHS through SciPy. The
@@ -25,15 +25,9 @@ from outcore.planning.planners.hybrid import hybrid
 from outcore.planning.planners.pricing import LaneRoom, offer_of, segments_over
 from outcore.planning.planners.scoring import Decisions, Progress, better, lean_bytes, score
 from outcore.planning.planners.simple import keep_all
+from outcore.planning.settings import EXACT
 from outcore.planning.trace_index import TraceIndex
 from outcore.values import Budget, Decision, Machine
-
-MAX_ENUMERATED = 4**6
-TIME_LIMIT_S = 10.0  # for one solution
-TOTAL_LIMIT_S = 60.0
-GAP = 2e-3
-RESERVES = (0.0, 0.03)
-MAX_CUT_ROUNDS = 12
 
 
 def exact(trace_index: TraceIndex, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
@@ -43,16 +37,16 @@ def exact(trace_index: TraceIndex, machine: Machine, budget: Budget, progress: P
         return kept
     choices = [_choices(trace_index, value) for value in trace_index.evictable]
     best = score(trace_index, machine, budget, hybrid(trace_index, machine, budget, progress))
-    if np.prod([float(len(options)) for options in choices]) <= MAX_ENUMERATED:
+    if np.prod([float(len(options)) for options in choices]) <= EXACT.max_enumerated:
         for choice in product(*choices):
             decisions: Decisions = dict(zip(trace_index.evictable, choice))
             best = better(best, score(trace_index, machine, budget, decisions))
         return dict(best.decisions)
-    model, until_s = Model(trace_index, machine, budget), time.monotonic() + TOTAL_LIMIT_S
-    for at, reserve in enumerate(RESERVES):
-        progress("solving", at / len(RESERVES))
+    model, until_s = Model(trace_index, machine, budget), time.monotonic() + EXACT.total_limit_s
+    for at, reserve in enumerate(EXACT.reserves):
+        progress("solving", at / len(EXACT.reserves))
         solution = None
-        for _ in range(MAX_CUT_ROUNDS):
+        for _ in range(EXACT.max_cut_rounds):
             if time.monotonic() > until_s:
                 break
             solution = model.solve(int(budget.device_bytes * (1 - reserve)))
@@ -154,7 +148,7 @@ class Model:
         entries = [(at, column, size) for at, (row, _, _) in enumerate(rows) for column, size in row]
         where = (np.array([entry[0] for entry in entries]), np.array([entry[1] for entry in entries]))
         matrix = coo_array((np.array([entry[2] for entry in entries]), where), shape=(len(rows), self.num_columns))
-        cost = np.full(self.num_columns, 1e-7)  # of equal seconds, the fewest evictions
+        cost = np.full(self.num_columns, EXACT.eviction_cost_ms)  # of equal seconds, the fewest evictions
         for op, column in self.rerun_at.items():
             cost[column] = self.trace_index.trace.ops[op].rerun_s / self.machine.speed * 1e3
         solution = milp(
@@ -162,7 +156,7 @@ class Model:
             constraints=LinearConstraint(matrix.tocsr(), [row[1] for row in rows], [row[2] for row in rows]),
             bounds=Bounds(0, 1),
             integrality=np.ones(self.num_columns, dtype=np.int64),
-            options={"time_limit": TIME_LIMIT_S, "mip_rel_gap": GAP},
+            options={"time_limit": EXACT.time_limit_s, "mip_rel_gap": EXACT.gap},
         )
         return None if solution.x is None else self._read(solution.x > 0.5)
 

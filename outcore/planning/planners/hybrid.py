@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from outcore.planning.planners.blocks import block_offers
 from outcore.planning.planners.bound import bound_step_s
-from outcore.planning.planners.pricing import INF, Pricing
+from outcore.planning.planners.pricing import Pricing
 from outcore.planning.planners.scoring import (
     Decisions,
     Progress,
@@ -31,12 +31,9 @@ from outcore.planning.planners.scoring import (
 )
 from outcore.planning.planners.simple import keep_all, leanest
 from outcore.planning.planners.swap import swap
-from outcore.planning.settings import HYBRID
+from outcore.planning.settings import HYBRID, INF
 from outcore.planning.trace_index import TraceIndex
 from outcore.values import MADE_AGAIN, Budget, Decision, Machine
-
-OFFERS = (*itertools.product((1.0, 0.95, 1.05, 0.8), (0.0, 0.02)), (1.5, 0.15), (1.5, 0.2))  # (share, reserve)
-FORCED = tuple(itertools.product((0.0, 1.5, 2.0, 3.0, INF), (0.0, 0.02)))  # where nothing else fits
 
 
 def hybrid(trace_index: TraceIndex, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
@@ -107,7 +104,7 @@ def priced(trace_index: TraceIndex, machine: Machine, budget: Budget, progress: 
         return kept
     pricing = Pricing(trace_index, machine, budget)
     for remakes in (False, True):
-        found = pricing.cheapest_fit(1.0, int(budget.device_bytes * 0.98), remakes=remakes)
+        found = pricing.cheapest_fit(1.0, int(budget.device_bytes * HYBRID.timing_share), remakes=remakes)
         if found is None:
             continue
         scored = score(trace_index, machine, budget, found)
@@ -160,7 +157,7 @@ def _offers(
         return scored.fits and scored.step_s <= enough_s
 
     any_fit = False
-    for offers in (OFFERS, FORCED):
+    for offers in (HYBRID.offers, HYBRID.forced_offers):
         any_anchored, most_work = False, pricing.work + HYBRID.pricing_work
         for at, (share, reserve) in enumerate(offers):
             progress("pricing", at / len(offers))
@@ -239,7 +236,10 @@ class Walk:
         """Where walks from promising offers and from what is known end, each as far as it goes, and walks from near
         the best of these; the best first."""
         num_values, fitting = len(self.trace_index.evictable), [scored for scored in offers if scored.fits]
-        patience, ends = max(HYBRID.first_patience, 4 * num_values), [min((*fitting, *known), key=_merit)]
+        patience, ends = (
+            max(HYBRID.first_patience, HYBRID.patience_per_value * num_values),
+            [min((*fitting, *known), key=_merit)],
+        )
         ends += [self._descend(start, patience) for start in (*self._raced(fitting, patience), *known)]
         best = min(ends, key=_merit)
         num_idle, max_idle = 0, min(HYBRID.max_idle_walks, num_values)
@@ -282,7 +282,7 @@ class Walk:
 
     def _flipped(self, here: Scored, below_s: float = INF) -> Scored | None:
         self.num_left -= 1
-        if self.num_left % 64 == 0:
+        if self.num_left % HYBRID.flips_per_report == 0:
             self.progress("improving", 1 - self.num_left / self.num_flips)
         changed = self.flips.draw(here)
         if changed is None:

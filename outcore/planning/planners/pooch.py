@@ -16,11 +16,9 @@ from itertools import combinations
 from outcore.planning.planners.costs import segments_of
 from outcore.planning.planners.scoring import Decisions, Progress, Scored, better, score, score_if_it_can_fit
 from outcore.planning.planners.simple import swap_all
+from outcore.planning.settings import PEERS
 from outcore.planning.trace_index import TraceIndex
 from outcore.values import Budget, Machine
-
-NUM_CRITICAL = 6  # values whose keeping is searched exhaustively
-MAX_RECOMPUTES_TRIED = 300
 
 
 def pooch(trace_index: TraceIndex, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
@@ -36,7 +34,7 @@ def _keep_critical(
 ) -> Scored:
     """Every combination of the values whose swap-in stalls most."""
     stalls_s = best.clocked.in_stall_s
-    critical = sorted(stalls_s, key=lambda value: stalls_s[value], reverse=True)[:NUM_CRITICAL]
+    critical = sorted(stalls_s, key=lambda value: stalls_s[value], reverse=True)[: PEERS.num_critical]
     start: Decisions = dict(best.decisions)
     for size in range(1, len(critical) + 1):
         progress("keeping: swap-ins", size / (len(critical) + 1))
@@ -70,8 +68,8 @@ def _recompute_by_ratio(
     segments = segments_of(trace_index)
     cost_s = {v: sum(trace_index.trace.ops[op].rerun_s for op in ops) / machine.speed for v, ops in segments.items()}
     tried: set[int] = set()
-    for at in range(MAX_RECOMPUTES_TRIED):
-        progress("recomputing", at / MAX_RECOMPUTES_TRIED)
+    for at in range(PEERS.max_recomputes):
+        progress("recomputing", at / PEERS.max_recomputes)
         clocked = best.clocked
         overhead_s = {
             value: clocked.out_stall_s.get(value, 0.0) + clocked.in_stall_s.get(value, 0.0)

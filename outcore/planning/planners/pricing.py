@@ -22,12 +22,11 @@ from outcore.planning.planners.costs import remake_density, segments_of
 from outcore.planning.planners.scoring import Decisions
 from outcore.planning.program.lower import lean_of
 from outcore.planning.program.unroll import Unrolled
+from outcore.planning.settings import HYBRID, INF
 from outcore.planning.trace_index import Int64s, TraceIndex
 from outcore.values import Budget, Machine
 
-INF = float("inf")
-NEVER_S = 1e12
-MAX_ANCHOR_ROUNDS = 80
+NEVER_S = 1e12  # later than any step ends; finite, so that differences of it are numbers
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Pricing:
         with what they make early let go where that is enough; None: there is none."""
         cures = Cures()
         price_at = 0
-        for _ in range(MAX_ANCHOR_ROUNDS):
+        for _ in range(HYBRID.max_anchor_rounds):
             offer = self._lowest_price(share, device_bytes, cures, price_at)
             if offer is None:
                 return None
@@ -119,14 +118,14 @@ class Pricing:
                 if not self._fits_but_for_segments(lower, device_bytes):
                     low = lower.price_at + 1
                     break
-                best, high, stride = lower, lower.price_at, 4 * stride
+                best, high, stride = lower, lower.price_at, HYBRID.stride_factor * stride
         else:
             while not self._fits_but_for_segments(best, device_bytes):
                 low = high + 1
                 if low >= len(self.prices):
                     return None
                 high = min(high + stride, len(self.prices) - 1)
-                stride *= 4
+                stride *= HYBRID.stride_factor
                 best = self._offer(high, share, cures)
         while low < high:
             middle = (low + high) // 2
@@ -263,7 +262,7 @@ class LaneRoom:
     def admit(self, worth: Mapping[int, float], share: float) -> set[int]:
         """Values by falling worth per byte, while both lanes keep up; of equal worth, the first packed first."""
         stored_bytes = self.budget.host_bytes + self.budget.disk_bytes
-        scale = min(share, 1e6)
+        scale = min(share, HYBRID.most_lane_times)
         out_room, in_room = self.out_room * scale, self.in_room * scale
         chosen: set[int] = set()
         for value in sorted(worth, key=lambda value: (-worth[value], self.out_at[value])):

@@ -7,10 +7,9 @@ memory the step can run in.
 from __future__ import annotations
 
 from outcore.planning.planners.scoring import Decisions, Progress, lean_bytes
+from outcore.planning.settings import PEERS
 from outcore.planning.trace_index import TraceIndex
 from outcore.values import Budget, Machine
-
-MOST_REMADE = 500_000  # values x ops
 
 
 def keep_all(trace_index: TraceIndex, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
@@ -49,7 +48,7 @@ def leanest(trace_index: TraceIndex, machine: Machine, budget: Budget, progress:
     choices = [swapped, again, keep_all(trace_index, machine, budget, progress)]
     if "keep" in swapped.values():
         choices.append({value: again[value] if decision == "keep" else decision for value, decision in swapped.items()})
-        if len(trace_index.evictable) * len(trace_index.trace.ops) <= MOST_REMADE:
+        if len(trace_index.evictable) * len(trace_index.trace.ops) <= PEERS.most_remade:
             remade: Decisions = {
                 value: "remake" if decision == "recompute" else decision for value, decision in again.items()
             }

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 from outcore.planning.planners.scoring import Decisions, Progress, Scored, better, lean_bytes, score
 from outcore.planning.planners.simple import swap_all
+from outcore.planning.settings import PEERS
 from outcore.planning.trace_index import TraceIndex
 from outcore.values import Budget, Machine
-
-MAX_ROUNDS = 40
 
 
 def swap(trace_index: TraceIndex, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
     """All swapped, then kept where the model says a swap is not hidden, the dearest first, while it fits."""
     best = score(trace_index, machine, budget, swap_all(trace_index, machine, budget, progress))
-    num_taken = max(len(trace_index.evictable) // 8, 1)
-    for at in range(MAX_ROUNDS):
-        progress("taking swaps back", at / MAX_ROUNDS)
+    num_taken = max(len(trace_index.evictable) // PEERS.swap_part, 1)
+    for at in range(PEERS.swap_rounds):
+        progress("taking swaps back", at / PEERS.swap_rounds)
         decisions = _keep_dearest(trace_index, budget, best, num_taken)
         tried = score(trace_index, machine, budget, decisions)
         if better(best, tried) is tried:

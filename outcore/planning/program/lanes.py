@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from outcore.planning.settings import LOWERING
+
 OUT, IN = 0, 1
 
 
@@ -15,7 +17,7 @@ class Lanes:
     """Issue copies in order of time; ask when one ends. Time never runs backwards."""
 
     def __init__(self, duplex_share: float) -> None:
-        self._share = min(max(duplex_share, 1e-3), 1.0)
+        self._share = min(max(duplex_share, LOWERING.least_duplex_share), 1.0)
         self._now_s = 0.0
         self._queues: tuple[deque[list[float]], deque[list[float]]] = (deque(), deque())  # [key, ready_s, work_s]
         self.start_s: tuple[dict[int, float], dict[int, float]] = ({}, {})

@@ -25,11 +25,9 @@ from outcore.errors import PlanMismatch
 from outcore.planning.program.lanes import IN, OUT, Lanes
 from outcore.planning.program.simulate import Step, memory_with_ins
 from outcore.planning.program.unroll import Unrolled, unroll
+from outcore.planning.settings import LOWERING
 from outcore.planning.trace_index import Int64s, TraceIndex, index_of
 from outcore.values import Action, Budget, Decision, Machine, Plan, Schedule, Trace
-
-SLACK_SHARE = 0.1  # a swap-in starts this part of its own duration early
-SLACK_S = 300e-6  # and this much on top
 
 
 def lower(trace: Trace, plan: Plan, machine: Machine) -> Schedule:
@@ -316,8 +314,8 @@ class _Sweep:
         for need, value in reversed(self.stays):
             copy_s = self.machine.in_s(self.trace_index.value_bytes[value], self.tiers[value])
             need_s = ends_s[need - 1] if need else 0.0
-            free_s = min(free_s, need_s) - copy_s * (1 + SLACK_SHARE)
-            tick = bisect_right(ends_s, free_s - SLACK_S) - 1
+            free_s = min(free_s, need_s) - copy_s * (1 + LOWERING.slack_share)
+            tick = bisect_right(ends_s, free_s - LOWERING.slack_s) - 1
             queue.appendleft((max(tick, self._gone_at(value, need)), need, value))
         return queue
 

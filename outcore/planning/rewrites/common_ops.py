@@ -20,10 +20,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from outcore.planning.settings import LOWERING
 from outcore.planning.trace_index import index_of, remembered
 from outcore.values import Plan, Schedule, Trace
-
-NEAR_SLOTS, NEAR_SHARE = 128, 0.02  # between the first and the last time they are asked for; the share is of all slots
 
 
 def merged(trace: Trace) -> Trace:
@@ -58,7 +57,7 @@ def _merge(trace: Trace) -> Trace:
 def _repeated_values(trace: Trace) -> dict[int, int]:
     """Value of a repeated op -> the value of the first op."""
     trace_index, repeated = index_of(trace), {}
-    near_slots = max(NEAR_SLOTS, int(NEAR_SHARE * trace.num_slots))
+    near_slots = max(LOWERING.near_slots, int(LOWERING.near_share * trace.num_slots))
     evictable = set(trace_index.evictable)
 
     def is_plain(value: int) -> bool:

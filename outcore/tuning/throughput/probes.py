@@ -23,7 +23,8 @@ from dataclasses import dataclass
 import torch
 
 from outcore.errors import BudgetTooSmall, TuningError
-from outcore.planning.families.scaling import BEND, Family, Recorded, difference
+from outcore.planning.families.scaling import Family, Recorded, difference
+from outcore.planning.settings import FAMILIES
 from outcore.tuning.settings import SETTINGS
 from outcore.tuning.throughput.bench import Bench, Measurement, Progress
 from outcore.units import format_bytes
@@ -167,7 +168,7 @@ def next_probe(family: Family, edge: int, longest_s: float) -> int:
 
 def least_known_batch(family: Family) -> int:
     """The batch between two others whose seconds are least known; 0 where all are known."""
-    widest, batch = 1 + BEND, 0
+    widest, batch = 1 + FAMILIES.bend_share, 0
     for low, high in zip(family.recorded, family.recorded[1:]):
         middle = round_batch(int(math.sqrt(low.batch * high.batch)))
         least_s, most_s = family.bounds_s(middle)

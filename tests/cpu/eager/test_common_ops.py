@@ -21,6 +21,7 @@ from outcore.planning.preparing import prepare
 from outcore.planning.program.verify import verify as verify_planned
 from outcore.planning.rewrites import common_ops
 from outcore.planning.rewrites.common_ops import merged
+from outcore.planning.settings import LOWERING
 from outcore.planning.trace_index import index_of
 from outcore.reporting.explanation import explain
 from outcore.values import Budget, Decision, Plan, Schedule, Trace
@@ -363,10 +364,9 @@ def test_repeated_ops_that_are_asked_for_far_apart_are_not_merged(monkeypatch: p
     slots = [[trace_index.tick_slots[trace_index.unpacks[value][0]] for value in pair] for pair in pairs]
     near = min(abs(one - other) for one, other in slots)
     for limit_slots, num in ((near - 1, 0), (near, 3)):
-        monkeypatch.setattr(common_ops, "NEAR_SLOTS", limit_slots)
-        monkeypatch.setattr(common_ops, "NEAR_SHARE", 0.0)
+        monkeypatch.setattr(common_ops, "LOWERING", replace(LOWERING, near_slots=limit_slots, near_share=0.0))
         assert num_merged(replace(trace)) == num
-    monkeypatch.setattr(common_ops, "NEAR_SHARE", 1.0)
+    monkeypatch.setattr(common_ops, "LOWERING", replace(LOWERING, near_share=1.0))
     assert num_merged(replace(trace)) == 6
 
 

@@ -114,7 +114,7 @@ def test_however_little_work_is_allowed_prices_are_tried_until_an_offer_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The leanest plan, which fits, is no offer."""
-    trace, asked, forced = chain(), list[float](), {share for share, _ in hybrid_planner.FORCED} - {1.5}
+    trace, asked, forced = chain(), list[float](), {share for share, _ in HYBRID.forced_offers} - {1.5}
     budget = Budget(plan(trace, MACHINE, Budget(1000, 1000), "keep-all").predicted_peak_bytes - 1, 1000)
     really = Pricing.cheapest_fit
 
@@ -129,7 +129,7 @@ def test_however_little_work_is_allowed_prices_are_tried_until_an_offer_fits(
     monkeypatch.setattr(hybrid_planner, "HYBRID", replace(HYBRID, pricing_work=0))
     hybrid_planner.hybrid(index_of(trace), MACHINE, budget, lambda what, part: None)
     assert asked[-1] in forced
-    assert len(asked) < len(hybrid_planner.OFFERS) + len(hybrid_planner.FORCED)
+    assert len(asked) < len(HYBRID.offers) + len(HYBRID.forced_offers)
 
 
 def test_a_plan_for_one_step_is_an_offer_that_nobody_improves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from outcore.errors import BudgetTooSmall
 from outcore.planning.families import sharing
 from outcore.planning.families.sharing import plan_shared
 from outcore.planning.preparing import Planned
-from outcore.planning.settings import SHARED
+from outcore.planning.settings import FAMILIES
 from outcore.units import MIB
 from outcore.values import Budget, Trace
 from tests.pure.planning.test_allocator_model import MACHINE, large_chain
@@ -42,7 +42,7 @@ def test_the_largest_plan_without_a_restart_is_taken(monkeypatch: pytest.MonkeyP
 
 def test_a_restart_that_costs_less_than_a_smaller_plan_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     restarts_above(0.0, monkeypatch, lost_s=1e-12)
-    assert share_of(shared()) == pytest.approx(SHARED.shares[0], abs=1e-3)
+    assert share_of(shared()) == pytest.approx(FAMILIES.shares[0], abs=1e-3)
 
 
 def test_after_running_out_of_memory_plans_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
