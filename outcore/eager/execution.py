@@ -148,7 +148,7 @@ class Execution:
         if times is not None:
             times.stop(started)
         if self.meter is not None:
-            everything = self.meter.knows_what_was_there
+            everything = self.meter.knows_existing
             made = tensors_in((result,)) if everything else outputs_of(func, args, kwargs, result)[0]
             for tensor in filter(is_plain, made):
                 self.meter.see(tensor)

@@ -35,7 +35,7 @@ from outcore.eager.signatures import OpOverload, outputs_of, reads_of, replay_ki
 from outcore.eager.switches import changed, switches
 from outcore.memory.device import DeviceMemory
 from outcore.memory.device_kind import name_of
-from outcore.memory.meter import storages_there
+from outcore.memory.meter import existing_storages
 from outcore.memory.store import Store
 from outcore.memory.tensors import is_plain
 from outcore.values import Replay, StateUse, Trace
@@ -64,7 +64,7 @@ class Recorder:
         self.switches = switches()  # that the step began with
         self._contents = contents = Contents(store, self, on_copy=partial(_see_copy, weakref.ref(self)))
         self.storages = storages = RecordedStorages(
-            storages_there(model, inputs), memory, contents.is_exposed, state_bytes
+            existing_storages(model, inputs), memory, contents.is_exposed, state_bytes
         )
         self.ops = ops = RecordedOps(model, storages, memory, before_bytes, budget_bytes)
         self.safety = safety = ReplaySafety(storages, ops.workspaces)

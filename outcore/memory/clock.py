@@ -1,13 +1,14 @@
-"""Seconds of each op of a step.
+"""Device -> Clock: the seconds of each op of a step.
 
-On CUDA, ops are timed by event pairs that are queued behind a short spin of the device: the host is then ahead and does
-not show up in the times. A step that is recorded takes the host so long that spins are counted by ops; in the step that
-is timed again, another spin begins before the host could have used up the last one, however slow it is. An event pair
-with nothing in between takes a few microseconds, which are taken off every op.
+On CUDA, an op is timed by a pair of events around it. The events are queued while the device spins for a few
+milliseconds, so the host is ahead of the device and its own time does not count. While a step is recorded the host is
+slow, and the device spins again after a fixed number of ops. When the step is timed once more, the device spins again
+before the host can have used up the previous spin. Two events with no op in between are a few microseconds apart; this
+offset is subtracted from every op.
 
-An op that made the allocator ask the driver for memory still looks slow; a step is timed twice, and an event pair only
-ever overstates, so the smaller time is the op's own. In tight memory the same op may have to wait for its memory both
-times: the second time, what it will ask for is known, and asked for before its clock starts.
+An op that made the allocator ask the driver for memory looks slow. A step is therefore timed twice and the smaller time
+counts, because a pair of events can only overstate. In tight memory the same op may wait for memory both times. The
+second time, the sizes of its blocks are known, and the clock allocates and frees such blocks before the op starts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ from outcore.memory.settings import MEMORY
 
 
 class Clock:
-    """Seconds of each op, read when the step is over. `asks`: by op, the bytes of the blocks it will ask for."""
+    """Measures the seconds of each op; read them when the step is over.
+
+    `spin` says whether the device spins while events are queued. `asks` maps the number of an op to the sizes of the
+    blocks that it will allocate. `on_refused` is called when such blocks do not fit.
+    """
 
     def __init__(
         self,
@@ -41,9 +46,8 @@ class Clock:
         self._asks, self._on_refused = asks or {}, on_refused
         self._pairs: list[tuple[Any, Any]] = []
         self._spun_at_s = -math.inf
-        self._stream = (
-            torch.cuda.current_stream(device) if device.type == "cuda" else None
-        )  # also where an op leaves it
+        # Events are recorded on this stream even if an op changes the current one.
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def start(self) -> Any:
         if self._stream is None:
@@ -56,17 +60,19 @@ class Clock:
         return self._stream.record_event(torch.cuda.Event(enable_timing=True))
 
     def _is_used_up(self, number: int) -> bool:
-        if not self._asks:  # recorded: what an op asks for is not known yet
+        if not self._asks:  # the step is being recorded, so the sizes of its blocks are not known yet
             return number % MEMORY.num_ops_per_spin == 0
         return time.perf_counter() - self._spun_at_s > MEMORY.ahead_s
 
     def _make_room(self, sizes: Sequence[int]) -> bool:
-        """Blocks that are there and free are what the op gets. Did the allocator have to start over for them?"""
+        """Allocates and frees the blocks of an op, which then reuses them. Returns whether the allocator restarted."""
         num_before = count_restarts(self.device)
         try:
-            held = [torch.UntypedStorage(size, device=self.device) for size in sizes]  # all at once, as the op will
-            del held
-        except torch.OutOfMemoryError:  # a library may do with a smaller workspace
+            blocks = [
+                torch.UntypedStorage(size, device=self.device) for size in sizes
+            ]  # all alive at once, as in the op
+            del blocks
+        except torch.OutOfMemoryError:  # the op's library may use a smaller workspace
             self._on_refused()
         return count_restarts(self.device) != num_before
 
@@ -77,7 +83,8 @@ class Clock:
             self._pairs.append((started, self._stream.record_event(torch.cuda.Event(enable_timing=True))))
 
     def spans(self, began: Any) -> list[tuple[float, float]]:
-        """Start and end of each, in seconds since `began`, which another clock's `start` returned."""
+        """Returns the start and the end of each op in seconds since `began`, a value that `start` of a clock
+        returned."""
         if self.device.type != "cuda":
             return [(start - began, end - began) for start, end in self._pairs]
         torch.cuda.synchronize(self.device)
@@ -91,6 +98,12 @@ class Clock:
         return [max(0.0, start.elapsed_time(end) / 1e3 - empty_s) for start, end in self._pairs]
 
 
+def delay_stream(seconds: float) -> None:
+    """Makes the current CUDA stream wait for about that long. Tests slow copies down in this way to show races."""
+    if seconds:
+        torch.cuda._sleep(int(seconds * MEMORY.cycles_per_s))
+
+
 def _spin(stream: torch.cuda.Stream) -> None:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(MEMORY.spin_cycles)
@@ -98,7 +111,7 @@ def _spin(stream: torch.cuda.Stream) -> None:
 
 @cache
 def _empty_pair_s(device: torch.device) -> float:
-    """Seconds between two events with nothing in between, of which every timed op has a pair."""
+    """Returns the seconds between two events with nothing in between, the offset of every timed op."""
     stream = torch.cuda.current_stream(device)
     _spin(stream)
     pairs = [
@@ -110,7 +123,7 @@ def _empty_pair_s(device: torch.device) -> float:
 
 
 class OpTimes:
-    """Seconds of each op of a step, beside the names of the ops."""
+    """The names of the ops of a step, and the seconds of each."""
 
     def __init__(self, clock: Clock) -> None:
         self.names: list[str] = []

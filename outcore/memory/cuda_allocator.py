@@ -1,4 +1,4 @@
-"""CUDA's allocator, made ready for large blocks: few holes, and nothing that stays in the middle of memory."""
+"""CUDA's caching allocator: prepared for large blocks, and watched for restarts and refused requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outcore.memory.settings import MEMORY
 
 
 def make_ready(device: torch.device) -> None:
-    """Before the first step under a budget."""
+    """Prepares the allocator before the first step under a budget."""
     if device.type != "cuda":
         return
     _prefer_expandable_segments()
@@ -21,15 +21,18 @@ def make_ready(device: torch.device) -> None:
 
 
 def _prefer_expandable_segments() -> None:
-    """Segments that grow leave far fewer holes. A choice the user made stands."""
+    """Turns expandable segments on, which fragment far less, unless the user configured the allocator."""
     if not (os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")):
         set_them = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
         (set_them or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
 
 
 def _ask_for_workspaces(device: torch.device) -> None:
-    """cuBLAS gets a workspace for every thread that calls it, for good. Asked for in the middle of a step it would lie
-    in the middle of memory and cut the large blocks' room in two: so both threads ask now, when there is little else.
+    """Makes cuBLAS allocate its workspaces now.
+
+    cuBLAS allocates a workspace for each thread that calls it, and keeps it. Allocated in the middle of a step, it
+    would stay in the middle of memory and split the space for large blocks. So the thread of the forward and the thread
+    of the backward each multiply two matrices while little else is allocated.
     """
     with suppress(RuntimeError), torch.cuda.device(device), torch.inference_mode(False), torch.enable_grad():
         square = torch.ones(8, 8, device=device, requires_grad=True)
@@ -37,8 +40,8 @@ def _ask_for_workspaces(device: torch.device) -> None:
 
 
 def places(device: torch.device) -> tuple[tuple[int, int], ...]:
-    """Address and bytes of every large block there is, from the first page of its row on. Empty where segments do not
-    grow: `outcore.planning.allocator.model` knows nothing of those."""
+    """Returns offset and size of every large block in the expandable segment. Empty without expandable segments, which
+    is all that `outcore.planning.allocator.model` covers."""
     if device.type != "cuda":
         return ()
     stream = torch.cuda.current_stream(device).cuda_stream
@@ -55,71 +58,78 @@ def places(device: torch.device) -> tuple[tuple[int, int], ...]:
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """`torch.cuda.memory_allocated`, without the millisecond that it takes to list all other figures by name."""
+    """Returns `torch.cuda.memory_allocated` without formatting all other statistics, which takes a millisecond."""
     return int(torch._C._cuda_memoryStats(device.index)["allocated_bytes"]["all"]["current"])
 
 
 def count_restarts(device: torch.device) -> int:
-    """How often the allocator gave everything back and started over, so far."""
+    """Returns how often the allocator has restarted so far: it freed its whole cache and tried again."""
     return int(torch._C._cuda_memoryStats(device.index)["num_alloc_retries"]) if device.type == "cuda" else 0
 
 
 class HostPacing:
-    """A host that does not wait begins a step while copies of the last one still hold memory, and one step after the
-    other needs less than both at once. Where the allocator starts over for that again and again, the host waits: a
-    device that has nothing to do for a moment is cheaper than one that is drained and gives its memory back.
+    """Decides whether the host waits for the device before a step.
 
-    A start over leaves memory laid out otherwise than the plan's first steps found it, and the next step may start over
-    for that alone, waited for or not, as may every one after it. So it begins as they did, with an empty cache."""
+    A host that does not wait starts a step while copies of the previous one still hold memory, and both together may
+    need more than there is. If the allocator restarts for that reason again and again, the host waits: an idle moment
+    of the device is cheaper than a restart, which synchronizes the device and frees the cache.
+
+    After a restart, memory is laid out differently than in the first steps of the plan, and the next steps may restart
+    for that reason alone. So the step after a restart begins with an empty cache, as the first steps did.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._num_restarts = self._num_emptied = 0
-        self._fits = False  # the step before
-        self._started_over = deque[bool](maxlen=MEMORY.num_restarts_looked_at)
+        self._fits = False  # whether the previous step's plan fits
+        self._restarted = deque[bool](maxlen=MEMORY.num_restarts_looked_at)
 
     def begin(self, *, fits: bool) -> int:
-        """A step begins. `fits`: nobody waits after it, and with a wait its plan would need no starts over. Their
-        number so far: those that are new are of the step before, which may have followed another plan."""
+        """Called when a step begins. `fits` says that its plan was measured without a restart while the host waited.
+        Returns the number of restarts so far; new ones belong to the previous step, which may have had another plan."""
         num_restarts = count_restarts(self._device)
-        started_over = self._fits and num_restarts > self._num_restarts
+        restarted = self._fits and num_restarts > self._num_restarts
         if not self.waits:
-            self._started_over.append(started_over)
-        self._num_emptied = self._num_emptied + 1 if started_over else 0
+            self._restarted.append(restarted)
+        self._num_emptied = self._num_emptied + 1 if restarted else 0
         self._num_restarts, self._fits = num_restarts, fits
         if self.waits:
             torch.cuda.synchronize(self._device)
-        if started_over and self._num_emptied <= MEMORY.most_emptied:
+        if restarted and self._num_emptied <= MEMORY.most_emptied:
             torch.cuda.empty_cache()
         return num_restarts
 
     @property
     def waits(self) -> bool:
-        return sum(self._started_over) >= MEMORY.num_restarts_to_wait
+        return sum(self._restarted) >= MEMORY.num_restarts_to_wait
 
 
 class Refusals:
-    """Around a step: memory that was refused to one of its ops, and it went on. cuDNN then takes an algorithm that
-    needs less and says nothing; its sums may round otherwise than those of the one it takes where there is room."""
+    """A context manager around a step that warns if an op was refused memory and continued.
+
+    cuDNN then silently chooses an algorithm with a smaller workspace, whose sums may round differently.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._num_before = 0
-        self._num_untold = 0  # in steps that failed: what cuDNN took then it may take in the next ones, without asking
+        self._num_untold = (
+            0  # refusals in failed steps: cuDNN may keep the algorithm it chose then without asking again
+        )
         self._told = device.type != "cuda"
 
     def __enter__(self) -> None:
         self._num_before = self._count() - self._num_untold
 
     def excuse(self) -> None:
-        """One that changed no op."""
+        """Discounts a refusal that changed no op."""
         self._num_before += 1
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Tells the user, once, when a step ends well."""
+        """Warns the user once, when a step has succeeded."""
         num, self._num_untold = self._count() - self._num_before, 0
         if kind is not None:
-            self._num_untold = num - issubclass(kind, torch.OutOfMemoryError)  # that one says so itself
+            self._num_untold = num - issubclass(kind, torch.OutOfMemoryError)  # the error itself tells the user
         elif num > 0:
             self._told = True
             warn(

@@ -1,10 +1,10 @@
-"""A device -> what its memory tells before, during and after a step: one protocol, a CUDA and a CPU class.
+"""Device -> DeviceMemory: what is allocated before, during and after a step. One protocol, a CUDA and a CPU class.
 
-On CUDA a caching allocator knows every figure, but it also reserves more than it hands out, starts over when no free
-block is long enough, and may refuse memory to an op that then goes on with less. On the CPU no allocator can be asked:
-bytes are counted op by op (`outcore.memory.meter`), and there is nothing to give back or to wait for.
+On CUDA the caching allocator reports every figure. It also reserves more than it hands out, restarts (frees its whole
+cache) when no free block is large enough, and may refuse memory to an op, which then continues with less. The CPU has
+no such allocator: bytes are counted op by op (`outcore.memory.meter`), and nothing can be given back or waited for.
 
-Whoever fits plans to a device (`outcore.fitting`) asks only this protocol, so a test can play a GPU.
+`outcore.fitting` uses only this protocol, so tests can replace a GPU.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import torch
 from outcore.memory import cuda_allocator
 from outcore.memory.cuda_allocator import HostPacing, Refusals
 from outcore.memory.gradient_pool import GradientPool
-from outcore.memory.meter import LiveBytes, Optimizers, resident_bytes, storages_there
+from outcore.memory.meter import LiveBytes, Optimizers, existing_storages, resident_bytes
 from outcore.memory.workspace import AllocatorWorkspaces, NoWorkspaces, WorkspaceMeter
 from outcore.planning.allocator.model import ROUND_BYTES, Places
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes of a step. `reserved_bytes`: what the allocator held; 0 where there is no caching allocator."""
+    """The peak of a step. `reserved_bytes` is what the caching allocator held, or 0 where there is none."""
 
     allocated_bytes: int
     reserved_bytes: int = 0
 
 
 class PeakWatch(Protocol):
-    """The peak of the step that runs. `meter`: who wants to see every tensor that the step makes, if anybody."""
+    """Watches the peak of the running step. If `meter` is not None, it must see every tensor that the step makes."""
 
     meter: LiveBytes | None
 
@@ -45,61 +45,62 @@ class DeviceMemory(Protocol):
     """The memory of the device that a model is on."""
 
     device: torch.device
-    has_caching_allocator: bool  # it reserves more than it hands out: plans must leave headroom, found by trying
-    counts_op_by_op: bool  # the peak is known only where Python sees every op, also those of the backward
-    is_slow_to_pin: bool  # fresh host memory is pinned before a copy: a recorded step drops what is quickly made again
+    has_caching_allocator: bool  # it reserves more than it hands out, so plans must leave headroom
+    counts_op_by_op: bool  # the peak is known only if Python sees every op, also in the backward
+    is_slow_to_pin: bool  # pinning takes longer than recomputing a cheap value, so a recorded step drops such values
     refusals: Refusals  # a context manager around a step
 
     def block_bytes(self, num_bytes: int) -> int:
-        """What the allocator counts for a storage of that many bytes."""
+        """Returns the size of the block that the allocator hands out for a storage of `num_bytes`."""
         ...
 
     def allocated_bytes(self) -> int:
-        """What the allocator has handed out; 0 where there is none to ask."""
+        """Returns the bytes that the caching allocator has handed out, or 0 where there is none."""
         ...
 
     def workspaces(self, before_bytes: int) -> WorkspaceMeter:
-        """Reads what each op of a step allocates beyond its storages. `before_bytes`: allocated when the step began."""
+        """Returns a meter of what each op allocates beyond its storages. `before_bytes` were allocated before the
+        step."""
         ...
 
     def before_step_bytes(self, inputs: Sequence[torch.Tensor]) -> int:
-        """What is allocated when a step begins: parameters, gradients, optimizer state, inputs."""
+        """Returns what is allocated when a step begins: parameters, gradients, optimizer state, inputs."""
         ...
 
     def watch_peak(self, before_bytes: int, inputs: Sequence[torch.Tensor], *, has_unseen: bool) -> PeakWatch:
-        """Begins to watch the peak. `has_unseen`: the step uses storages that no op makes."""
+        """Starts watching the peak. `has_unseen` says that the step uses storages that no op makes."""
         ...
 
     def before_recording(self) -> None: ...
     def after_recording(self) -> None: ...
 
     def begin_step(self, *, fits: bool) -> int:
-        """A planned step begins. `fits`: its plan was measured and made the allocator start over in no step. Returns
-        how often the allocator started over so far."""
+        """Called when a planned step begins. `fits` says that the plan was measured and caused no restart. Returns the
+        number of allocator restarts so far."""
         ...
 
     def num_restarts(self) -> int:
-        """How often the allocator started over so far."""
+        """Returns the number of allocator restarts so far."""
         ...
 
     def begin_gradient_pool(self) -> None:
-        """Small gradients of the step that begins go to pages of their own."""
+        """Moves the small gradients of the step that begins to pages of their own."""
         ...
 
     def end_step(self) -> None:
-        """The step is over, however it ended."""
+        """Called when a step has ended, also by an exception."""
         ...
 
     def new_headroom(self) -> None:
-        """Plans of another size will be tried: what was learned about the host's pace no longer holds."""
+        """Called before plans of another size are tried: forgets what was learned about the host's pace."""
         ...
 
     def give_back(self) -> None:
-        """Gives free pages back to the driver."""
+        """Returns unused pages to the driver."""
         ...
 
     def places(self) -> Places:
-        """Address and bytes of the large blocks that are there."""
+        """Returns address and size of each large block that is allocated."""
         ...
 
     @property
@@ -108,12 +109,12 @@ class DeviceMemory(Protocol):
         ...
 
     def close(self) -> None:
-        """Takes every hook off again."""
+        """Removes all hooks."""
         ...
 
 
 def memory_of(model: torch.nn.Module, device: torch.device, budget_bytes: int) -> DeviceMemory:
-    """The memory of `device`, made ready for steps of `model` in `budget_bytes`."""
+    """Returns the memory of `device`, prepared for steps of `model` in `budget_bytes`."""
     return CudaMemory(model, device, budget_bytes) if device.type == "cuda" else CpuMemory(model, device)
 
 
@@ -144,10 +145,10 @@ class CudaMemory:
         return _AllocatorPeak(self.device)
 
     def before_recording(self) -> None:
-        gc.collect()  # what nobody holds any more would count as there all along
+        gc.collect()  # garbage would count as allocated throughout the step
 
     def after_recording(self) -> None:
-        torch.cuda.empty_cache()  # the optimizer's state, made next, should not lie scattered among holes
+        torch.cuda.empty_cache()  # the optimizer's state is allocated next and should not end up in scattered holes
 
     def begin_step(self, *, fits: bool) -> int:
         return self._pacing.begin(fits=fits)
@@ -216,8 +217,8 @@ class CpuMemory:
         return resident + sum(tensor.nbytes for tensor in inputs if tensor.device.type == "cpu")
 
     def watch_peak(self, before_bytes: int, inputs: Sequence[torch.Tensor], *, has_unseen: bool) -> PeakWatch:
-        there = storages_there(self._model, inputs) if has_unseen else None
-        return _CountedPeak(LiveBytes(before_bytes, there))
+        existing = existing_storages(self._model, inputs) if has_unseen else None
+        return _CountedPeak(LiveBytes(before_bytes, existing))
 
     def before_recording(self) -> None:
         pass

@@ -1,7 +1,6 @@
-"""A device -> what its kind can do apart from its memory: one record for CUDA, one for the CPU.
+"""Device -> DeviceKind: what CUDA and the CPU can do, apart from their memory. One record for each.
 
-What a step may rely on differs between the two, and only this room knows which of them a device is: everybody else
-asks for the ability that they need.
+Only this room compares device types; other code asks for the ability that it needs.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import torch
 
 @dataclass(frozen=True)
 class DeviceKind:
-    home_tier: Literal["host", "disk"]  # where training state lies while it is not on the device
-    normalises_from_statistics: bool  # batch normalisation can be made again from what it saved
-    tries_convolutions: bool  # with `torch.backends.cudnn.benchmark`, every thread chooses its algorithms anew
-    updates_alike: bool  # implementations for many tensors update all of them one way, which depends on each
-    has_kernels: bool  # Triton's kernels run here, and round as PyTorch's own do
+    home_tier: Literal["host", "disk"]  # where training state is kept while it is not on the device
+    normalises_from_statistics: bool  # batch norm can be recomputed from its saved statistics
+    tries_convolutions: bool  # cuDNN's benchmark mode: each thread chooses algorithms by trying them
+    updates_alike: bool  # a multi-tensor update picks one implementation, which depends on every tensor
+    has_kernels: bool  # Triton kernels run here and round as PyTorch's own do
 
 
 _CUDA = DeviceKind(
@@ -42,19 +41,19 @@ def kind_of(device: torch.device) -> DeviceKind:
 
 
 def default_device() -> torch.device:
-    """The current GPU where there is one."""
+    """Returns the current GPU if there is one, else the CPU."""
     return numbered(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def numbered(device: torch.device) -> torch.device:
-    """`cuda` as the GPU that it means at the moment."""
+    """Returns `cuda` with the index of the current GPU; other devices are returned unchanged."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """The one that ops on the device draw from unless they are given another."""
+    """Returns the default random number generator of the device."""
     if device.type == "cuda":
         return torch.cuda.default_generators[numbered(device).index]
     return torch.default_generator
@@ -65,7 +64,7 @@ def name_of(device: torch.device) -> str:
 
 
 def facts_of(device: torch.device) -> tuple[Any, ...]:
-    """What a plan that was measured on the device holds for."""
+    """Returns what must be equal for a measured plan to be valid on another device."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         driver = getattr(torch._C, "_cuda_getDriverVersion", int)()

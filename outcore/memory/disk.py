@@ -1,8 +1,8 @@
-"""The disk tier: one swap file without a name, read and written by a thread for each direction.
+"""The disk tier: one unnamed swap file, and one thread for each direction that copies to or from it.
 
-The file is unlinked as soon as it is open, so a killed process leaves nothing behind. Writes and reads bypass the page
-cache (O_DIRECT) where the file system allows: the page cache would hide in RAM the very bytes that were meant to leave
-it. Space is reserved before the first byte is copied, so a full disk is an error at once and never a lost tensor.
+The file is unlinked as soon as it is open, so a killed process leaves nothing behind. Reads and writes bypass the page
+cache (O_DIRECT) where the file system supports that, because the page cache would keep in host memory the bytes that
+are meant to leave it. Space is reserved before the first byte is copied, so a full disk raises an error at once.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from outcore.errors import StoreError
 from outcore.memory.extents import Extents
 from outcore.memory.settings import MEMORY
 from outcore.memory.tensors import data_ptr
-from outcore.units import MIB, format_bytes
+from outcore.units import format_bytes
 
 Copy = Callable[["torch.cuda.Event | None"], None]
 
 
 class SwapFile:
-    """A nameless file with room for at most `capacity_bytes`."""
+    """An unnamed file of at most `capacity_bytes`."""
 
     def __init__(self, folder: str | Path, capacity_bytes: int) -> None:
         self.folder = Path(folder)
@@ -43,7 +43,9 @@ class SwapFile:
         self._given: deque[tuple[int, int]] = deque()
         self.direct = True
         self.fd = self._open()
-        self._close = weakref.finalize(self, os.close, self.fd)  # also where nobody closes it: its blocks go, too
+        self._close = weakref.finalize(
+            self, os.close, self.fd
+        )  # also without a call of `close`, to free the disk's blocks
 
     def _open(self) -> int:
         try:
@@ -64,12 +66,16 @@ class SwapFile:
             os.unlink(name)
 
     def take(self, num_bytes: int) -> int | None:
-        """Reserves room on the disk; None when the limit is reached. A full disk is a StoreError."""
+        """Reserves a range of the file and returns its offset, or None when the limit is reached. Raises StoreError
+        when the disk is full."""
         with self._lock:
             self._take_back()
             offset = self.extents.take(num_bytes)
             if offset is None:
-                size = max(self.extents.round_up(num_bytes), min(256 * MIB, self.capacity_bytes // 16))
+                size = max(
+                    self.extents.round_up(num_bytes),
+                    min(MEMORY.file_growth_bytes, self.capacity_bytes // MEMORY.file_growth_parts),
+                )
                 size = min(self.extents.round_up(size), self.capacity_bytes - self.extents.capacity_bytes)
                 if size < self.extents.round_up(num_bytes):
                     return None
@@ -79,7 +85,7 @@ class SwapFile:
             return offset
 
     def give(self, offset: int, num_bytes: int) -> None:
-        """Takes no lock: it is called when an object dies, and that may happen inside `take`."""
+        """Frees a range. It takes no lock because it is called when an object dies, which may happen inside `take`."""
         self._given.append((offset, num_bytes))
 
     def used_bytes(self) -> int:
@@ -92,7 +98,7 @@ class SwapFile:
             self.extents.give(*self._given.popleft())
 
     def _reserve(self, offset: int, num_bytes: int, at_least_bytes: int) -> int:
-        """Room on the disk itself, not only in the file: as much as wanted, or what is needed now."""
+        """Reserves blocks of the disk for the file: `num_bytes`, or only `at_least_bytes` if the disk has no more."""
         try:
             os.posix_fallocate(self.fd, offset, num_bytes)
         except OSError as error:
@@ -118,7 +124,7 @@ class DiskLane:
     def __init__(self, name: str, file: SwapFile, device: torch.device) -> None:
         self.file = file
         self.device = device
-        self.delay_s = 0.0  # tests slow the lane down to show races
+        self.delay_s = 0.0  # tests slow the lane down to provoke races
         self._staging = mmap.mmap(-1, MEMORY.chunk_bytes)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._staging))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -127,11 +133,11 @@ class DiskLane:
         self._thread.start()
 
     def write(self, source: torch.Tensor, offset: int, num_bytes: int) -> Future[float]:
-        """Starts copying a byte tensor into the file; the future gives the time it was done."""
+        """Starts copying a byte tensor into the file. The result of the future is the time when the copy ended."""
         return self._submit(lambda ready: self._write(source, offset, num_bytes, ready))
 
     def read(self, target: torch.Tensor, offset: int, num_bytes: int, after: Future[float]) -> Future[float]:
-        """Starts copying from the file into a byte tensor, once the write `after` is done."""
+        """Starts copying from the file into a byte tensor, after the write `after` has ended."""
 
         def copy(ready: torch.cuda.Event | None) -> None:
             after.result()
@@ -145,7 +151,7 @@ class DiskLane:
         work: list[Copy] = [copy]
 
         def job() -> None:
-            """The tensor is let go before `done` is set: whoever waits for that may count on its memory."""
+            """Drops the tensor before it sets `done`, so that its memory is free for those that wait."""
             failure = self._attempt(work.pop(), ready)
             if failure is None:
                 done.set_result(time.perf_counter())
@@ -156,7 +162,7 @@ class DiskLane:
         return done
 
     def _attempt(self, copy: Copy, ready: torch.cuda.Event | None) -> StoreError | None:
-        """Copies, and returns what went wrong: without a traceback, whose frames would hold the tensor."""
+        """Copies, and returns the error if there is one, without its traceback, whose frames would hold the tensor."""
         try:
             if self.delay_s:
                 time.sleep(self.delay_s)
@@ -208,5 +214,7 @@ class DiskLane:
 
     def close(self) -> None:
         self._jobs.put(None)
-        if threading.current_thread() is not self._thread:  # which may have dropped the last that held its store
-            self._thread.join(timeout=30)
+        if (
+            threading.current_thread() is not self._thread
+        ):  # this thread itself may drop the last reference to the store
+            self._thread.join(timeout=MEMORY.lane_end_s)

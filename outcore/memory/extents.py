@@ -1,4 +1,4 @@
-"""Room in a row of bytes: first-fit allocation of ranges. Serves the pinned slabs and the swap file alike."""
+"""Capacity -> ranges of bytes, allocated first-fit. Used for pinned slabs and for the swap file."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ class Extents:
         return -(-max(num_bytes, 1) // self.align_bytes) * self.align_bytes
 
     def take(self, num_bytes: int) -> int | None:
-        """The offset of a free range of at least `num_bytes`, or None."""
+        """Allocates a range of at least `num_bytes` and returns its offset, or None if no free range is large
+        enough."""
         size = self.round_up(num_bytes)
-        for index, room in enumerate(self._sizes):
-            if room >= size:
+        for index, free_bytes in enumerate(self._sizes):
+            if free_bytes >= size:
                 offset = self._starts[index]
-                if room == size:
+                if free_bytes == size:
                     del self._starts[index], self._sizes[index]
                 else:
                     self._starts[index] += size
@@ -34,7 +35,7 @@ class Extents:
         return None
 
     def give(self, offset: int, num_bytes: int) -> None:
-        """Returns a range taken before; neighbours merge."""
+        """Frees a range that was taken before, and merges it with free neighbours."""
         size = self.round_up(num_bytes)
         self.used_bytes -= size
         index = bisect.bisect(self._starts, offset)
@@ -48,7 +49,7 @@ class Extents:
             del self._starts[index], self._sizes[index]
 
     def grow(self, num_bytes: int) -> None:
-        """Adds `num_bytes` of room at the end."""
+        """Adds `num_bytes` of capacity at the end."""
         offset, self.capacity_bytes = self.capacity_bytes, self.capacity_bytes + num_bytes
         self.used_bytes += self.round_up(num_bytes)
         self.give(offset, num_bytes)

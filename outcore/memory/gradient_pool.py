@@ -2,14 +2,14 @@
 
 Gradients live until the optimizer has used them, longer than anything else that a backward pass allocates, and so they
 fragment the memory around them (`outcore.planning.allocator.hints`). On ResNet-50 in 16 GiB, 29 gradients of 1 to 9 MiB
-made the allocator start over once or twice a step, with 3 GiB free in all. In plans made after such a restart, a small
+made the allocator restart once or twice a step, with 3 GiB free in all. In plans made after such a restart, a small
 gradient is moved to the pool as soon as autograd has stored it.
 
 The pool consists of blocks of a stream on which nothing ever runs, because the caching allocator serves each stream
 from pages of its own. Two conditions must hold. The blocks are used on the compute stream, so the allocator is told
 (`record_stream`): it does not reuse them, nor their pages, before that stream is done with them. And nothing may run on
-the pool's stream, not even the NaNs that `torch.empty` writes under deterministic algorithms: they were written after
-the values, and the loss was NaN.
+the pool's stream, not even the NaNs that `torch.empty` writes under deterministic algorithms: they would be written
+after the values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from outcore.planning.allocator.hints import SMALLEST_BYTES, smallest_in_pool
 
 
 class GradientPool:
-    """Moves the gradients of the smallest parameters, together at most a fiftieth of the budget, during steps.
+    """Moves the gradients of the smallest parameters, together at most `ALLOCATOR.pool_share` of the budget, during
+    steps.
 
     Only gradients that the step's own backward pass made are moved. A parameter that had a gradient when the step began
     keeps that block, and so does a parameter with hooks of others, which may be about to sum gradients over ranks. Our
@@ -53,38 +54,38 @@ class GradientPool:
         self._parameters = smallest_in_pool(large, budget_bytes)
 
     def begin(self) -> None:
-        """A step begins."""
-        there = [parameter for reference in self._parameters if (parameter := reference()) is not None]
+        """Called when a step begins."""
+        alive = [parameter for reference in self._parameters if (parameter := reference()) is not None]
         if not self._is_listening:
             self._is_listening = True
-            for parameter in there:
-                if parameter.requires_grad:  # still: some are frozen later
+            for parameter in alive:
+                if parameter.requires_grad:  # it may have been frozen since the pool was made
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(self._move))
-        self._waiting = {id(parameter) for parameter in there if parameter.grad is None}
+        self._waiting = {id(parameter) for parameter in alive if parameter.grad is None}
 
     def end(self) -> None:
         self._waiting.clear()
 
     def remove(self) -> None:
-        """For good."""
+        """Removes the hooks. The pool cannot be used again."""
         self._is_listening = True
         while self._hooks:
             self._hooks.pop().remove()
 
     def move(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same tensor in the pool, or `tensor` itself where a copy would differ in some way."""
+        """Returns a copy in the pool, or `tensor` itself if a copy would not behave the same in every way."""
         if not _is_plain(tensor):
             return tensor
         part = _part_of(tensor.device)
         if part is None and tensor.is_cuda:
             return tensor
         try:
-            with torch.cuda.stream(part):  # on the CPU: no change
+            with torch.cuda.stream(part):  # has no effect on the CPU, where `part` is None
                 storage = torch.UntypedStorage(tensor.nbytes, device=tensor.device)
-        except torch.OutOfMemoryError:  # the step itself has all it needs
+        except torch.OutOfMemoryError:  # the step itself has all the memory it needs
             self._on_refused()
             return tensor
-        with torch._C._DisableTorchDispatch():  # these are no ops of the step
+        with torch._C._DisableTorchDispatch():  # the copy is not an op of the step
             moved = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             moved.set_(storage, 0, tensor.size(), tensor.stride())
             if part is not None:
@@ -100,7 +101,7 @@ class GradientPool:
 
 
 def _part_of(device: torch.device) -> torch.cuda.Stream | None:
-    """The stream whose pages are used by what runs on the current one; none while a graph of it is captured."""
+    """Returns the pool's stream for the current stream, or None while a CUDA graph of that stream is captured."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return None
     return _own_stream(device, torch.cuda.current_stream(device).cuda_stream)
@@ -108,9 +109,11 @@ def _part_of(device: torch.device) -> torch.cuda.Stream | None:
 
 @functools.cache
 def _own_stream(device: torch.device, current: int) -> torch.cuda.Stream | None:
-    """PyTorch's own streams are handed out in turn: somebody else may get the same one, and run something on it. So the
-    driver is asked for one that nobody knows and that waits for nobody. Without it nothing is pooled, nor with an
-    allocator other than PyTorch's: memory it gives to one stream may be in use until that stream has waited.
+    """Creates a stream on which nothing else ever runs.
+
+    PyTorch hands out its streams in turn, so other code may get the same one and run kernels on it. The driver
+    therefore creates a new, non-blocking stream. Returns None, and nothing is pooled, if that fails or if the allocator
+    is not PyTorch's own: another allocator may give memory to a stream that must first wait before it uses it.
     """
     if torch.cuda.get_allocator_backend() != "native":
         return None
@@ -124,7 +127,7 @@ def _own_stream(device: torch.device, current: int) -> torch.cuda.Stream | None:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """A block of this tensor alone: no bucket's view, no subclass, no graph, nothing to be done when it is read."""
+    """Whether the tensor has a storage of its own: no view of a bucket, no subclass, no graph, no lazy conjugation."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided

@@ -1,15 +1,16 @@
-"""Memory beside the device that the device can address: where the training state lives while it is not in use.
+"""Device -> Homes: memory outside the device that the device can address. Unused training state is kept there.
 
-A tensor at home is an ordinary tensor of the device; only its bytes lie elsewhere. On CUDA they lie in pinned host
-memory that is mapped into the device's address space, so that a kernel which reads the tensor reads over the bus; on
-the CPU they lie in a mapped file. Whoever reads a parameter that is at home therefore gets its bytes, slowly, and
-nothing is ever freed under a reader. Copies between home and device run in two lanes, one per direction.
+A tensor at home is an ordinary tensor of the device whose bytes are elsewhere. On CUDA they are in pinned host memory
+that is mapped into the device's address space, so a kernel that reads the tensor reads over the bus. On the CPU they
+are in a mapped file. Code that reads a parameter at home therefore gets its bytes, slowly, and nothing is freed while
+it is read. Copies between home and device run in two lanes, one per direction.
 
-Rules that keep the copies right:
-- the target of a copy in is allocated in the compute stream's pool, and the copy waits for compute before it writes;
-- a copy waits for what compute was told to do before it: it sees every write to its source, and no reader of its
-  target is overtaken;
-- source and target of a copy are held until the copy is over, whoever lets go of them earlier.
+Three rules keep the copies correct:
+- the target of a copy to the device is allocated on the compute stream, and the copy waits for compute before it
+  writes;
+- a copy waits for the work that was queued on the compute stream before it, so it sees every write to its source and
+  does not overwrite a target that is still read;
+- source and target of a copy are kept alive until the copy has ended.
 
 Every allocation has exactly the bytes it was asked for, rounded up to pages.
 """
@@ -31,6 +32,7 @@ from typing import Any
 import torch
 
 from outcore.errors import StoreError
+from outcore.memory.clock import delay_stream
 from outcore.memory.device_kind import kind_of
 from outcore.memory.meter import BESIDE, see_brought
 from outcore.memory.pinning import pin, unpin
@@ -44,7 +46,7 @@ Done = torch.cuda.Event | Future[None]  # a copy that was started
 
 
 class _Memory:
-    """The bytes of one tensor at home. They go when the last tensor on them has gone."""
+    """The bytes of one tensor at home. They are freed with the last tensor that uses them."""
 
     __slots__ = ("__weakref__", "host", "num_bytes")
 
@@ -54,13 +56,13 @@ class _Memory:
 
 
 def is_at_home(tensor: torch.Tensor) -> bool:
-    """Whether the bytes of `tensor` lie beside the device."""
+    """Whether the bytes of `tensor` are outside the device."""
     return tensor.layout is torch.strided and _HOME in tensor.untyped_storage().__dict__
 
 
 def host_view(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The bytes of a dense tensor as a CPU tensor, without copying them; None where they are on another device. What
-    the device was told to do with them is over."""
+    """Returns the bytes of a dense tensor as a CPU tensor without copying them, or None if they are on another device.
+    Waits until the device has done what was queued."""
     memory = tensor.untyped_storage().__dict__.get(_HOME) if tensor.layout is torch.strided else None
     if tensor.device.type != "cpu" and memory is None:
         return None
@@ -71,12 +73,12 @@ def host_view(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor as a row of its numbers, in the order in which they lie."""
+    """Returns a one-dimensional view of a dense tensor, in the order of its memory."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 class Homes:
-    """Homes of tensors of one device, and the two lanes between them and the device."""
+    """Allocates homes for tensors of one device, and copies between them and the device in two lanes."""
 
     def __init__(self, device: torch.device, limit_bytes: int, folder: str | Path | None = None) -> None:
         self.device, self.tier = device, kind_of(device).home_tier
@@ -85,7 +87,7 @@ class Homes:
         self.used_bytes = 0
         self.peak_bytes = 0
         self.copied_bytes = {"in": 0, "out": 0}
-        self.delay_s = 0.0  # tests slow the copies down to show races
+        self.delay_s = 0.0  # tests slow copies down to provoke races
         self._flying: deque[tuple[Done, torch.Tensor]] = deque()
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._threads: dict[str, ThreadPoolExecutor] = {}
@@ -95,7 +97,7 @@ class Homes:
             self._threads = {way: ThreadPoolExecutor(1, f"outcore-{way}") for way in ("in", "out")}
             weakref.finalize(self, _stop, tuple(self._threads.values()))
 
-    # -- room ---------------------------------------------------------------------------------------------------------
+    # -- space --------------------------------------------------------------------------------------------------------
 
     def check_room(self, num_bytes: int, what: str) -> None:
         """Raises StoreError when `num_bytes` more would exceed the limit. Nothing is allocated."""
@@ -106,8 +108,8 @@ class Homes:
             )
 
     def empty_like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A tensor of the device that lies as the dense `tensor` does, with its bytes at home. Their content is
-        undefined."""
+        """Returns a tensor of the device with the size and strides of the dense `tensor` and its bytes at home. Its
+        content is undefined."""
         return self.empty(tensor.size(), tensor.stride(), dtype or tensor.dtype)
 
     def empty(self, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -132,25 +134,26 @@ class Homes:
     # -- copies -------------------------------------------------------------------------------------------------------
 
     def fetch(self, home: torch.Tensor) -> tuple[torch.Tensor, Done]:
-        """Starts copying a tensor to the device. Read it after `wait`."""
+        """Starts copying a tensor to the device. The result may be read after `wait`."""
         with below_everything(), torch.inference_mode(False):
             target = torch.empty_strided(home.size(), home.stride(), dtype=home.dtype, device=self.device)
             see_brought(target)
             return target, self._copy("in", target, home)
 
     def send(self, source: torch.Tensor, home: torch.Tensor) -> Done:
-        """Starts copying a tensor of the device home. Nobody may read it there before `wait`."""
+        """Starts copying a tensor from the device. `home` may be read after `wait`."""
         with below_everything():
             return self._copy("out", home, source)
 
     def fill(self, home: torch.Tensor, source: torch.Tensor) -> None:
-        """Writes a tensor of the host or of the device, of any type, into one at home; it is there on return."""
+        """Copies a tensor of the host or of the device, of any type, into `home`, and returns when the copy has
+        ended."""
         with below_everything(), torch.no_grad():
             if source.device.type == self.device.type:
                 home.copy_(source)
                 return
             if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)  # a kernel may be reading what was there
+                torch.cuda.synchronize(self.device)  # a kernel may still read the old content
             whole = _host_bytes(home).view(home.dtype)
             whole.as_strided(home.size(), home.stride()).copy_(source)
 
@@ -163,10 +166,9 @@ class Homes:
 
     def _on_stream(self, way: str, target: torch.Tensor, source: torch.Tensor) -> Done:
         stream = self._streams[way]
-        stream.wait_stream(torch.cuda.current_stream(self.device))  # looked up now: users train on streams of their own
+        stream.wait_stream(torch.cuda.current_stream(self.device))  # users train on streams of their own
         with torch.cuda.stream(stream):
-            if self.delay_s:
-                torch.cuda._sleep(int(self.delay_s * 1.5e9))
+            delay_stream(self.delay_s)
             _host_bytes(target).copy_(_host_bytes(source), non_blocking=True)
             event: torch.cuda.Event = stream.record_event()
             return event
@@ -175,7 +177,7 @@ class Homes:
         pair = [target, source]
 
         def copy(delay_s: float) -> None:
-            """Holds neither tensor any more when it is over."""
+            """Copies, and drops both tensors afterwards."""
             try:
                 if delay_s:
                     time.sleep(delay_s)
@@ -187,7 +189,7 @@ class Homes:
         return self._threads[way].submit(copy, self.delay_s)
 
     def wait(self, done: Done | None) -> None:
-        """What compute does from here on comes after the copy."""
+        """Makes compute wait for the copy."""
         if isinstance(done, Future):
             done.result()
         elif done is not None:
@@ -198,7 +200,7 @@ class Homes:
         return done.done() if isinstance(done, Future) else done.query()
 
     def forget(self, done: Done | None) -> None:
-        """Compute has waited for the copy: its tensor need not be held any more."""
+        """Called when compute has waited for the copy: its tensor need not be kept alive any more."""
         for at, (flying, _) in enumerate(self._flying):
             if flying is done:
                 del self._flying[at]
@@ -209,7 +211,7 @@ class Homes:
             self._flying.popleft()
 
     def close(self) -> None:
-        """Waits for every copy. Tensors that are at home stay valid."""
+        """Waits for all copies. Tensors at home stay valid."""
         for done, _ in self._flying:
             if isinstance(done, Future):
                 done.result()
@@ -220,7 +222,7 @@ class Homes:
 
 
 def _host_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a dense tensor; of one at home on CUDA, as the CPU tensor that copy engines read and write."""
+    """Returns the bytes of a dense tensor. For a tensor at home on CUDA these are a CPU tensor, as copies need."""
     start, num_bytes = tensor.storage_offset() * tensor.dtype.itemsize, tensor.numel() * tensor.dtype.itemsize
     memory = tensor.untyped_storage().__dict__.get(_HOME)
     whole = memory.host if memory is not None and memory.host is not None else as_bytes(tensor)
@@ -230,9 +232,9 @@ def _host_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _pinned(size: int, num_bytes: int, device: torch.device) -> tuple[torch.UntypedStorage, _Memory]:
     mapped = mmap.mmap(-1, size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        mapped.madvise(mmap.MADV_HUGEPAGE)  # 512 times fewer pages to fault in and to pin
+        mapped.madvise(mmap.MADV_HUGEPAGE)  # far fewer pages to fault in and to pin
     host = torch.frombuffer(mapped, dtype=torch.uint8)
-    host.zero_()  # every core faults its share
+    host.zero_()  # PyTorch's threads touch it in parallel, so every core maps a part
     if not pin(data_ptr(host), size):
         raise StoreError(
             f"{format_bytes(size)} of host memory could not be pinned for the training state; lower host=..., free "
@@ -246,13 +248,13 @@ def _pinned(size: int, num_bytes: int, device: torch.device) -> tuple[torch.Unty
 
 def _unpin(address: int, mapped: mmap.mmap, device: torch.device) -> None:
     with contextlib.suppress(RuntimeError):
-        torch.cuda.synchronize(device)  # a kernel may be reading over the bus
+        torch.cuda.synchronize(device)  # a kernel may still read over the bus
     unpin(address)
-    del mapped  # it was kept until here: memory that is unmapped but registered can never be registered again
+    del mapped  # only now: memory that is unmapped while it is registered can never be registered again
 
 
 def _in_file(size: int, num_bytes: int, folder: Path | None) -> torch.UntypedStorage:
-    """A storage on a file without a name: a killed process leaves nothing behind."""
+    """Returns a storage on an unnamed file, of which a killed process leaves nothing behind."""
     where = folder or Path(tempfile.gettempdir())
     try:
         where.mkdir(parents=True, exist_ok=True)
@@ -278,7 +280,7 @@ def _in_file(size: int, num_bytes: int, folder: Path | None) -> torch.UntypedSto
 
 
 def _reserve(handle: int, size: int) -> None:
-    """Room on the disk itself: a full disk is an error here, and a crash later."""
+    """Reserves blocks of the disk, so that a full disk raises an error here instead of a bus error later."""
     try:
         os.posix_fallocate(handle, 0, size)
     except OSError as error:

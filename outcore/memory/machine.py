@@ -1,4 +1,5 @@
-"""This machine -> Machine: capacities as they are granted (cgroup, ranks), rates as they are measured."""
+"""This machine -> Machine: the capacities that this process is granted (by its cgroup, beside other ranks), and
+measured rates."""
 
 from __future__ import annotations
 
@@ -21,63 +22,64 @@ from outcore.errors import OutcoreError
 from outcore.memory.disk import DiskLane, SwapFile
 from outcore.memory.settings import MEMORY
 from outcore.memory.store import PinnedSlab
-from outcore.units import ENDLESS_BYTES, GIB, MIB, format_bytes, parse_bytes
+from outcore.units import ENDLESS_BYTES, GIB, format_bytes, parse_bytes
 from outcore.values import Machine
 
 log = logging.getLogger("outcore")
-AUTO_SHARE = (
-    0.9  # of what is free, for memory="auto": others on the device, and kernels' workspaces, want some (guessed)
-)
 
 
 def host_bytes_granted() -> int:
-    """RAM this process may swap to: what is free, under the cgroup's limit, shared by the ranks on this host."""
-    free = min(psutil.virtual_memory().available, _cgroup_room_bytes())
+    """Returns how much host memory this process may swap to: a share of what is free under the cgroup's limit, divided
+    among the ranks on this host."""
+    free = min(psutil.virtual_memory().available, _free_cgroup_bytes())
     num_ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return int(free * MEMORY.host_share / num_ranks)
 
 
 def tiers_below(device: torch.device, host: int | str, disk: str | Path | None) -> tuple[int, str | None]:
-    """Where steps on `device` may swap to: bytes of pinned host memory, and the folder of the swap file if there is
-    one. On the CPU the disk is the only place, by default where temporary files are."""
+    """Returns where steps on `device` may swap to: bytes of pinned host memory, and the folder of the swap file or
+    None.
+
+    A step on the CPU can swap only to the disk, by default to the folder of temporary files.
+    """
     if device.type == "cuda":
         granted_bytes = host_bytes_granted()
         host_bytes = granted_bytes if host == "auto" else parse_bytes(host, of_bytes=granted_bytes)
         return host_bytes, None if disk is None else str(disk)
     if host != "auto":
-        parse_bytes(host, of_bytes=host_bytes_granted())  # nonsense is refused here, too
+        parse_bytes(host, of_bytes=host_bytes_granted())  # a size that cannot be read is an error on the CPU, too
     return 0, tempfile.gettempdir() if disk is None else str(disk)
 
 
 def granted_bytes(model: torch.nn.Module, device: torch.device, memory: int | str) -> int:
-    """The budget that `memory` asks for. `"auto"`: what is free now, less a margin, and what the model has."""
+    """Returns the budget that `memory` asks for. `"auto"` is what is allocated already plus a share of what is free."""
     if memory != "auto":
         return parse_bytes(memory, of_bytes=device_bytes(device))
     if device.type == "cuda":
         free_bytes = torch.cuda.mem_get_info(device)[0]
-        there_bytes = torch.cuda.memory_allocated(device)
-        free_bytes += torch.cuda.memory_reserved(device) - there_bytes
+        allocated_bytes = torch.cuda.memory_allocated(device)
+        free_bytes += torch.cuda.memory_reserved(device) - allocated_bytes
     else:
-        free_bytes = min(psutil.virtual_memory().available, _cgroup_room_bytes())
-        there_bytes = _bytes_there(model)
-    granted = there_bytes + int(free_bytes * AUTO_SHARE)
+        free_bytes = min(psutil.virtual_memory().available, _free_cgroup_bytes())
+        allocated_bytes = _model_bytes(model)
+    granted = allocated_bytes + int(free_bytes * MEMORY.auto_share)
     log.info(
-        "memory='auto': %s are free on %s, of which %s stay free; with what is there already the budget is %s",
+        "memory='auto': %s are free on %s, of which %s stay free; with what is already allocated the budget is %s",
         format_bytes(free_bytes),
         device,
-        format_bytes(free_bytes - int(free_bytes * AUTO_SHARE)),
+        format_bytes(free_bytes - int(free_bytes * MEMORY.auto_share)),
         format_bytes(granted),
     )
     return granted
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Parameters and buffers."""
+    """Returns the bytes of the parameters and buffers."""
     return _bytes_of([*model.parameters(), *model.buffers()])
 
 
-def _bytes_there(model: torch.nn.Module) -> int:
-    """Parameters, buffers and the gradients that are there."""
+def _model_bytes(model: torch.nn.Module) -> int:
+    """Returns the bytes of the parameters, the buffers and the gradients that exist."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return _bytes_of([*model.parameters(), *model.buffers(), *gradients])
 
@@ -87,7 +89,7 @@ def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in known}.values())
 
 
-def _cgroup_room_bytes() -> int:
+def _free_cgroup_bytes() -> int:
     for limit_file, used_file in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -104,19 +106,19 @@ def _cgroup_room_bytes() -> int:
 def device_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return min(psutil.virtual_memory().total, _cgroup_room_bytes())
+    return min(psutil.virtual_memory().total, _free_cgroup_bytes())
 
 
 @cache
 def measure_machine(device: torch.device, folder: str | None) -> Machine:
-    """Measures links and disk (about a second) once per process."""
+    """Measures the links and the disk, once per process. It takes about a second."""
     write_rate, read_rate = _measure_disk(folder) if folder is not None else (0.0, 0.0)
-    disk_bytes = int(shutil.disk_usage(folder).free * 0.9) if folder is not None else 0
+    disk_bytes = int(shutil.disk_usage(folder).free * MEMORY.disk_share) if folder is not None else 0
     if device.type == "cuda":
         out_rate, in_rate, share, latency_s = _measure_links(device)
         name, host_bytes = f"cuda {torch.cuda.get_device_name(device)}", host_bytes_granted()
     else:
-        out_rate, in_rate, share, latency_s = write_rate, read_rate, 0.7, 100e-6
+        out_rate, in_rate, share, latency_s = write_rate, read_rate, MEMORY.disk_duplex_share, MEMORY.disk_latency_s
         name, host_bytes = "cpu", 0
     return Machine(
         device=name,
@@ -135,14 +137,15 @@ def measure_machine(device: torch.device, folder: str | None) -> Machine:
 
 
 def _measure_links(device: torch.device) -> tuple[float, float, float, float]:
-    """Rates out and in, the share each keeps when both run, and a small copy's cost."""
-    num_bytes = 256 * MIB
+    """Returns the rates out and in, the share of its rate that each keeps while both run, and a small copy's
+    seconds."""
+    num_bytes = MEMORY.link_bytes
     slab = PinnedSlab(2 * num_bytes)
     on_host = slab.bytes[:num_bytes], slab.bytes[num_bytes:]
     on_device = torch.empty(2, num_bytes, dtype=torch.uint8, device=device)
     streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def seconds(*, out: bool, back: bool, size: int = num_bytes, repeats: int = 4) -> float:
+    def seconds(*, out: bool, back: bool, size: int = num_bytes, repeats: int = MEMORY.num_link_copies) -> float:
         torch.cuda.synchronize(device)
         began = time.perf_counter()
         for _ in range(repeats):
@@ -155,20 +158,22 @@ def _measure_links(device: torch.device) -> tuple[float, float, float, float]:
         torch.cuda.synchronize(device)
         return (time.perf_counter() - began) / repeats
 
-    seconds(out=True, back=True)  # warm
+    seconds(out=True, back=True)  # the first copies also map memory and are not counted
     out_s, back_s, both_s = seconds(out=True, back=False), seconds(out=False, back=True), seconds(out=True, back=True)
-    small_s = seconds(out=True, back=False, size=4096, repeats=32)
+    small_s = seconds(out=True, back=False, size=MEMORY.latency_bytes, repeats=MEMORY.num_latency_copies)
     slab.close()
     share = min(1.0, max(out_s, back_s) / both_s)
-    return num_bytes / out_s, num_bytes / back_s, share, min(small_s, 50e-6)
+    return num_bytes / out_s, num_bytes / back_s, share, min(small_s, MEMORY.most_latency_s)
 
 
 def _measure_disk(folder: str) -> tuple[float, float]:
-    num_bytes = 64 * MIB
+    num_bytes = MEMORY.disk_bytes
     file = SwapFile(folder, GIB)
     cpu = torch.device("cpu")
     lane = DiskLane("measure", file, cpu)
-    content = torch.arange(num_bytes, dtype=torch.int32).view(torch.uint8)[:num_bytes]  # draws no random numbers
+    content = torch.arange(num_bytes, dtype=torch.int32).view(torch.uint8)[
+        :num_bytes
+    ]  # random content would advance the user's generator
     offset = file.take(num_bytes)
     assert offset is not None
 
@@ -184,7 +189,7 @@ def _measure_disk(folder: str) -> tuple[float, float]:
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
-    """Where a model lives."""
+    """Returns the device of a model's parameters."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type in ("cuda", "cpu"):
             device = tensor.device

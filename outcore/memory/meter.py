@@ -1,8 +1,8 @@
-"""How many bytes of the device are in use: by the allocator's own count on CUDA, by our own count on the CPU.
+"""Tensors of a step -> bytes in use on the CPU, where no allocator reports them.
 
-On the CPU no allocator can be asked, so storages are counted as ops make them and discounted when they die. That sees
-every tensor, and nothing a kernel allocates and frees inside itself. What was made without an op (compiled code, NumPy)
-is counted when an op first returns it; to tell that from what was there before the step, that has to be known.
+A storage is counted when an op first returns a tensor on it, and discounted when it dies. This counts every tensor,
+but not what a kernel allocates and frees internally. A storage that no op made (compiled code, NumPy) is also counted
+when an op first returns it; the storages that existed before the step must be known to tell the two apart.
 """
 
 from __future__ import annotations
@@ -21,49 +21,51 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from outcore.memory.tensors import PLAIN, gradient_of, innermost
 
 _SEEN = "_outcore_metered"
-BESIDE = "_outcore_home"  # on storages whose bytes lie beside the device (`outcore.memory.home`)
-_RUNNING: list[weakref.ref[LiveBytes]] = []  # the one of the step that is running, if it has one
+BESIDE = "_outcore_home"  # marks storages whose bytes are not on the device (`outcore.memory.home`)
+_RUNNING: list[weakref.ref[LiveBytes]] = []  # the meter of the running step, if it has one
 
 
-def storages_there(model: torch.nn.Module, inputs: Iterable[torch.Tensor]) -> Iterator[torch.UntypedStorage]:
-    """Of the model and its inputs, and of every tensor Python can see: `gc.freeze()` hides those that were there before
-    it."""
-    # An object refers to its class. `gc.get_objects` would hold the tuples that other threads are filling, too, and
-    # Python raises SystemError in such a thread.
+def existing_storages(model: torch.nn.Module, inputs: Iterable[torch.Tensor]) -> Iterator[torch.UntypedStorage]:
+    """Yields the storages of the model, of its inputs and of every tensor that the garbage collector knows. Tensors
+    that existed before a call of `gc.freeze()` are hidden from it."""
+    # Every object refers to its class. `gc.get_objects` would also hold references to tuples that other threads are
+    # still filling, and Python raises SystemError in such a thread.
     tensors = gc.get_referrers(*PLAIN)
     gradients = (gradient for known in model.parameters() if (gradient := gradient_of(known)) is not None)
     for tensor in chain(model.parameters(), model.buffers(), gradients, inputs, tensors):
         if type(tensor) in PLAIN and tensor.layout is torch.strided:
             try:
                 yield tensor.untyped_storage()
-            except (RuntimeError, NotImplementedError):  # without one: nothing of ours
+            except (RuntimeError, NotImplementedError):  # a tensor without a storage
                 continue
 
 
 def outside(model: torch.nn.Module, inputs: Iterable[torch.Tensor]) -> frozenset[int]:
-    """Which storages a model and its inputs have, by number: nothing is won by swapping those."""
-    there = map(innermost, chain(model.parameters(), model.buffers(), inputs))
-    with torch._C.DisableTorchFunctionSubclass():  # to ask for these is not to look at their content
-        return frozenset(tensor.untyped_storage()._cdata for tensor in there if tensor.layout is torch.strided)
+    """Returns the identities of the storages of a model and its inputs, which are never swapped."""
+    tensors = map(innermost, chain(model.parameters(), model.buffers(), inputs))
+    with torch._C.DisableTorchFunctionSubclass():  # asking for a storage does not read its content
+        return frozenset(tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided)
 
 
 class LiveBytes:
-    """Storages made since it began, counted while they live."""
+    """Counts the storages made since it was created, for as long as they live."""
 
-    def __init__(self, before_bytes: int, there: Iterable[torch.UntypedStorage] | None) -> None:
+    def __init__(self, before_bytes: int, existing: Iterable[torch.UntypedStorage] | None) -> None:
         self.current_bytes = self.peak_bytes = before_bytes
-        self.knows_what_was_there = there is not None
+        self.knows_existing = existing is not None
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._next = 0
-        for storage in there or ():
+        for storage in existing or ():
             storage.__dict__[_SEEN] = self
         _RUNNING[:] = [weakref.ref(self)]
 
     def see(self, tensor: torch.Tensor) -> None:
-        """Counts the storage of `tensor`, which was not there before the step, once."""
+        """Counts the storage of `tensor` once, unless it existed before the step."""
         storage = tensor.untyped_storage()
         marks = storage.__dict__
-        if marks.get(_SEEN) is self or BESIDE in marks or storage.device.type != "cpu":  # formulas are tried on "meta"
+        if (
+            marks.get(_SEEN) is self or BESIDE in marks or storage.device.type != "cpu"
+        ):  # compiled formulas are tried on "meta"
             return
         marks[_SEEN] = self
         number, self._next = self._next, self._next + 1
@@ -82,15 +84,18 @@ class LiveBytes:
 
 
 def see_brought(tensor: torch.Tensor | None) -> None:
-    """Tells the meter of the running step, if it has one, of what was brought back, whichever step saved it."""
+    """Counts a tensor that was brought back to the device in the running step, whichever step saved it."""
     for mark in _RUNNING:
         if tensor is not None and (meter := mark()) is not None:
             meter.see(tensor)
 
 
 class Optimizers:
-    """Those that step a model's parameters: a process tells of every one that steps, ours or not. To walk through a
-    model takes as long as many ops, so one whose parameters are as they were is not looked at again."""
+    """The optimizers that update a model's parameters.
+
+    PyTorch calls the hook for every optimizer of the process. Comparing its parameters with the model's takes as long
+    as many ops, so an optimizer is examined again only after its parameter groups have changed.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -106,17 +111,17 @@ class Optimizers:
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         groups = [group["params"] for group in optimizer.param_groups]
-        told = tuple((len(params), id(params[0]) if params else 0) for params in groups)
-        if self._known.get(optimizer) == told:
+        summary = tuple((len(params), id(params[0]) if params else 0) for params in groups)
+        if self._known.get(optimizer) == summary:
             return
-        self._known[optimizer] = told
+        self._known[optimizer] = summary
         owned = {id(parameter) for parameter in self._model.parameters()}
         if any(id(parameter) in owned for params in groups for parameter in params):
             self._ours.add(optimizer)
 
 
 def _tell(listener: weakref.WeakMethod[Callable[..., None]], optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """A hook for all optimizers must not keep its owner alive."""
+    """Calls the listener if it is still alive: a global hook must not keep its owner alive."""
     if (tell := listener()) is not None:
         tell(optimizer)
 
@@ -127,8 +132,8 @@ def _values(held: Any) -> Iterable[Any]:
 
 
 def resident_bytes(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> int:
-    """Bytes on the CPU between steps: parameters, gradients, buffers and optimizer state, but for what lies beside it.
-    Nobody is told that we look: updates of `outcore.state` may be due."""
+    """Returns the bytes on the CPU between steps: parameters, gradients, buffers and optimizer state, without those
+    whose bytes are in files. Reading them must not trigger updates that `outcore.state` has postponed."""
     tensors: list[torch.Tensor] = []
     for parameter in model.parameters():
         tensors.append(parameter)

@@ -1,4 +1,4 @@
-"""Host memory -> memory that a copy engine, and a kernel, reads and writes by itself: registered where it lies."""
+"""Host memory -> pinned host memory, which copy engines and kernels access directly. It is registered in place."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from contextlib import suppress
 
 import torch
 
-_FLAGS = 1 | 2  # for all contexts, and mapped into the device's address space
+_FLAGS = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped: for all contexts, and addressable by the device
 
 
 def pin(address: int, num_bytes: int) -> bool:
-    """Whether the driver took it. A refusal leaves its code behind in the runtime, where the next kernel launch would
-    stumble over it; an empty launch takes it away."""
+    """Registers host memory and returns whether the driver accepted it. A refusal leaves its error code in the runtime,
+    where the next kernel launch would report it, so a launch is made here to clear it."""
     if int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, _FLAGS)) == 0:
         return True
     with suppress(RuntimeError):

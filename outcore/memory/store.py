@@ -1,12 +1,12 @@
-"""Where swapped bytes live: pinned host memory, then the swap file.
+"""Device -> Store: where swapped bytes are kept, in pinned host memory first and then in the swap file.
 
-Pinned memory is mapped with huge pages, touched by all cores and registered once; parcels are carved out of it, so
-nothing is pinned in the hot path and nothing is rounded up to powers of two. Two copy streams, one per direction.
+Pinned memory is mapped with huge pages, touched by all cores and registered once. Parcels are ranges of it, so nothing
+is pinned while a planned step runs, and nothing is rounded up to powers of two. There is one copy stream per direction.
 
-Rules that keep it right, each from somebody's silent wrong gradient:
-- a swap-in target is allocated in the compute stream's pool, and the copy stream waits for compute before it writes;
-- a swap-in waits for its own swap-out; a host range is reused only behind the copy that read it last;
-- the compute stream is looked up when it is used: users train on streams of their own.
+Three rules prevent wrong gradients:
+- the target of a swap-in is allocated on the compute stream, and the copy stream waits for it before it writes;
+- a swap-in waits for its own swap-out, and a host range is reused only after the last copy that reads it;
+- the compute stream is looked up at each use, because users train on streams of their own.
 """
 
 from __future__ import annotations
@@ -22,26 +22,28 @@ from pathlib import Path
 import torch
 
 from outcore.errors import StoreError
+from outcore.memory.clock import delay_stream
 from outcore.memory.disk import DiskLane, SwapFile
 from outcore.memory.extents import Extents
 from outcore.memory.pinning import pin, unpin
 from outcore.memory.settings import MEMORY
-from outcore.units import GIB, format_bytes
+from outcore.units import format_bytes
 
 
 class PinnedSlab:
-    """One registered piece of host memory."""
+    """One piece of pinned host memory."""
 
     def __init__(self, num_bytes: int, device: torch.device | None = None) -> None:
         self.map = mmap.mmap(-1, num_bytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self.map.madvise(mmap.MADV_HUGEPAGE)  # 512 times fewer pages to fault in and to pin
+            self.map.madvise(mmap.MADV_HUGEPAGE)  # far fewer pages to fault in and to pin
         self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
-        self.bytes.zero_()  # every core faults its share
+        self.bytes.zero_()  # PyTorch's threads touch it in parallel, so every core maps a part
         self.extents = Extents(num_bytes, MEMORY.page_bytes)
-        self.given: deque[tuple[int, int]] = deque()  # returned, perhaps in the middle of a `take`
+        self.given: deque[tuple[int, int]] = deque()  # freed ranges; an object may die, and append here, during `take`
         if pin(self.bytes.data_ptr(), num_bytes):
-            # Also where nobody closes it: memory that is unmapped but still registered can never be registered again.
+            # Also without a call of `close`: memory that is unmapped but still registered can never be registered
+            # again.
             self._unpin: weakref.finalize[..., PinnedSlab] | None = weakref.finalize(self, _unpin, self.bytes, device)
             self._unpin.atexit = False
         else:
@@ -70,7 +72,7 @@ class PinnedSlab:
 
 
 class Parcel:
-    """The bytes of one value outside the device. When the last reference goes, so does its room."""
+    """The bytes of one value outside the device. They are freed with the last reference to the parcel."""
 
     __slots__ = ("file", "in_done", "num_bytes", "offset", "out_done", "slab", "source", "store", "stream", "tier")
 
@@ -81,23 +83,23 @@ class Parcel:
         self.slab: PinnedSlab | None = None
         self.file: SwapFile | None = None
         self.offset = 0
-        self.source: torch.Tensor | None = None  # held until the swap-out was waited for
+        self.source: torch.Tensor | None = None  # kept alive until compute has waited for the swap-out
         self.out_done: torch.cuda.Event | Future[float] | None = None
         self.in_done: torch.cuda.Event | Future[float] | None = None
-        self.stream: torch.cuda.Stream | None = None  # the one a swap-in's target belongs to
+        self.stream: torch.cuda.Stream | None = None  # the stream on which a swap-in's target was allocated
 
     def wait_out(self) -> None:
-        """What the compute stream does from here on comes after the swap-out; the source may go."""
+        """Makes the compute stream wait for the swap-out, and drops the source."""
         self.store.wait(self.out_done)
         self.source = None
 
     def wait_in(self) -> None:
-        """What the compute stream does from here on sees the swapped-in bytes."""
+        """Makes the compute stream wait for the swap-in."""
         self.store.wait(self.in_done)
 
     def abandon_in(self) -> None:
-        """The target of a swap-in dies unread: the stream that owns its memory waits for the copy. A lane that reads
-        from the disk holds the target itself."""
+        """Called when the target of a swap-in dies unread: the stream that owns its memory waits for the copy. A disk
+        lane needs no wait because it keeps the target alive."""
         if self.stream is not None and isinstance(self.in_done, torch.cuda.Event):
             self.stream.wait_event(self.in_done)
 
@@ -116,11 +118,11 @@ class Store:
         self.host_bytes = host_bytes if device.type == "cuda" else 0
         self.disk_bytes = disk_bytes
         self.folder = folder
-        self.delay_s = 0.0  # tests slow the copies down to show races
+        self.delay_s = 0.0  # tests slow copies down to provoke races
         self.slabs: list[PinnedSlab] = []
         self.file: SwapFile | None = None
         self.num_parcels = 0
-        self._is_forsaken = False  # closed while parcels were in use
+        self._is_forsaken = False  # `close` was called while parcels were in use
         self.peak_bytes = {"host": 0, "disk": 0}
         self._lanes: dict[str, DiskLane] = {}
         self._late: list[tuple[list[Future[float]], int, int]] = []
@@ -129,7 +131,7 @@ class Store:
             self.out_stream = torch.cuda.Stream(device)
             self.in_stream = torch.cuda.Stream(device)
 
-    # -- room ---------------------------------------------------------------------------------------------------------
+    # -- space --------------------------------------------------------------------------------------------------------
 
     def used_bytes(self, tier: str) -> int:
         self._sweep()
@@ -139,16 +141,17 @@ class Store:
 
     @property
     def pinned_bytes(self) -> int:
-        """Host memory that is pinned, in use or not."""
+        """Bytes of pinned host memory, whether in use or not."""
         return sum(slab.extents.capacity_bytes for slab in self.slabs)
 
     def reserve(self, num_bytes: int) -> None:
-        """Pins `num_bytes` of host memory in all (or up to the host budget) ahead of the steps that need it."""
+        """Pins host memory until there are `num_bytes` in all, or as many as the host budget allows."""
         if missing_bytes := self.missing_bytes(num_bytes):
             self._add_slab(missing_bytes)
 
     def reserve_beside(self, num_bytes: int) -> Future[None]:
-        """`reserve` in a thread of its own: pinning takes half a second per GiB, and the loop goes on meanwhile."""
+        """Calls `reserve` in a thread, because pinning takes half a second per GiB and training can continue
+        meanwhile."""
         if not self.missing_bytes(num_bytes):
             done: Future[None] = Future()
             done.set_result(None)
@@ -158,14 +161,14 @@ class Store:
         return self._pinning.submit(self.reserve, num_bytes)
 
     def missing_bytes(self, num_bytes: int) -> int:
-        """Of `num_bytes`, what is not pinned yet."""
+        """Returns how many of `num_bytes` are not pinned yet."""
         if self.device.type != "cuda":
             return 0
         return max(0, min(num_bytes, self.host_bytes) - self.pinned_bytes)
 
     def _add_slab(self, num_bytes: int) -> PinnedSlab:
-        page = 2 * 1024 * 1024
-        self.slabs.append(PinnedSlab(-(-num_bytes // page) * page, self.device))
+        page_bytes = MEMORY.huge_page_bytes
+        self.slabs.append(PinnedSlab(-(-num_bytes // page_bytes) * page_bytes, self.device))
         return self.slabs[-1]
 
     def _take(self, num_bytes: int, tiers: tuple[str, ...]) -> Parcel | None:
@@ -186,10 +189,10 @@ class Store:
             if offset is not None:
                 parcel.slab, parcel.offset = slab, offset
                 return True
-        room = self.host_bytes - self.pinned_bytes
-        if room < parcel.num_bytes:
+        free_bytes = self.host_bytes - self.pinned_bytes
+        if free_bytes < parcel.num_bytes:
             return False
-        slab = self._add_slab(max(parcel.num_bytes, min(room, 2 * GIB)))
+        slab = self._add_slab(max(parcel.num_bytes, min(free_bytes, MEMORY.slab_bytes)))
         offset = slab.take(parcel.num_bytes)
         if offset is None:
             return False
@@ -211,7 +214,7 @@ class Store:
         return True
 
     def release(self, parcel: Parcel) -> None:
-        """Takes a parcel's room back once nothing copies into or out of it. Never waits: any thread may come here."""
+        """Frees a parcel's range once no copy reads or writes it. Never blocks, because any thread may call it."""
         self.num_parcels -= 1
         if self._is_forsaken and not self.num_parcels:
             self.slabs = []
@@ -230,7 +233,7 @@ class Store:
             parcel.file.give(parcel.offset, parcel.num_bytes)
 
     def _sweep(self) -> None:
-        """Room of parcels that were let go while a lane was still at them."""
+        """Frees the ranges of parcels that were released while a disk lane was still copying them."""
         late, self._late = self._late, []
         for lanes, offset, num_bytes in late:
             if all(done.done() for done in lanes) and self.file is not None:
@@ -241,7 +244,7 @@ class Store:
     # -- copies -------------------------------------------------------------------------------------------------------
 
     def send(self, source: torch.Tensor, tiers: tuple[str, ...] = ("host", "disk")) -> Parcel | None:
-        """Starts copying a byte tensor out of the device; None when no tier has room."""
+        """Starts copying a byte tensor out of the device. Returns None if no tier has enough space."""
         parcel = self._take(source.numel(), tiers)
         if parcel is None:
             return None
@@ -253,13 +256,13 @@ class Store:
             return parcel
         self.out_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.out_stream):
-            self._sleep()
-            self._room(parcel).copy_(source, non_blocking=True)
+            delay_stream(self.delay_s)
+            self._bytes_of(parcel).copy_(source, non_blocking=True)
             parcel.out_done = self.out_stream.record_event()
         return parcel
 
     def fetch(self, parcel: Parcel) -> torch.Tensor:
-        """Starts copying a parcel back; returns its byte tensor on the device, to be read after `wait_in`."""
+        """Starts copying a parcel back. Returns its byte tensor on the device, which may be read after `wait_in`."""
         target = torch.empty(parcel.num_bytes, dtype=torch.uint8, device=self.device)
         if parcel.slab is None:
             assert isinstance(parcel.out_done, Future)
@@ -272,18 +275,14 @@ class Store:
         if isinstance(parcel.out_done, torch.cuda.Event):
             self.in_stream.wait_event(parcel.out_done)
         with torch.cuda.stream(self.in_stream):
-            self._sleep()
-            target.copy_(self._room(parcel), non_blocking=True)
+            delay_stream(self.delay_s)
+            target.copy_(self._bytes_of(parcel), non_blocking=True)
             parcel.in_done = self.in_stream.record_event()
         return target
 
-    def _room(self, parcel: Parcel) -> torch.Tensor:
+    def _bytes_of(self, parcel: Parcel) -> torch.Tensor:
         assert parcel.slab is not None
         return parcel.slab.bytes[parcel.offset : parcel.offset + parcel.num_bytes]
-
-    def _sleep(self) -> None:
-        if self.delay_s:
-            torch.cuda._sleep(int(self.delay_s * 1.5e9))
 
     def wait(self, done: torch.cuda.Event | Future[float] | None) -> None:
         if isinstance(done, Future):
@@ -292,9 +291,9 @@ class Store:
             torch.cuda.current_stream(self.device).wait_event(done)
 
     def close(self) -> None:
-        """Gives everything back. No parcel may be left, but by a step that failed: while its error is on the way its
-        frames hold them, and what is said here would stand in its place. Host memory goes with the last of them, the
-        rest with this store, or when it is closed again."""
+        """Frees everything. Raises StoreError if parcels are in use, unless an exception is being handled: the frames
+        of a failed step still hold parcels, and a StoreError would hide its error. In that case host memory is freed
+        with the last parcel, and the rest with this store or by another call."""
         if self._pinning is not None:
             self._pinning.shutdown(cancel_futures=True)
             self._pinning = None
@@ -315,13 +314,13 @@ class Store:
         self.slabs, self.file, self._lanes = [], None, {}
 
     def forsake(self) -> None:
-        """Nothing more will be put here: host memory goes with the last parcel, the rest with this store."""
+        """Stops using the store: host memory is freed with the last parcel, the rest with this store."""
         self._is_forsaken = True
 
 
 def _unpin(host: torch.Tensor, device: torch.device | None) -> None:
     try:
-        torch.cuda.synchronize(device)  # a copy may be on its way
+        torch.cuda.synchronize(device)  # a copy may still be running
     finally:
         unpin(host.data_ptr())
 

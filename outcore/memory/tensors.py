@@ -1,7 +1,7 @@
-"""What kinds of tensors there are, and their bytes: plain strided tensors may be moved or rebuilt byte by byte.
+"""Tensors and their bytes: which tensors are plain, where their storages are, and how to move them unobserved.
 
-`below_everything` is where they are moved: below autograd, autocast, dispatch modes and our own watching of ops, where
-no hook sees it.
+A plain strided tensor can be moved or rebuilt byte by byte. That happens inside `below_everything`: below autograd,
+autocast, dispatch modes and the keys on which a step's ops are watched, so no hook observes it.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ from typing import Any, Protocol
 
 import torch
 
-PLAIN: set[type] = {torch.Tensor, torch.nn.Parameter}  # and classes that only notice who looks (`outcore.state`)
-# The dispatch keys on which a step's ops are watched (`eager/intercept.py`). PyTorch has no kernel for either. All ops:
-# below autograd and autocast, where kernels get their final arguments, and beside the key of dispatch modes. Ops that
-# write into what is there: above autograd.
+from outcore.memory.settings import MEMORY
+
+PLAIN: set[type] = {torch.Tensor, torch.nn.Parameter}  # and subclasses that only intercept access (`outcore.state`)
+# The dispatch keys on which a step's ops are watched (`eager/intercept.py`); PyTorch itself has no kernels for them.
+# OPS_KEY sees all ops below autograd and autocast, where kernels get their final arguments, next to the key of dispatch
+# modes. WRITES_KEY sees in-place ops above autograd.
 OPS_KEY, WRITES_KEY = "Fake", "DeferredInit"
 WATCHED = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(OPS_KEY)) | torch._C.DispatchKeySet(
     torch._C._dispatch_key_parse(WRITES_KEY)
 )
 
 
-# Where they lie. The methods of `torch.Tensor` and `torch.UntypedStorage` are watched while a step runs: who asks for a
-# pointer may write through it.
+# Addresses. The methods of the same name of `torch.Tensor` and `torch.UntypedStorage` are intercepted while a step
+# runs, because code that asks for a pointer may write through it. These functions are not intercepted.
 data_ptr: Callable[[torch.Tensor], int] = torch._C.TensorBase.data_ptr
 storage_ptr: Callable[[torch.UntypedStorage], int] = getattr(torch._C.StorageBase, "data_ptr")  # noqa: B009
 
@@ -32,13 +34,13 @@ _data: Any = torch._C.TensorBase.data
 
 
 def data_of(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor.data`, which is watched while a step runs, for those who do not write through it."""
+    """Returns `tensor.data` without being intercepted, for callers that do not write through it."""
     data: torch.Tensor = _data.__get__(tensor)
     return data
 
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """`tensor.data = data` with the same content: nothing that a step must be told of."""
+    """Sets `tensor.data` to the same content without being intercepted."""
     _data.__set__(tensor, data)
 
 
@@ -51,12 +53,12 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_neg()
         and not tensor.is_quantized
         and not tensor.is_nested
-        and not tensor._is_zerotensor()  # it has bytes and no memory
+        and not tensor._is_zerotensor()  # a zero tensor has a size but no memory
     )
 
 
 def innermost(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with memory of its own inside the wrappers of torch.func, which have none."""
+    """Returns the tensor inside the wrappers of torch.func, which have no memory of their own."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
@@ -66,12 +68,15 @@ _functorch: Any = torch._C._functorch
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """None for what `torch.func.functional_call` put in the place of a parameter: PyTorch warns of asking it."""
+    """Returns the gradient of a parameter, or None for a tensor that is not a leaf, where PyTorch would warn.
+
+    `torch.func.functional_call` replaces parameters by such tensors.
+    """
     return parameter.grad if parameter.is_leaf else None
 
 
 def as_bytes(data: torch.Tensor) -> torch.Tensor:
-    """The whole storage of a tensor as a byte tensor."""
+    """Returns the whole storage of a tensor as a byte tensor."""
     storage = data.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=data.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
@@ -91,70 +96,71 @@ _ABOVE = _keys_above_kernels()
 
 
 def below_everything() -> Any:
-    """Below autograd, autocast, modes and our own watching: where kernels are. All guards as one, and no Python of ours
-    around it: an interrupt between two lines would leave a guard on."""
+    """Returns a guard that excludes autograd, autocast, dispatch modes and the keys on which ops are watched.
+
+    It is a single C++ guard: with several guards in Python, an interrupt between two lines would leave one of them on.
+    """
     return torch._C._ExcludeDispatchKeyGuard(_ABOVE)
 
 
 def unseen() -> Any:
-    """What is done inside is no part of the step that is watched."""
+    """Returns a guard inside which ops are not recorded as part of the running step."""
     return torch._C._ExcludeDispatchKeyGuard(WATCHED)
 
 
 class Source(Protocol):
-    """Who brings a tensor to the device whenever somebody reads it (`outcore.state`)."""
+    """Brings a tensor to the device when it is read (`outcore.state`)."""
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """What stands for the tensor, or a view of it, while it may be away: `handle.run.unpack(handle)` gives it back,
-        or raises RuntimeError where it was changed since."""
+        """Returns a handle for the tensor, or a view of it, that autograd keeps instead. `handle.run.unpack(handle)`
+        returns the tensor, or raises RuntimeError if it was changed in the meantime."""
         ...
 
 
 _SOURCE = "_outcore_source"
-_SOURCES: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # storages that have one, by where they lie
-_MOST_SOURCES = 4096  # before those that are gone are removed
+_SOURCES: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # storages that have a source, by their addresses
 
 
 def set_source(storage: torch.UntypedStorage, source: Source) -> None:
-    """Whoever holds a tensor on this storage holds it for a moment only."""
+    """Registers who brings tensors on this storage to the device. References to such tensors are short-lived."""
     storage.__dict__[_SOURCE] = weakref.ref(source)
     _SOURCES[storage_ptr(storage)] = weakref.ref(storage)
-    if len(_SOURCES) > _MOST_SOURCES:
+    if len(_SOURCES) > MEMORY.most_sources:
         for address in [address for address, mark in _SOURCES.items() if mark() is None]:
             del _SOURCES[address]
 
 
 def source_at(address: int) -> Any:
-    """Who brings what lies there, if anybody does. To ask a tensor for its storage has consequences, which this has
-    not (`outcore.eager.cells`)."""
+    """Returns the source of the storage at an address, or None. Asking a tensor for its storage would have side effects
+    (`outcore.eager.cells`); this has none."""
     storage = _SOURCES[address]() if address in _SOURCES else None
     mark = storage.__dict__[_SOURCE] if storage is not None and storage_ptr(storage) == address else None
     return mark() if mark is not None else None
 
 
 def source_of(tensor: torch.Tensor) -> Any:
-    """Who brings this tensor to the device, if anybody does."""
+    """Returns the source of a tensor, or None."""
     if not _SOURCES or tensor.layout is not torch.strided:
         return None
     mark = tensor.untyped_storage().__dict__.get(_SOURCE)
     return mark() if mark is not None else None
 
 
-# What compiled code saves for its backward never leaves our hands: autograd gets an empty tensor in its place. A type
-# that nobody computes gradients with tells these apart at first sight, a mark on the storage for certain.
+# What compiled code saves for its backward stays with us; autograd gets an empty tensor, a token, instead. A dtype for
+# which there are no gradients makes the check for tokens fast, and a mark on the storage makes it certain.
 TOKEN_DTYPE = torch.uint16
 _TOKEN = "_outcore_token"
 
 
 def make_token(stands_for: object) -> torch.Tensor:
-    """An empty tensor that stands for something else, for as long as anybody holds its storage."""
+    """Returns an empty tensor that keeps `stands_for` alive for as long as its storage lives."""
     token = torch.empty(0, dtype=TOKEN_DTYPE)
     token.untyped_storage().__dict__[_TOKEN] = stands_for
     return token
 
 
 def token_of(tensor: torch.Tensor) -> object | None:
-    """What a token stands for; None: this is no token."""
+    """Returns what a token stands for, or None if the tensor is not a token."""
     if tensor.dtype is not TOKEN_DTYPE or tensor.device.type != "cpu":
         return None
     return tensor.untyped_storage().__dict__.get(_TOKEN)

@@ -1,6 +1,6 @@
-"""The allocator's own peak -> the bytes that an op allocates beyond every storage that is known.
+"""The allocator's peak -> the workspace of an op: the bytes that it allocates beyond its storages.
 
-Only a caching allocator can be asked for its peak. On the CPU no op is known to need a workspace.
+Only a caching allocator reports a peak. On the CPU no op is known to need a workspace.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ class WorkspaceMeter(Protocol):
     """Reads the peak between two ops of a step that is being recorded."""
 
     def reset(self, live_bytes: int) -> None:
-        """A new peak is counted from here on, at which `live_bytes` lie in known storages."""
+        """Resets the peak. Known storages hold `live_bytes` at this moment."""
         ...
 
     def made(self, live_bytes: int) -> None:
-        """Known storages hold `live_bytes` now, and did so at the peak that is being counted."""
+        """Sets what known storages hold to `live_bytes`, without resetting the peak."""
         ...
 
     def read(self, known_bytes: int, live_bytes: int) -> int:
-        """Bytes at the peak since the last reset beyond `known_bytes`. Resets the peak."""
+        """Returns the bytes beyond `known_bytes` at the peak since the last reset, and resets the peak."""
         ...
 
     def read_unseen(self, live_bytes: int) -> int:
-        """The same beyond what known storages held at the last reset and hold now: what code without ops, a compiled
-        function say, did in between. Resets the peak."""
+        """Returns the bytes beyond what known storages held at the last reset or hold now, and resets the peak. These
+        were allocated by code without ops, for example a compiled function."""
         ...
 
 
 class NoWorkspaces:
-    """The CPU's: there is no peak to read."""
+    """The meter of the CPU, which has no peak to read."""
 
     def reset(self, live_bytes: int) -> None:
         pass
@@ -48,7 +48,7 @@ class NoWorkspaces:
 
 
 class AllocatorWorkspaces:
-    """CUDA's, from the statistics of its caching allocator."""
+    """The meter of CUDA, from the statistics of its caching allocator."""
 
     def __init__(self, device: torch.device, before_bytes: int) -> None:
         self._index: Any = device.index

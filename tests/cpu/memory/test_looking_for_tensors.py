@@ -7,7 +7,7 @@ import threading
 import torch
 from torch import nn
 
-from outcore.memory.meter import storages_there
+from outcore.memory.meter import existing_storages
 
 
 def test_other_threads_fill_tuples_meanwhile() -> None:
@@ -27,7 +27,7 @@ def test_other_threads_fill_tuples_meanwhile() -> None:
     thread.start()
     try:
         for _ in range(60):
-            list(storages_there(model, ()))
+            list(existing_storages(model, ()))
             if failed:
                 break
     finally:
@@ -38,5 +38,5 @@ def test_other_threads_fill_tuples_meanwhile() -> None:
 
 def test_tensors_in_containers_are_found() -> None:
     hidden = {"somewhere": [torch.randn(3)]}
-    found = {storage.data_ptr() for storage in storages_there(nn.Linear(2, 2), ())}
+    found = {storage.data_ptr() for storage in existing_storages(nn.Linear(2, 2), ())}
     assert hidden["somewhere"][0].data_ptr() in found
