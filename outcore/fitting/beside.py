@@ -20,6 +20,7 @@ from outcore.fitting.phases import Phase, Recorded, Timed
 from outcore.fitting.preparing import Preparer
 from outcore.memory.device_kind import kind_of
 from outcore.memory.machine import device_of
+from outcore.planning.residency import budget_beside
 from outcore.reporting.text import render, rows_table
 from outcore.state.state import State
 from outcore.state.window import Watcher
@@ -32,6 +33,8 @@ class StateBeside:
 
     def __init__(self, state: State, preparer: Preparer) -> None:
         self.state, self._preparer = state, preparer
+        homes, budget = state.window.homes, preparer.budget  # activations and homes share it
+        self._budget = replace(budget, **{f"{homes.tier}_bytes": homes.limit_bytes})
         self._is_settled = False  # no other residency will be tried
         self._least_bytes = 0  # of a window, as far as steps have shown
         self._copied_bytes = dict(state.window.homes.copied_bytes)
@@ -88,6 +91,7 @@ class StateBeside:
         """Bytes."""
         residency = self.state.residency
         return {
+            "state_early": self.state.num_early,
             "state_resident_bytes": residency.resident_bytes,
             "state_streamed_bytes": residency.streamed_bytes,
             "state_window_bytes": residency.window_bytes,
@@ -101,6 +105,7 @@ class StateBeside:
         rows = [
             ("stay on the device", _params(len(residency.resident), residency.resident_bytes)),
             ("come when they are used", _params(num_streamed, residency.streamed_bytes)),
+            *([("of them updated in the backward", f"{len(residency.early)} parameters")] if residency.early else []),
             ("at a time at most", format_bytes(residency.window_bytes)),
             ("a step brings, sends home", " and ".join(format_bytes(self.moved_bytes[way]) for way in ("in", "out"))),
             *((f"cannot leave it: {why}", f"{count} parameters") for why, count in cannot.items()),
@@ -118,11 +123,12 @@ class StateBeside:
         least, preparer = self._least(), self._preparer
         residency = self.state.residency
         there = residency.resident_bytes - residency.resident_gradient_bytes - self.state.coming_bytes
-        budget = preparer.budget
+        budget = self._budget
         if preparer.memory.has_caching_allocator:
             budget = replace(budget, device_bytes=int(preparer.settings.first_share * budget.device_bytes))
         try:
-            residency = preparer.choose_residency(replace(trace, before_bytes=before_bytes - there), least, budget)
+            step = replace(trace, before_bytes=before_bytes - there)
+            residency = preparer.choose_residency(step, least, budget, self.state.may_be_early)
         except BudgetTooSmall:
             residency = least  # the planner that is asked for in the end may find more, and says what it needs
         self._move(residency)
@@ -130,8 +136,10 @@ class StateBeside:
     def _move(self, residency: Residency) -> None:
         self.state.place(residency)
         self.state.window.is_lean = False
-        share = residency.link_share
-        self._preparer.residency = replace(self.state.residency, link_share=share)
+        preparer, share = self._preparer, residency.link_share
+        preparer.residency = replace(self.state.residency, link_share=share)
+        preparer.budget = budget_beside(self._budget, preparer.residency)
+        preparer.store.host_bytes, preparer.store.disk_bytes = preparer.budget.host_bytes, preparer.budget.disk_bytes
 
 
 def _params(count: int, num_bytes: int) -> str:

@@ -6,6 +6,7 @@ cache, this is the place.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -180,14 +181,16 @@ class Preparer:
         with shown_if_long("planning a step") as tell:
             return plans(trace, machine, budget, planner=planner, progress=tell, most=most, starts=known)
 
-    def choose_residency(self, trace: Trace, least: Residency, budget: Budget) -> Residency:
-        """Where the training state is best, beside this step."""
+    def choose_residency(
+        self, trace: Trace, least: Residency, budget: Budget, early: Collection[int] = ()
+    ) -> Residency:
+        """Where the training state is best, beside this step. `early`: what may be updated in the backward."""
         planner = self.planner if self.planner in AS_IT_IS else "priced"
 
         def plan(step: Trace, machine: Machine, budget: Budget) -> Plan:
             return plans(step, machine, budget, planner=planner, most=1)[0]
 
-        return choose_residency(trace, least, self.machine, budget, plan)
+        return choose_residency(trace, least, self.machine, budget, plan, early=early)
 
     # -- what follows from it -----------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ Resident parameters are spread evenly over the step: between two streamed ones t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from outcore.errors import BudgetTooSmall
@@ -28,27 +28,54 @@ def choose_residency(
     budget: Budget,
     plan: MakePlan,
     settings: ResidencySettings = RESIDENCY,
+    early: Collection[int] = (),
 ) -> Residency:
     """The residency with which the step takes the least time. `trace` was recorded with every unit streamed; its
-    `before_bytes` count neither units nor a window. `least` streams all units through the least window. Raises
+    `before_bytes` count neither units nor a window. `least` streams all units through the least window. `early`: units
+    that may be updated in the backward. What the budget has on the units' tier is for homes and for activations. Raises
     BudgetTooSmall where even that does not fit."""
     everything = replace(least, resident=frozenset(range(len(least.units))), window_bytes=0)
     whole = _tried(trace, everything, machine, budget, plan)
     if whole is not None and not whole.moves:
         return whole.residency
-    lean = _Tried.of(trace, least, machine, budget, plan)  # raises
-    tried = [lean] if whole is None else [lean, whole]
+    tried = [_Tried.of(trace, least, machine, budget, plan)] if least.fits_home(budget) else []  # raises
+    tried += _some(whole)
     for factor in settings.windows[1:]:
         wider = replace(least, window_bytes=min(factor * least.window_bytes, least.streamed_bytes))
         tried += _some(_tried(trace, wider, machine, budget, plan))
-    window_bytes = min(tried[: len(settings.windows)], key=lambda one: one.step_s).residency.window_bytes
+    first = min(tried[: len(settings.windows)], key=lambda one: one.step_s, default=None)
+    window_bytes = first.residency.window_bytes if first is not None else 0
     free_bytes = budget.device_bytes - trace.before_bytes - max(window_bytes, least.window_bytes)
     for share in settings.resident_shares:
         resident = spread(least.units, int(share * free_bytes))
         if resident:
             chosen = replace(least, resident=resident, window_bytes=window_bytes or least.window_bytes)
             tried += _some(_tried(trace, chosen, machine, budget, plan))
+    if not tried:
+        raise BudgetTooSmall(least.home_bytes, least.home_room(budget), "the training state", where=f"the {least.tier}")
+    for share in settings.early_shares:
+        best = min(tried, key=lambda one: one.step_s).residency
+        for window_bytes in sorted({best.window_bytes, min(2 * best.window_bytes, best.streamed_bytes)}):
+            wanted = spread_early(best, early, share, window_bytes)
+            if wanted:
+                chosen = replace(best, early=wanted, window_bytes=window_bytes)
+                tried += _some(_tried(trace, chosen, machine, budget, plan))
     return min(tried, key=lambda one: one.step_s).residency
+
+
+def budget_beside(budget: Budget, residency: Residency) -> Budget:
+    """What the homes of the training state leave of a budget to activations."""
+    left = {"host": budget.host_bytes, "disk": budget.disk_bytes}
+    left[residency.tier] = max(0, left[residency.tier] - residency.home_bytes)
+    return replace(budget, host_bytes=left["host"], disk_bytes=left["disk"])
+
+
+def spread_early(residency: Residency, early: Collection[int], share: float, window_bytes: int) -> frozenset[int]:
+    """A share of those that may be updated in the backward, evenly spread: the ones that the window has room for."""
+    units = residency.units
+    may = [n for n in sorted(set(early) - residency.resident) if 2 * units[n].all_bytes <= window_bytes]
+    chosen = spread([units[n] for n in may], int(share * sum(units[n].all_bytes for n in may)))
+    return frozenset(may[at] for at in chosen)
 
 
 def spread(units: Sequence[StateUnit], num_bytes: int) -> frozenset[int]:
@@ -104,6 +131,10 @@ class _Tried:
 
     @classmethod
     def of(cls, trace: Trace, residency: Residency, machine: Machine, budget: Budget, plan: MakePlan) -> _Tried:
+        if not residency.fits_home(budget):
+            room_bytes = residency.home_room(budget)
+            raise BudgetTooSmall(residency.home_bytes, room_bytes, "the training state", where=f"the {residency.tier}")
+        budget = budget_beside(budget, residency)
         before_bytes = trace.before_bytes + residency.device_bytes - residency.resident_gradient_bytes
         step = with_gradients(replace(trace, before_bytes=before_bytes), residency)
         made = plan(step, machine, budget)

@@ -160,6 +160,7 @@ class ResidencySettings:
     """How much of the training state stays on the device; each combination is planned."""
 
     windows: tuple[int, ...] = (1, 2, 4)  # sizes of the window, as multiples of the least one (guessed)
+    early_shares: tuple[float, ...] = (1.0, 0.5)  # of what may be updated in the backward (guessed)
     resident_shares: tuple[float, ...] = (
         0.3,
         0.6,

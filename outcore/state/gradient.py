@@ -36,7 +36,7 @@ _GRADIENT = "_outcore_gradient"
 class Gradient(Item):
     """The gradient of a parameter. At home, `shown` is what others see of it."""
 
-    __slots__ = ("made", "norms", "scalings", "shown", "wanted")
+    __slots__ = ("made", "norms", "scalings", "shown", "wanted", "was_touched")
 
     def __init__(self, window: Window, home: torch.Tensor, wanted: dict[Norm, None]) -> None:
         super().__init__(window, home)
@@ -46,6 +46,7 @@ class Gradient(Item):
         self.wanted = wanted  # the norms that steps ask for, of all gradients
         self.norms: dict[Norm, torch.Tensor] = {}  # of what is at home
         self.scalings: list[Scaling] = []  # that what is at home is still to be given
+        self.was_touched = False  # since it was made: somebody may have changed it
 
     def is_held(self, num_own: int) -> bool:
         """Whether somebody, besides `num_own` whom we know, holds the gradient at home or a view of it."""
@@ -58,11 +59,13 @@ class Gradient(Item):
             self.window.make_room(self.num_bytes)
             self.hold(new.detach())
         self.scalings.clear()
+        self.was_touched = False
         self.norms = {norm: _norm_of(norm, new) for norm in self.wanted}
         self.made = new
         watch(new, self._stay)
 
     def _stay(self) -> None:
+        self.was_touched = True
         self.let_go_of_made()
         self.window.call_back(self)
 
@@ -78,6 +81,7 @@ class Gradient(Item):
     def _on_touch(self) -> None:
         """Somebody looks at it, or writes into it: it is made what it is shown as, and an ordinary tensor."""
         unwatch(self.shown)
+        self.was_touched = True
         self.norms.clear()
         if self.scalings:
             with torch.inference_mode(False), unseen():

@@ -19,6 +19,7 @@ import torch
 
 from outcore.memory.home import is_at_home
 from outcore.memory.tensors import below_everything, unseen
+from outcore.state.early import EarlyUpdates
 from outcore.state.gradient import Gradient, Norm
 from outcore.state.unit import Unit, can_move
 from outcore.state.window import Window
@@ -27,8 +28,8 @@ from outcore.state.window import Window
 class Gradients:
     """Sends gradients home as the backward makes them."""
 
-    def __init__(self, units: Sequence[Unit], window: Window) -> None:
-        self._window = window
+    def __init__(self, units: Sequence[Unit], window: Window, early: EarlyUpdates) -> None:
+        self._window, self._early = window, early
         self._norms: dict[Norm, None] = {}  # that steps ask for
         self._hooks: dict[Unit, list[Any]] = {}
         self._made: list[Unit] = []  # whose gradient is not on its way yet: other hooks may still change it
@@ -117,6 +118,7 @@ class Gradients:
             watcher.takes_gradient(unit.number, new)
         item.renew(new)
         self._window.depart(item, partial(self._arrived, unit, item))
+        self._early.gradient_made(unit)
 
     def _home_of(self, unit: Unit) -> Gradient:
         """A home for a new gradient. One that somebody still holds is left to them: the old gradient is theirs."""

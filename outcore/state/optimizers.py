@@ -41,6 +41,7 @@ class Splitting:
     by_parameter: bool
     by_element: bool = False
     later: bool = False  # may run after `step()` has returned: it changes neither the groups nor the optimizer
+    keeps_gradients: bool = False  # it does not write into them
     state_dtypes: tuple[torch.dtype | None, ...] = ()  # of what it keeps per number; None: the parameter's own
     because: str = ""  # why it may not be divided
 
@@ -66,6 +67,7 @@ class Substep:
         self.twin.__dict__.update(copy.deepcopy(rest) if deep else {name: _as_now(v) for name, v in rest.items()})
         self.twin.__dict__.update({name: OrderedDict() for name in optimizer.__dict__ if name.startswith(_HOOKS)})
         self.groups = [_settings(group) for group in optimizer.param_groups]
+        self.rest = _rest(self.twin)  # as it is asked for: running notes things on the twin
         self.left: dict[int, dict[str, Any]] = {}  # group -> its settings as the last part left them
 
     def run(self, parts: Iterable[tuple[int, nn.Parameter, dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -87,6 +89,21 @@ class Substep:
             self.left[number] = {name: setting for name, setting in group.items() if name != "params"}
         self.twin.state, self.twin.param_groups = defaultdict(dict), []
         return [state[parameter] for _, parameter, _ in parts]
+
+
+def foreseen(optimizer: Optimizer, last: Substep) -> Substep:
+    """The next call of `step()`, with the settings as they are now. Which implementation it chooses depends on which
+    parameters have gradients then: the one that it chose last."""
+    found = Substep(optimizer)
+    for group, now, before in zip(optimizer.param_groups, found.groups, last.groups):
+        if "foreach" in group:
+            now["foreach"] = group["foreach"] if group.get("fused") else before.get("foreach")
+    return found
+
+
+def same_settings(one: Substep, other: Substep) -> bool:
+    """Whether two calls of `step()` do the same."""
+    return _same([one.groups, one.rest], [other.groups, other.rest])
 
 
 def bare_step(kind: type[Optimizer]) -> Callable[..., Any]:
@@ -136,7 +153,8 @@ def splitting_of(optimizer: Optimizer) -> Splitting:
     if not whole.is_same(by_parameter):
         return Splitting(False, because=f"{name}.step() depends on which parameters are stepped together")
     by_element = type(optimizer) in ELEMENTWISE and whole.is_same(_tried(optimizer, _in_spans))
-    return Splitting(True, by_element, not whole.changed_groups, whole.state_dtypes)
+    keeps_gradients = not by_parameter.changed_gradients
+    return Splitting(True, by_element, not whole.changed_groups, keeps_gradients, whole.state_dtypes)
 
 
 @dataclass
@@ -149,6 +167,7 @@ class _Trial:
     changed_groups: bool
     changed_itself: bool  # the optimizer, beside its state and its groups
     drew_random: bool
+    changed_gradients: bool
 
     def is_same(self, other: _Trial) -> bool:
         return _same([self.parameters, self.states, self.settings], [other.parameters, other.states, other.settings])
@@ -177,6 +196,7 @@ class _Rehearsal:
         self.substep = Substep(optimizer, deep=True)
         self.parts: list[tuple[int, nn.Parameter]] = []
         self.states: list[dict[str, Any]] = []
+        self.changed_gradients = False
         for number, group in enumerate(optimizer.param_groups):
             examples = {(len(parameter.shape), parameter.dtype): parameter for parameter in group["params"]}
             for example in list(examples.values())[:3]:
@@ -190,7 +210,9 @@ class _Rehearsal:
             parameter.grad = _numbers(parameter.shape, 0.1 * (at + 1) * (step - 1.5)).to(parameter)
 
     def run(self, chosen: Sequence[int]) -> None:
+        before = [_copy_of(self.parts[at][1].grad) for at in chosen]
         done = self.substep.run([(*self.parts[at], self.states[at]) for at in chosen])
+        self.changed_gradients |= not _same(before, [self.parts[at][1].grad for at in chosen])
         for at, state in zip(chosen, done):
             self.states[at] = state
 
@@ -230,6 +252,7 @@ def _tried(optimizer: Optimizer, step: _Step) -> _Trial:
         changed_groups=not _same(groups, substep.groups),
         changed_itself=not _same(rest, _rest(substep.twin)),
         drew_random=drew_random,
+        changed_gradients=rehearsal.changed_gradients,
     )
 
 
@@ -273,6 +296,10 @@ def _rest(optimizer: Any) -> dict[str, Any]:
     """What an optimizer knows beside its state, its groups and its hooks."""
     own = ("state", "param_groups", "step")
     return {name: v for name, v in optimizer.__dict__.items() if name not in own and not name.startswith(_HOOKS)}
+
+
+def _copy_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.clone()
 
 
 def _numbers(shape: Sequence[int], scale: float) -> torch.Tensor:

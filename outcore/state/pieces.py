@@ -6,14 +6,18 @@ they are too large for the window. Counters and other small state advance once p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from outcore.memory.home import flat
-from outcore.state.unit import Unit, can_move
+from outcore.state.optimizers import Splitting
+from outcore.state.unit import TEMPORARIES, Unit, can_move
 from outcore.state.window import Item
+
+ALIGN_NUMBERS = 4096  # spans begin at multiples of this many numbers, so that kernels see them aligned
 
 
 class Piece:
@@ -105,6 +109,16 @@ class Piece:
         item = self._part(unit.kept[name])
         item.hold(kept)
         return item
+
+
+def spans_of(unit: Unit, kept_bytes: int, most_bytes: float, splitting: Splitting) -> Sequence[slice | None]:
+    """Of a unit whose update would have more than `most_bytes` on the device; else [None], all of it."""
+    numbers = unit.weight.home.numel()
+    per_number = ((2 + TEMPORARIES) * unit.weight.num_bytes + kept_bytes) / numbers
+    most = max(1, int(most_bytes / per_number) // ALIGN_NUMBERS) * ALIGN_NUMBERS
+    if not splitting.by_element or numbers <= most:
+        return [None]
+    return [slice(at, min(at + most, numbers)) for at in range(0, numbers, most)]
 
 
 def share_of(unit: Unit, span: slice | None, num_bytes: int) -> int:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from outcore.memory.tensors import below_everything, is_plain, unseen
+from outcore.state.early import Early
 from outcore.state.unit import Unit, unit_of
 from outcore.state.watched import is_watched, unwatch
 from outcore.state.window import Window
@@ -59,22 +60,23 @@ class Handle:
 
 
 class Order:
-    """In which order units were asked for, in the last step and so far in this one."""
+    """In which order weights were asked for, and gradients made that an update in the backward follows, in the last
+    step and so far in this one."""
 
     def __init__(self) -> None:
-        self.known: list[Unit] = []
-        self._seen: list[Unit] = []
+        self.known: list[Unit | Early] = []
+        self._seen: list[Unit | Early] = []
         self._next = 0
 
     def begin(self) -> None:
         self.known = self._seen or self.known
         self._seen, self._next = [], 0
 
-    def reached(self, unit: Unit) -> Sequence[Unit]:
-        """Those expected after `unit`, nearest first."""
-        self._seen.append(unit)
+    def reached(self, need: Unit | Early) -> Sequence[Unit | Early]:
+        """Those expected after this one, nearest first."""
+        self._seen.append(need)
         for at in range(self._next, min(self._next + LOOK, len(self.known))):
-            if self.known[at] is unit:
+            if self.known[at] is need:
                 self._next = at + 1
                 return self.known[at + 1 : at + 1 + LOOK]
         return ()
@@ -127,7 +129,7 @@ class Reading:
     @property
     def order(self) -> list[Unit]:
         """In which order a step reads the units, each once."""
-        return list(dict.fromkeys(self._orders[True].known))
+        return list(dict.fromkeys(need for need in self._orders[True].known if isinstance(need, Unit)))
 
     def begin(self) -> None:
         """A training step begins."""
@@ -142,6 +144,8 @@ class Reading:
         for units in self._readers.values():
             for unit in units:
                 unit.depth = 0
+                if unit.early is not None:
+                    unit.early.give_up()
                 self._conceal(unit)
 
     def close(self) -> None:
@@ -199,13 +203,21 @@ class Reading:
         else:
             unit.conceal()
 
-    def _fetch_ahead(self, unit: Unit) -> None:
-        following = self._orders[self._in_step].reached(unit)
+    def gradient_made(self, early: Early) -> None:
+        """What an update in the backward needed is not needed any more."""
+        with unseen():
+            self._fetch_ahead(early)
+
+    def _fetch_ahead(self, need: Unit | Early) -> None:
+        following = self._orders[self._in_step].reached(need)
         self._window.settle_over()
+        is_backward = torch._C._current_autograd_node() is not None
+        gradient_bytes = need.weight.num_bytes if isinstance(need, Unit) and is_backward else 0  # it comes next
         for other in following:
-            if not self._window.has_room_ahead(other.missing_bytes()):
+            if not self._window.has_room_ahead(other.missing_bytes() + gradient_bytes):
                 break
-            if other.weight.here is None and other.reading is not None and other.is_untouched:
+            unit = other if isinstance(other, Unit) else other.unit
+            if other.missing_bytes() and unit.reading is not None and unit.is_untouched:
                 other.fetch()
 
     # -- what autograd saves ------------------------------------------------------------------------------------------

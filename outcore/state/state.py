@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ from outcore.memory.tensors import unseen
 from outcore.state.gradients import Gradients
 from outcore.state.optimizers import Splitting, splitting_of, unwrapped
 from outcore.state.reading import Handle, Reading
-from outcore.state.unit import Unit, can_move
-from outcore.state.updates import TEMPORARIES, Updates
+from outcore.state.unit import TEMPORARIES, Unit, can_move
+from outcore.state.updates import Updates
 from outcore.state.watched import WatchedState, num_users
 from outcore.state.window import Window
 from outcore.units import format_bytes
@@ -74,8 +74,27 @@ class State:
             self.optimizer, self.units, self.window, self.splitting, later=later, order=lambda: self._reading.order
         )
         self._reading = Reading(model, self.units, self.window, self._updates)
-        self._gradients = Gradients(self.units, self.window)
+        self._updates.early.reached = self._reading.gradient_made
+        self._gradients = Gradients(self.units, self.window, self._updates.early)
         self._is_open = True
+
+    def update_early(self, numbers: Iterable[int]) -> None:
+        """Parameters with these numbers are updated in the backward where that turns out to be what `step()` asks
+        for."""
+        chosen = set(numbers)
+        self._updates.early.choose([unit for unit in self.units if unit.number in chosen])
+
+    @property
+    def may_be_early(self) -> frozenset[int]:
+        """Parameters that may be updated in the backward: the last steps asked for no more than that."""
+        early = self._updates.early
+        chosen = early.is_possible and early.foresight.is_sure
+        return frozenset(unit.number for unit in self.units if unit.parameter.requires_grad) if chosen else frozenset()
+
+    @property
+    def num_early(self) -> int:
+        """Updates so far that had run when `step()` asked for them."""
+        return self._updates.early.num_taken
 
     def _choose(self, device: torch.device) -> dict[str, nn.Parameter]:
         chosen: dict[str, nn.Parameter] = {}
@@ -161,6 +180,7 @@ class State:
             self.sizes,
             self.resident,
             self.window.limit_bytes,
+            early=frozenset(unit.number for unit in self.units if unit.early is not None),
             is_late=self.is_late,
             tier=self.window.homes.tier,
         )
@@ -181,18 +201,20 @@ class State:
         if not self._reading.is_idle:
             return  # a module is reading some of them
         self.window.limit_bytes = residency.window_bytes
-        if residency.resident == self.resident:
-            return
-        self._updates.flush()
-        self.window.clear()
-        with unseen(), torch.inference_mode(False), torch.no_grad():
-            for number in self.resident - residency.resident:
-                self._stream(number)
-            for number in residency.resident - self.resident:
-                self._keep(number)
+        if residency.resident != self.resident:
+            self.window.clear()
+            with unseen(), torch.inference_mode(False), torch.no_grad():
+                for number in residency.resident - self.resident:  # first: they leave their homes to others
+                    self._keep(number)
+                for number in self.resident - residency.resident:
+                    self._stream(number)
+        self.update_early(residency.early)
 
     def _keep(self, number: int) -> None:
         unit = self._unit(number)
+        if unit.due is not None:
+            self._updates.run_due([unit])
+        self.window.clear()
         self.resident |= {number}
         self.units.remove(unit)
         self._reading.remove(unit)

@@ -6,7 +6,9 @@ While a module reads the weight, `parameter.data` is the copy on the device. Eit
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -15,12 +17,13 @@ from torch import nn
 from outcore.memory.home import is_at_home
 from outcore.memory.tensors import data_of, is_plain, set_data, set_source, source_of
 from outcore.state.gradient import Gradient
-from outcore.state.watched import is_watched, num_users, observe, touch, unwatch, watch
+from outcore.state.watched import is_held, is_watched, num_users, observe, touch, unwatch, watch
 from outcore.state.window import Item, Window
 
 if TYPE_CHECKING:
     from outcore.state.optimizers import Substep
 
+TEMPORARIES = 2  # tensors like the weight that an update makes which is not fused (read in torch's Adam)
 SMALL_BYTES = 64 * 1024  # smaller tensors stay on the device: a copy's fixed cost is worth more than they are
 
 
@@ -31,6 +34,23 @@ class Due(NamedTuple):
     group: int
     as_a_whole: bool  # and not in spans of the parameter
     more_bytes: int  # on the device while it runs, besides what is fetched ahead
+
+
+class RanEarly(Protocol):
+    """An update that has run before it was asked for, or may (`outcore.state.early`)."""
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether it has run, and was not asked for yet."""
+        ...
+
+    def void(self) -> None:
+        """Lets go of what it has made."""
+        ...
+
+    def give_up(self) -> None:
+        """Lets go of what was fetched ahead for it."""
+        ...
 
 
 class Reader(Protocol):
@@ -46,6 +66,7 @@ class Unit:
         "__weakref__",
         "depth",
         "due",
+        "early",
         "gradient",
         "kept",
         "name",
@@ -73,6 +94,7 @@ class Unit:
         self.gradient: Gradient | None = None
         self.kept: dict[str, Item] = {}  # of what the optimizer keeps, the large tensors
         self.due: Due | None = None  # the update that has not run yet
+        self.early: RanEarly | None = None  # where the plan wants its updates in the backward
         self.owner: weakref.ref[nn.Module] | None = None  # the module that reads it
         self.reading: Reader | None = None  # who brings it
         self.depth = 0  # modules that are reading it
@@ -104,7 +126,7 @@ class Unit:
         """Starts the copy to the device. While the parameter's data is at home, a touch makes the copy worthless."""
         if self.weight.here is None:
             if self.is_training and not is_watched(self.parameter):
-                watch(self.parameter, self._on_touch)
+                watch(self.parameter, self.on_touch)
             self.version = self.parameter._version
             self.weight.fetch()
 
@@ -114,13 +136,18 @@ class Unit:
         owner = self.owner() if self.owner is not None else None
         return owner is None or owner.training
 
-    def _on_touch(self) -> None:
+    def on_touch(self) -> None:
+        """Somebody may write into the weight at home: what was fetched, or made of it, is worthless."""
+        if self.early is not None:
+            self.early.void()
         unwatch(self.parameter)
         self.weight.drop()
 
     def expose(self) -> None:
         """The parameter's data is the copy on the device."""
         data = self.bring()
+        if self.early is not None:
+            self.early.void()
         unwatch(self.parameter)
         self.version, self.written = self.parameter._version, False
         set_data(self.parameter, data)
@@ -137,9 +164,19 @@ class Unit:
         """The parameter's data is its home, and the copy goes."""
         if self.is_exposed:
             set_data(self.parameter, self.weight.home)
-        elif self.due is None:
+        elif not self.is_pending:
             unwatch(self.parameter)
         self.weight.drop()
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the parameter is watched for an update that waits, or for one that has run early."""
+        return self.due is not None or (self.early is not None and self.early.is_pending)
+
+    def show_home(self) -> None:
+        """The home of the weight is another one."""
+        set_data(self.parameter, self.weight.home)
+        self.mark(self.weight.home)
 
     def adopt(self) -> bool:
         """Takes other data that the parameter was given as the copy on the device, if it lies as the weight does and
@@ -213,8 +250,21 @@ class Unit:
         if not self.is_exposed and not self.weight.is_departing:
             for item in self.items():
                 item.drop()
-            if self.due is None:
+            if not self.is_pending:
                 unwatch(self.parameter)
+
+    def is_held(self, state_of: Callable[[nn.Parameter], dict[str, Any]]) -> bool:
+        """Whether somebody holds a view of what its updates change."""
+        state = state_of(self.parameter)
+        return (
+            num_users(self.weight.home) > 2  # the parameter, and the tensor at home
+            or any(is_held(item.home, num_own=1) or num_users(item.home) > 1 for item in self.kept.values())  # state
+            or sys.getrefcount(state) > 3  # the optimizer's, ours, and the one just given away
+        )
+
+    def temporary_bytes(self, settings: dict[str, Any]) -> int:
+        """That an update with these settings makes, and that go again."""
+        return 0 if settings.get("fused") else TEMPORARIES * self.weight.num_bytes
 
     def take_over(self, state: dict[str, Any]) -> None:
         """What the optimizer keeps of the parameter gets a home where it is large and has none: somebody may have

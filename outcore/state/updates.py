@@ -10,7 +10,6 @@ its gradient or its state earlier runs it (`outcore.state.watched`).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,18 +18,17 @@ from torch import nn
 
 from outcore.memory.device_kind import kind_of
 from outcore.memory.tensors import below_everything, unseen
+from outcore.state.early import EarlyUpdates
 from outcore.state.optimizers import ELEMENTWISE, Optimizer, Splitting, Substep
-from outcore.state.pieces import Piece, share_of
+from outcore.state.pieces import Piece, share_of, spans_of
 from outcore.state.reading import depart
 from outcore.state.takeover import Takeover, call_post_hooks, call_pre_hooks
 from outcore.state.unit import Due, Unit
-from outcore.state.watched import WatchedState, is_held, num_users, unwatch, watch
+from outcore.state.watched import WatchedState, unwatch, watch
 from outcore.state.window import Window
 from outcore.units import MIB
 
-ALIGN_NUMBERS = 4096  # spans begin at multiples of this many numbers, so that kernels see them aligned
 RESIDENT_BYTES = 64 * MIB  # of parameters that are updated on the device at a time (guessed: a millisecond's work)
-TEMPORARIES = 2  # tensors like the weight that an update makes which is not fused (read in torch's Adam)
 AHEAD = 4  # pieces that are fetched ahead of the one being updated, where there is room (guessed)
 
 Work = tuple[Substep, int, "Piece"]  # a step as it was asked for, the group, and what to update
@@ -58,17 +56,19 @@ class Updates:
         self._due: dict[Unit, None] = {}
         self._begun: set[Unit] = set()  # of the due updates that are running
         self._is_new: set[int] = set()  # parameters, by id, that this step has added to the optimizer's state
+        self.early = EarlyUpdates(optimizer, window, splitting, self.state_of)
         self._takeover = Takeover(optimizer, self)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def step(self, plainly: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         """What `optimizer.step(closure)` does. `plainly` is what it did before."""
-        self.flush()
+        self._run_all_due()
         self._window.settle_all()
         by_element = type(self.optimizer) in ELEMENTWISE
         is_divided = self.splitting.by_parameter and (closure is None or by_element)
         if not is_divided or _is_mixed(self.optimizer, self._window.homes.device):
+            self.early.void()
             return plainly() if closure is None else plainly(closure)
         args = call_pre_hooks(self.optimizer, (closure,) if closure is not None else ())
         loss = None
@@ -86,6 +86,8 @@ class Updates:
         resident: list[tuple[int, nn.Parameter]] = []
         now: list[Work] = []
         changed: list[nn.Parameter] = []
+        self.early.begin_step(substep)
+        is_calm = True
         for group, settings in enumerate(self.optimizer.param_groups):
             for parameter in settings["params"]:
                 if parameter.grad is None:
@@ -95,7 +97,10 @@ class Updates:
                 if unit is None or not unit.is_itself:
                     resident.append((group, parameter))
                     continue
-                unit.take_over(self._state_of(parameter))
+                if self.early.accept(unit, group):
+                    continue
+                is_calm = is_calm and _is_untouched(unit)
+                unit.take_over(self.state_of(parameter))
                 own = unit.has_gradient_at_home
                 if own and self.later and not self._is_watched(unit):
                     self._put_off(unit, substep, group)
@@ -107,12 +112,13 @@ class Updates:
         self._run(now)
         self._put_in_order()
         self._window.settle_all()
+        self.early.finish_step(is_calm=is_calm)
         torch.autograd.graph.increment_version(changed)
         if not self.splitting.later:
             for group, left in substep.left.items():
                 self.optimizer.param_groups[group].update(left)
 
-    def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         state: Any = self.optimizer.state
         found = state.quiet(parameter) if isinstance(state, WatchedState) else state.get(parameter)
         return found if isinstance(found, dict) else {}
@@ -139,26 +145,21 @@ class Updates:
     def _update_resident(self, substep: Substep, resident: Sequence[tuple[int, nn.Parameter]]) -> None:
         for part in _parts(resident):
             with below_everything():
-                made = substep.run((group, parameter, self._state_of(parameter)) for group, parameter in part)
+                made = substep.run((group, parameter, self.state_of(parameter)) for group, parameter in part)
             for (_, parameter), state in zip(part, made):
-                self._keep(parameter, self._state_of(parameter), state)
+                self._keep(parameter, self.state_of(parameter), state)
 
     def _work(
         self, unit: Unit, substep: Substep, group: int, gradient: torch.Tensor | None, spans: Sequence[slice | None]
     ) -> list[Work]:
-        known = self._state_of(unit.parameter)
+        known = self.state_of(unit.parameter)
         new_bytes = 0 if known else self._kept_bytes(unit)
-        new_bytes = share_of(unit, spans[0], new_bytes + _temporary_bytes(unit, substep, group))
+        new_bytes = share_of(unit, spans[0], new_bytes + unit.temporary_bytes(substep.groups[group]))
         return [(substep, group, Piece(unit, span, known, gradient, new_bytes)) for span in spans]
 
     def _spans(self, unit: Unit) -> Sequence[slice | None]:
         """Of a unit that is too large for a third of the window; else [None], all of it."""
-        numbers = unit.weight.home.numel()
-        per_number = ((2 + TEMPORARIES) * unit.weight.num_bytes + self._kept_bytes(unit)) / numbers
-        most = max(1, int(self._window.limit_bytes / 3 / per_number) // ALIGN_NUMBERS) * ALIGN_NUMBERS
-        if not self.splitting.by_element or numbers <= most:
-            return [None]
-        return [slice(at, min(at + most, numbers)) for at in range(0, numbers, most)]
+        return spans_of(unit, self._kept_bytes(unit), self._window.limit_bytes / 3, self.splitting)
 
     def _kept_bytes(self, unit: Unit) -> int:
         """Of a unit's optimizer state, also where that is still to be made."""
@@ -179,7 +180,7 @@ class Updates:
 
     def _update(self, substep: Substep, group: int, piece: Piece) -> None:
         unit, parameter = piece.unit, piece.unit.parameter
-        seen, state = parameter.grad, self._state_of(parameter)
+        seen, state = parameter.grad, self.state_of(parameter)
         try:
             part, known = piece.parameter(), piece.state()
             self._begun.add(unit)
@@ -197,10 +198,10 @@ class Updates:
     # -- updates that wait --------------------------------------------------------------------------------------------
 
     def _put_off(self, unit: Unit, substep: Substep, group: int) -> None:
-        span, more_bytes = self._spans(unit)[0], _temporary_bytes(unit, substep, group)
+        span, more_bytes = self._spans(unit)[0], unit.temporary_bytes(substep.groups[group])
         if span is not None:
             more_bytes = share_of(unit, span, more_bytes + unit.weight.num_bytes + self._kept_bytes(unit))
-        elif not self._state_of(unit.parameter):
+        elif not self.state_of(unit.parameter):
             more_bytes += self._kept_bytes(unit)
         self._wait(unit, Due(substep, group, span is None, more_bytes))
 
@@ -214,15 +215,9 @@ class Updates:
         watch(unit.gradient.shown, self.flush)
 
     def _is_watched(self, unit: Unit) -> bool:
-        """Whether somebody holds a view of what the update changes, and might look without our knowing."""
+        """Whether somebody holds a view of what the update reads or changes, and might look without our knowing."""
         assert unit.gradient is not None
-        state = self._state_of(unit.parameter)
-        return (
-            num_users(unit.weight.home) > 2  # the parameter, and the tensor at home
-            or unit.gradient.is_held(num_own=1)  # parameter.grad
-            or any(is_held(item.home, num_own=1) or num_users(item.home) > 1 for item in unit.kept.values())  # state
-            or sys.getrefcount(state) > 3  # the optimizer's, ours, and the one just given away
-        )
+        return unit.gradient.is_held(num_own=1) or unit.is_held(self.state_of)  # parameter.grad
 
     def run_due(self, units: Sequence[Unit]) -> None:
         """Runs the updates of these units. Their weights are on the device afterwards. Where that fails, updates that
@@ -253,7 +248,11 @@ class Updates:
         self._put_in_order()
 
     def flush(self) -> None:
-        """Runs every update that is due, in the order in which the last step read the weights."""
+        """Somebody looks at the state: runs every update that is due, and takes none that has run early."""
+        self.early.void()
+        self._run_all_due()
+
+    def _run_all_due(self) -> None:
         if not self._due:
             return
         waiting = dict.fromkeys(unit for unit in self._order() if unit in self._due)
@@ -261,7 +260,7 @@ class Updates:
         self._window.settle_all()
 
     def has_state(self, parameter: nn.Parameter) -> bool:
-        return bool(self._state_of(parameter))
+        return bool(self.state_of(parameter))
 
     def add(self, unit: Unit) -> None:
         self._units[id(unit.parameter)] = unit
@@ -269,8 +268,9 @@ class Updates:
     def remove(self, unit: Unit, *, at_home: bool = False) -> None:
         """What the optimizer keeps of it is an ordinary tensor of the device again, or stays `at_home`."""
         assert unit.due is None, "its update is due"
+        self.early.remove(unit)
         del self._units[id(unit.parameter)]
-        state = self._state_of(unit.parameter)
+        state = self.state_of(unit.parameter)
         for name, item in unit.kept.items():
             if state.get(name) is item.home:
                 state[name] = item.home if at_home else item.home.clone()
@@ -284,6 +284,12 @@ class Updates:
         self._takeover.close()
         for unit in list(self._units.values()):
             self.remove(unit, at_home=unit.was_at_home)
+
+
+def _is_untouched(unit: Unit) -> bool:
+    """Whether the update could as well have run when the gradient was made."""
+    gradient = unit.gradient
+    return gradient is not None and unit.has_gradient_at_home and not gradient.scalings and not gradient.was_touched
 
 
 def _is_mixed(optimizer: Optimizer, device: torch.device) -> bool:
@@ -307,11 +313,6 @@ def _parts(resident: Sequence[tuple[int, nn.Parameter]]) -> Iterator[list[tuple[
         num_bytes += parameter.nbytes
     if part:
         yield part
-
-
-def _temporary_bytes(unit: Unit, substep: Substep, group: int) -> int:
-    """That the unit's update makes, and that go again."""
-    return 0 if substep.groups[group].get("fused") else TEMPORARIES * unit.weight.num_bytes
 
 
 def _fetch(window: Window, piece: Piece) -> None:

@@ -30,10 +30,14 @@ _CALL, _ON_CALL = "_outcore_on_touch", "_outcore_on_call"
 OnCall = Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]
 _Base: Any = torch.Tensor
 _PROPERTIES = ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "_version", "grad", "ndim")
+_OF_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _METHODS = ("size", "dim", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex", "__len__")
 _UNCHANGED = frozenset(
     (
-        *(getattr(_Base, name).__get__ for name in (*_PROPERTIES, "is_cuda", "is_cpu", "is_sparse", "itemsize")),
+        *(
+            getattr(_Base, name).__get__
+            for name in (*_PROPERTIES, *_OF_HOOKS, "is_cuda", "is_cpu", "is_sparse", "itemsize")
+        ),
         *(getattr(_Base, name) for name in (*_METHODS, "element_size")),
         _Base.grad.__set__,
     )

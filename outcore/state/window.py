@@ -175,6 +175,13 @@ class Item:
     def has_departed(self) -> bool:
         return self._departure is None or self.window.homes.is_over(self._departure)
 
+    def hand_over(self, home: torch.Tensor) -> Item:
+        """The copy on the device is that of another item from now on, which has its home elsewhere."""
+        self._wait_for_arrival()
+        other = Item(self.window, home)
+        other.here, self.here = self.here, None
+        return other
+
     def finish(self) -> None:
         """What compute does from here on finds the true bytes at home."""
         if self._departure is not None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from outcore.values.plan import Budget
+
 
 @dataclass(frozen=True)
 class StateUnit:
@@ -33,6 +35,7 @@ class Residency:
     resident: frozenset[int] = field(default_factory=frozenset)  # positions in `units`
     window_bytes: int = 0
     is_late: bool = True  # updates run when their weight is read next, else all of them inside `optimizer.step()`
+    early: frozenset[int] = field(default_factory=frozenset)  # streamed ones that are updated in the backward
     tier: str = "host"  # where streamed units lie
     link_share: float = 1.0  # of the links' seconds, that the state leaves to activations
 
@@ -47,6 +50,18 @@ class Residency:
     @property
     def streamed_bytes(self) -> int:
         return sum(unit.all_bytes for unit in self.units) - self.resident_bytes
+
+    @property
+    def home_bytes(self) -> int:
+        """Beside the device. What an update in the backward makes has a home of its own until it is asked for."""
+        second = (self.units[number] for number in self.early)
+        return self.streamed_bytes + sum(unit.weight_bytes + unit.kept_bytes for unit in second)
+
+    def home_room(self, budget: Budget) -> int:
+        return budget.host_bytes if self.tier == "host" else budget.disk_bytes
+
+    def fits_home(self, budget: Budget) -> bool:
+        return self.home_bytes <= self.home_room(budget)
 
     @property
     def device_bytes(self) -> int:

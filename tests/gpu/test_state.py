@@ -19,7 +19,7 @@ from outcore.state.state import State
 from outcore.units import GIB, KIB, MIB
 from tests.cpu.state import test_same_training as loops
 from tests.cpu.state import training
-from tests.cpu.state.training import MakeOptimizer, Training, plain_loop, train
+from tests.cpu.state.training import MakeOptimizer, Training, When, plain_loop, train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -164,50 +164,50 @@ def assert_same(loop: training.Loop, make_optimizer: MakeOptimizer = adamw, **op
     plain.assert_same(train(loop, make_optimizer, folder=Path(), **options))
 
 
-@pytest.fixture(params=[False, True], ids=["at step", "later"])
-def later(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
+@pytest.fixture(params=list(When), ids=["at step", "later", "early"])
+def later(request: pytest.FixtureRequest) -> When:
+    return When(request.param)
 
 
 @pytest.mark.parametrize("name", [name for name in loops.OPTIMIZERS if name != "tensor lr"])
-def test_every_optimizer(name: str, later: bool) -> None:
+def test_every_optimizer(name: str, later: When) -> None:
     assert_same(plain_loop(), loops.OPTIMIZERS[name], later=later)
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.003])
 @pytest.mark.parametrize("window_bytes", [300 * KIB, 3000 * KIB])
-def test_slow_copies_change_nothing(window_bytes: int, delay_s: float, later: bool) -> None:
+def test_slow_copies_change_nothing(window_bytes: int, delay_s: float, later: When) -> None:
     assert_same(plain_loop(6), later=later, window_bytes=window_bytes, delay_s=delay_s)
 
 
 @pytest.mark.parametrize("name", loops.LOOKS)
-def test_looking_at_the_state_shows_the_truth(name: str, later: bool) -> None:
+def test_looking_at_the_state_shows_the_truth(name: str, later: When) -> None:
     assert_same(loops.each_step(loops.LOOKS[name]), later=later, delay_s=0.002)
 
 
 @pytest.mark.parametrize(
     "touch", [loops.scale_gradients, loops.other_gradients, loops.clip_values, loops.write_weights]
 )
-def test_writing_before_a_step(touch: Callable[[Training, int], None], later: bool) -> None:
+def test_writing_before_a_step(touch: Callable[[Training, int], None], later: When) -> None:
     assert_same(loops.between(touch), later=later, delay_s=0.002)
 
 
 @pytest.mark.parametrize("net", loops.NETS)
-def test_every_network(net: Callable[[], nn.Module], later: bool) -> None:
+def test_every_network(net: Callable[[], nn.Module], later: When) -> None:
     assert_same(plain_loop(), later=later, net=net, delay_s=0.001)
 
 
 @pytest.mark.parametrize("name", ["momentum", "fused", "foreach", "adagrad"])
-def test_clipping_accumulation_and_a_scheduler(name: str, later: bool) -> None:
+def test_clipping_accumulation_and_a_scheduler(name: str, later: When) -> None:
     assert_same(loops.clipped_loop, loops.OPTIMIZERS[name], later=later, delay_s=0.001)
 
 
-def test_the_device_holds_no_more_than_the_window(later: bool) -> None:
+def test_the_device_holds_no_more_than_the_window(later: When) -> None:
     """16 layers of 16 MiB with AdamW: 1 GiB of state, of which 128 MiB may be on the device at a time."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(16))).to(CUDA)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    state = State(model, optimizer, window_bytes=128 * MIB, home_bytes=2 * GIB, later=later)
+    state = State(model, optimizer, window_bytes=128 * MIB, home_bytes=2 * GIB, later=bool(later))
     gc.collect()
     torch.cuda.synchronize()
     x = torch.randn(64, 2048, device=CUDA)

@@ -2,10 +2,11 @@
 
 The simulator follows what `outcore.state` does. A streamed weight comes before its first reader, together with its
 gradient and the optimizer's state where its update waits until then; weight and state go home afterwards. It comes once
-more for the backward, and its gradient goes home as soon as it is made. Weights that are read next are fetched ahead as
+more for the backward, and its gradient goes home as soon as it is made; where its update runs then, the optimizer's
+state comes for that, and everything goes home. Weights that are read next are fetched ahead as
 long as the window has room; what is needed and finds none waits until something has gone home.
 
-Left out: the seconds of the updates themselves, and what was fetched ahead and given up again.
+Left out: what was fetched ahead and given up again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from itertools import accumulate
 
 from outcore.planning.program.lanes import IN, OUT, Lanes
 from outcore.planning.trace_index import TraceIndex
-from outcore.values import Machine, Residency
+from outcore.values import Machine, Residency, StateUnit
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class _Use:
     in_bytes: int
     out_bytes: int
     stays_bytes: int  # of what came in, until the next weight is needed
+    takes_weight: bool = False  # the weight that stayed goes home with it
+    update_bytes: int = 0  # that an update reads and writes on the device
 
 
 class Traffic:
@@ -36,6 +39,8 @@ class Traffic:
 
     def __init__(self, trace_index: TraceIndex, machine: Machine, residency: Residency) -> None:
         self._machine, self._residency = machine, residency
+        rates = machine.op_rates
+        self._update_s_per_byte = 1 / rates.memory_bytes_per_s if rates is not None else 0.0
         ops = trace_index.trace.ops
         self._op_slots = [op.slot for op in ops]
         self._clock_s = list(accumulate((op.seconds / machine.speed for op in ops), initial=0.0))
@@ -67,19 +72,24 @@ class Traffic:
         began_s = now_s
         lanes.advance(now_s)
         self._settle(lanes)
-        if use.stays_bytes and not (self._ahead and self._ahead[0] is use):
+        if use.in_bytes and not (self._ahead and self._ahead[0] is use):
             now_s = self._make_room(lanes, use.in_bytes, now_s)
             self._fetch(lanes, use, now_s)
         self._uses.popleft()
-        if use.stays_bytes:
+        if use.in_bytes:
             self._ahead.popleft()
             now_s = max(now_s, lanes.finish(IN, use.key))
+        if use.stays_bytes:
             self._used_bytes -= self._staying_bytes + use.in_bytes - use.stays_bytes
             self._staying_bytes = use.stays_bytes
+        now_s += use.update_bytes * self._update_s_per_byte
         if use.out_bytes:
+            here_bytes = 0 if use.stays_bytes else use.in_bytes
+            if use.takes_weight:
+                here_bytes, self._staying_bytes = here_bytes + self._staying_bytes, 0
             going_bytes = use.out_bytes - use.stays_bytes
-            now_s = self._make_room(lanes, going_bytes, now_s)
-            self._used_bytes += going_bytes
+            now_s = self._make_room(lanes, going_bytes - here_bytes, now_s)
+            self._used_bytes += going_bytes - here_bytes
             lanes.issue(OUT, use.key, now_s, self._machine.out_s(use.out_bytes, self._residency.tier))
             self._going.append((use.key, going_bytes))
         self._fetch_ahead(lanes, now_s)
@@ -104,7 +114,7 @@ class Traffic:
     def _fetch_ahead(self, lanes: Lanes, now_s: float) -> None:
         known = {use.key for use in self._ahead}
         for use in self._uses:
-            if not use.stays_bytes or use.key in known:
+            if not use.in_bytes or use.key in known:
                 continue
             if self._used_bytes + use.in_bytes > self._residency.window_bytes:
                 return
@@ -112,29 +122,45 @@ class Traffic:
 
 
 def _uses(trace_index: TraceIndex, residency: Residency) -> list[_Use]:
-    """In order. A weight that is read twice in a row stays in between."""
+    """In order. A weight that the backward reads twice in a row stays in between; after the forward of its module it
+    goes."""
     found: list[_Use] = []
-    updated: set[int] = set()
+    updated: set[int] = set(residency.early)
+    backward = next((op.slot for op in trace_index.trace.ops if op.phase == "backward"), trace_index.trace.num_slots)
     last = -1
     for seen in trace_index.trace.state:
-        unit = residency.units[seen.unit]
-        if seen.unit in residency.resident or (seen.kind == "weight" and seen.unit == last):
+        if seen.unit in residency.resident:
             continue
-        key = -1 - len(found)
+        key, unit = -1 - len(found), residency.units[seen.unit]
         if seen.kind == "gradient":
-            found.append(_Use(key, seen.slot, 0, unit.gradient_bytes, 0))
-            continue
-        last = seen.unit
-        updates = residency.is_late and unit.gradient_bytes > 0 and seen.unit not in updated
-        updated.add(seen.unit)
-        more_bytes = unit.gradient_bytes + unit.kept_bytes if updates else 0
-        out_bytes = unit.weight_bytes + unit.kept_bytes if updates else 0
-        found.append(_Use(key, seen.slot, unit.weight_bytes + more_bytes, out_bytes, unit.weight_bytes))
+            found.append(_gradient(key, seen.slot, unit, seen.unit in residency.early, seen.unit == last))
+            last = -1 if seen.unit in residency.early else last
+        elif seen.unit != last:
+            updates = residency.is_late and unit.gradient_bytes > 0 and seen.unit not in updated
+            updated.add(seen.unit)
+            found.append(_weight(key, seen.slot, unit, updates=updates))
+            last = seen.unit if seen.slot >= backward else -1
     return found
+
+
+def _weight(key: int, slot: int, unit: StateUnit, *, updates: bool) -> _Use:
+    if not updates:
+        return _Use(key, slot, unit.weight_bytes, 0, unit.weight_bytes)
+    out_bytes = unit.weight_bytes + unit.kept_bytes
+    moved_bytes = out_bytes + unit.all_bytes
+    return _Use(key, slot, unit.all_bytes, out_bytes, unit.weight_bytes, update_bytes=moved_bytes)
+
+
+def _gradient(key: int, slot: int, unit: StateUnit, is_early: bool, is_here: bool) -> _Use:
+    if not is_early:
+        return _Use(key, slot, 0, unit.gradient_bytes, 0)
+    in_bytes = unit.kept_bytes + (0 if is_here else unit.weight_bytes)
+    moved_bytes = 2 * (unit.weight_bytes + unit.kept_bytes) + unit.gradient_bytes
+    return _Use(key, slot, in_bytes, unit.all_bytes, 0, takes_weight=is_here, update_bytes=moved_bytes)
 
 
 def _update_bytes(trace_index: TraceIndex, residency: Residency) -> int:
     """That updates inside `optimizer.step()` move, each way about the same."""
-    streamed = {seen.unit for seen in trace_index.trace.state} - residency.resident
+    streamed = {seen.unit for seen in trace_index.trace.state} - residency.resident - residency.early
     units = [residency.units[number] for number in streamed]
     return sum(unit.weight_bytes + unit.kept_bytes for unit in units if unit.gradient_bytes)

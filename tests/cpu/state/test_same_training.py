@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from outcore.units import KIB
-from tests.cpu.state.training import WHERE, WIDTH, Loop, MakeOptimizer, Net, Training, batch, plain_loop, train
+from tests.cpu.state.training import WHERE, WIDTH, Loop, MakeOptimizer, Net, Training, When, batch, plain_loop, train
 
 adamw: MakeOptimizer = partial(torch.optim.AdamW, lr=1e-2)
 Loops = dict[str, Loop]
@@ -72,9 +72,9 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 }
 
 
-@pytest.fixture(params=[False, True], ids=["at step", "later"])
-def later(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
+@pytest.fixture(params=list(When), ids=["at step", "later", "early"])
+def later(request: pytest.FixtureRequest) -> When:
+    return When(request.param)
 
 
 def assert_same(loop: Loop, make_optimizer: MakeOptimizer, folder: Path, **options: Any) -> None:
@@ -83,7 +83,7 @@ def assert_same(loop: Loop, make_optimizer: MakeOptimizer, folder: Path, **optio
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer(name: str, later: bool, tmp_path: Path) -> None:
+def test_every_optimizer(name: str, later: When, tmp_path: Path) -> None:
     assert_same(plain_loop(), OPTIMIZERS[name], tmp_path, later=later)
 
 
@@ -100,14 +100,14 @@ def clipped_loop(training: Training) -> None:
 
 
 @pytest.mark.parametrize("name", ["momentum", "fused", "adagrad"])
-def test_sixteen_steps_with_clipping_accumulation_and_a_scheduler(name: str, later: bool, tmp_path: Path) -> None:
+def test_sixteen_steps_with_clipping_accumulation_and_a_scheduler(name: str, later: When, tmp_path: Path) -> None:
     assert_same(clipped_loop, OPTIMIZERS[name], tmp_path, later=later)
 
 
 @pytest.mark.parametrize("window_bytes", [200 * KIB, 3000 * KIB])
 @pytest.mark.parametrize("delay_s", [0.0, 0.001])
 def test_slow_copies_and_small_windows_change_nothing(
-    window_bytes: int, delay_s: float, later: bool, tmp_path: Path
+    window_bytes: int, delay_s: float, later: When, tmp_path: Path
 ) -> None:
     assert_same(plain_loop(), adamw, tmp_path, later=later, window_bytes=window_bytes, delay_s=delay_s)
 
@@ -206,7 +206,7 @@ LOOKS: dict[str, Callable[[Training, int], None]] = {
 
 
 @pytest.mark.parametrize("name", LOOKS)
-def test_looking_at_the_state_shows_the_truth(name: str, later: bool, tmp_path: Path) -> None:
+def test_looking_at_the_state_shows_the_truth(name: str, later: When, tmp_path: Path) -> None:
     assert_same(each_step(LOOKS[name]), adamw, tmp_path, later=later)
 
 
@@ -259,24 +259,24 @@ def some_without(training: Training, step: int) -> None:
 
 
 @pytest.mark.parametrize("touch", [write_weights, write_data, zero_in_place, scale_gradients])
-def test_writing_after_a_step(touch: Callable[[Training, int], None], later: bool, tmp_path: Path) -> None:
+def test_writing_after_a_step(touch: Callable[[Training, int], None], later: When, tmp_path: Path) -> None:
     assert_same(each_step(touch), adamw, tmp_path, later=later)
 
 
 @pytest.mark.parametrize("touch", [scale_gradients, other_gradients, clip_values, clip_norms, clip_twice, some_without])
-def test_writing_before_a_step(touch: Callable[[Training, int], None], later: bool, tmp_path: Path) -> None:
+def test_writing_before_a_step(touch: Callable[[Training, int], None], later: When, tmp_path: Path) -> None:
     assert_same(between(touch), adamw, tmp_path, later=later)
 
 
-def test_gradients_that_nobody_zeroes(later: bool, tmp_path: Path) -> None:
+def test_gradients_that_nobody_zeroes(later: When, tmp_path: Path) -> None:
     assert_same(each_step(lambda training, step: None, zero=False), adamw, tmp_path, later=later)
 
 
-def test_two_steps_in_a_row(later: bool, tmp_path: Path) -> None:
+def test_two_steps_in_a_row(later: When, tmp_path: Path) -> None:
     assert_same(each_step(lambda training, step: training.optimizer.step() and None), adamw, tmp_path, later=later)
 
 
-def test_views_held_over_a_step_follow_it(later: bool, tmp_path: Path) -> None:
+def test_views_held_over_a_step_follow_it(later: When, tmp_path: Path) -> None:
     """A state dictionary and the tensors of an optimizer's state share memory with what is trained."""
 
     def loop(training: Training) -> None:
@@ -293,7 +293,7 @@ def test_views_held_over_a_step_follow_it(later: bool, tmp_path: Path) -> None:
     assert_same(loop, adamw, tmp_path, later=later)
 
 
-def test_gradients_held_over_a_step_stay_what_they_were(later: bool, tmp_path: Path) -> None:
+def test_gradients_held_over_a_step_stay_what_they_were(later: When, tmp_path: Path) -> None:
     def loop(training: Training) -> None:
         held: list[Tensor] = []
         for step in range(4):
@@ -307,7 +307,7 @@ def test_gradients_held_over_a_step_stay_what_they_were(later: bool, tmp_path: P
     assert_same(loop, adamw, tmp_path, later=later)
 
 
-def test_gradients_held_while_others_are_added_follow(later: bool, tmp_path: Path) -> None:
+def test_gradients_held_while_others_are_added_follow(later: When, tmp_path: Path) -> None:
     def loop(training: Training) -> None:
         for step in range(3):
             training.backward(2 * step)
@@ -321,7 +321,7 @@ def test_gradients_held_while_others_are_added_follow(later: bool, tmp_path: Pat
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_grad_scaler(fused: bool, later: bool, tmp_path: Path) -> None:
+def test_grad_scaler(fused: bool, later: When, tmp_path: Path) -> None:
     def loop(training: Training) -> None:
         scaler = torch.amp.GradScaler(WHERE["device"], init_scale=2.0**10, growth_interval=2)
         for step in range(6):
@@ -340,7 +340,7 @@ def test_grad_scaler(fused: bool, later: bool, tmp_path: Path) -> None:
     assert_same(loop, partial(torch.optim.AdamW, lr=1e-2, fused=fused), tmp_path, later=later)
 
 
-def test_moving_average(later: bool, tmp_path: Path) -> None:
+def test_moving_average(later: When, tmp_path: Path) -> None:
     def loop(training: Training) -> None:
         average = AveragedModel(training.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         each_step(lambda training, step: average.update_parameters(training.model))(training)
@@ -349,7 +349,7 @@ def test_moving_average(later: bool, tmp_path: Path) -> None:
     assert_same(loop, adamw, tmp_path, later=later)
 
 
-def test_closures(later: bool, tmp_path: Path) -> None:
+def test_closures(later: When, tmp_path: Path) -> None:
     def loop(training: Training) -> None:
         for step in range(4):
 
@@ -363,7 +363,7 @@ def test_closures(later: bool, tmp_path: Path) -> None:
     assert_same(loop, adamw, tmp_path, later=later)
 
 
-def test_hooks_see_what_they_see_without_us(later: bool, tmp_path: Path) -> None:
+def test_hooks_see_what_they_see_without_us(later: When, tmp_path: Path) -> None:
     def loop(training: Training) -> None:
         weight = training.model.get_parameter("first.weight")
         weight.register_hook(lambda grad: grad * 0.5)
@@ -377,7 +377,7 @@ def test_hooks_see_what_they_see_without_us(later: bool, tmp_path: Path) -> None
     assert_same(loop, adamw, tmp_path, later=later)
 
 
-def test_a_hook_that_changes_the_accumulated_gradient(later: bool, tmp_path: Path) -> None:
+def test_a_hook_that_changes_the_accumulated_gradient(later: When, tmp_path: Path) -> None:
     def halve(p: Tensor) -> None:
         assert p.grad is not None
         p.grad.mul_(0.5)
@@ -400,11 +400,11 @@ class Frozen(Net):
         self.norm.requires_grad_(True)
 
 
-def test_frozen_parameters(later: bool, tmp_path: Path) -> None:
+def test_frozen_parameters(later: When, tmp_path: Path) -> None:
     assert_same(plain_loop(), adamw, tmp_path, later=later, net=Frozen)
 
 
-def test_freezing_and_unfreezing_on_the_way(later: bool, tmp_path: Path) -> None:
+def test_freezing_and_unfreezing_on_the_way(later: When, tmp_path: Path) -> None:
     def freeze(training: Training, step: int) -> None:
         training.model.get_parameter("second.weight").requires_grad_(step % 2 == 0)
         training.model.get_parameter("embed.weight").requires_grad_(step < 2)
@@ -530,11 +530,11 @@ NETS = [Encoder, Checkpointed, Attention, Normalising, InForward, Half, Autocast
 
 
 @pytest.mark.parametrize("net", NETS)
-def test_every_network(net: Callable[[], nn.Module], later: bool, tmp_path: Path) -> None:
+def test_every_network(net: Callable[[], nn.Module], later: When, tmp_path: Path) -> None:
     assert_same(plain_loop(), adamw, tmp_path, later=later, net=net)
 
 
-def test_several_backwards_in_a_block(later: bool, tmp_path: Path) -> None:
+def test_several_backwards_in_a_block(later: When, tmp_path: Path) -> None:
     def loop(training: Training) -> None:
         for step in range(4):
             with training.block():
@@ -554,7 +554,7 @@ def test_several_backwards_in_a_block(later: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("touch", [scale_gradients, other_gradients, clip_values, clip_norms, some_without])
 def test_writing_gradients_inside_the_block(
-    touch: Callable[[Training, int], None], later: bool, tmp_path: Path
+    touch: Callable[[Training, int], None], later: When, tmp_path: Path
 ) -> None:
     """Some of them are still on their way home."""
 
@@ -584,12 +584,12 @@ class BetweenModules(Net):
         return logits
 
 
-def test_writing_weights_between_modules(later: bool, tmp_path: Path) -> None:
+def test_writing_weights_between_modules(later: When, tmp_path: Path) -> None:
     sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     assert_same(plain_loop(), sgd, tmp_path, later=later, delay_s=0.002, net=BetweenModules, window_bytes=4000 * KIB)
 
 
-def test_gradients_of_gradients(later: bool, tmp_path: Path) -> None:
+def test_gradients_of_gradients(later: When, tmp_path: Path) -> None:
     def loop(training: Training) -> None:
         for step in range(3):
             x, y = batch(step)
@@ -603,7 +603,7 @@ def test_gradients_of_gradients(later: bool, tmp_path: Path) -> None:
     assert_same(loop, adamw, tmp_path, later=later)
 
 
-def test_training_without_blocks(later: bool, tmp_path: Path) -> None:
+def test_training_without_blocks(later: When, tmp_path: Path) -> None:
     """The step's block is for memory: without it the numbers are right, too."""
 
     def loop(training: Training) -> None:
@@ -613,7 +613,7 @@ def test_training_without_blocks(later: bool, tmp_path: Path) -> None:
     assert_same(loop, adamw, tmp_path, later=later)
 
 
-def test_the_optimizer_steps_inside_the_block(later: bool, tmp_path: Path) -> None:
+def test_the_optimizer_steps_inside_the_block(later: When, tmp_path: Path) -> None:
     def loop(training: Training) -> None:
         for step in range(4):
             x, y = batch(step)
@@ -629,7 +629,7 @@ def test_the_optimizer_steps_inside_the_block(later: bool, tmp_path: Path) -> No
     assert_same(loop, adamw, tmp_path, later=later)
 
 
-def test_a_parameter_group_added_on_the_way(later: bool, tmp_path: Path) -> None:
+def test_a_parameter_group_added_on_the_way(later: When, tmp_path: Path) -> None:
     def loop(training: Training) -> None:
         plain_loop(2)(training)
         weight = training.model.get_parameter("second.weight")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,14 @@ class Net(nn.Module):
         x = x + self.second(x)
         logits: Tensor = self.head(x)
         return logits
+
+
+class When(IntEnum):
+    """When an update runs."""
+
+    AT_STEP = 0
+    LATER = 1  # when the weight is read next
+    EARLY = 2  # in the backward, before it is asked for
 
 
 @dataclass
@@ -116,7 +125,7 @@ def train(
     make_optimizer: MakeOptimizer,
     *,
     folder: Path | None = None,
-    later: bool = True,
+    later: int = When.LATER,
     window_bytes: int = 600 * KIB,
     net: Callable[[], nn.Module] = Net,
     delay_s: float = 0.0,
@@ -137,7 +146,7 @@ def _train(
     make_optimizer: MakeOptimizer,
     *,
     folder: Path | None,
-    later: bool,
+    later: int,
     window_bytes: int,
     net: Callable[[], nn.Module],
     delay_s: float,
@@ -151,9 +160,11 @@ def _train(
         assert limited.state is not None
         limited.state.window.homes.delay_s = delay_s
     elif folder is not None:
+        window_bytes *= 3 if later == When.EARLY else 1
         state = training.ooc = State(
-            model, optimizer, window_bytes=window_bytes, home_bytes=GIB, folder=folder, later=later
+            model, optimizer, window_bytes=window_bytes, home_bytes=GIB, folder=folder, later=bool(later)
         )
+        state.update_early(range(len(state.sizes)) if later == When.EARLY else ())
         state.window.homes.delay_s = delay_s
     loop(training)
     outcome = training.outcome
@@ -166,6 +177,8 @@ def _train(
         window = training.ooc.state.window
         assert window.peak_bytes <= window.limit_bytes or len(training.ooc.state.resident)
         outcome.counts = training.ooc.stats()
+    if isinstance(training.ooc, State):
+        outcome.counts["early"] = training.ooc.num_early
     if training.ooc is not None:
         training.ooc.close()
         assert_equal(outcome.weights, dict(model.state_dict()))

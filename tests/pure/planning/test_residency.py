@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
@@ -38,8 +39,11 @@ def planned(step: Trace, on: Machine, budget: Budget) -> Plan:
     return plan(step, on, budget, planner="priced")
 
 
-def chosen(memory_bytes: int, rate: float = 1e9) -> Residency:
-    return choose_residency(trace_with_state(), LEAST, machine(rate), Budget(memory_bytes, 64 * MIB), planned)
+def chosen(
+    memory_bytes: int, rate: float = 1e9, *, host_bytes: int = 64 * MIB, early: Collection[int] = ()
+) -> Residency:
+    budget = Budget(memory_bytes, host_bytes)
+    return choose_residency(trace_with_state(), LEAST, machine(rate), budget, planned, early=early)
 
 
 def simulated(residency: Residency, rate: float) -> Timeline:
@@ -77,13 +81,16 @@ def test_a_choice_is_never_slower_than_the_least() -> None:
 
 
 def test_the_simulated_copies_are_those_of_an_update_that_waits() -> None:
-    """A weight comes with what its update needs, goes home with it, and comes once more for the backward; the last
-    layer's is still there then. Inside `optimizer.step()` everything comes once more instead."""
+    """A weight comes with what its update needs, goes home with it, and comes once more for the backward.
+    Inside `optimizer.step()` everything comes once more instead, and in the backward what the weight has not."""
     late = simulated(replace(LEAST, window_bytes=64 * MIB), 1e9)
-    assert late.state_in_bytes == NUM * 4 * MIB + (NUM - 1) * MIB
+    assert late.state_in_bytes == NUM * 4 * MIB + NUM * MIB
     assert late.state_out_bytes == NUM * 3 * MIB + NUM * MIB
     at_step = simulated(replace(LEAST, is_late=False), 1e9)
-    assert at_step.state_in_bytes == (2 * NUM - 1) * MIB + NUM * 3 * MIB
+    assert at_step.state_in_bytes == 2 * NUM * MIB + NUM * 3 * MIB
+    early = simulated(replace(LEAST, window_bytes=64 * MIB, early=frozenset(range(NUM))), 1e9)
+    assert early.state_in_bytes == NUM * MIB + NUM * 3 * MIB
+    assert early.state_out_bytes == NUM * 4 * MIB
     assert simulated(replace(LEAST, resident=frozenset(range(NUM))), 1e9).state_in_bytes == 0
 
 
@@ -108,3 +115,25 @@ def test_residents_are_spread_and_their_gradients_stay() -> None:
     assert placed.storages[3].dies == trace.num_slots - 1
     assert placed.storages[2] == trace.storages[2]
     assert beside_state(machine(), replace(LEAST, link_share=0.5)).swap_in_bytes_per_s == 0.5e9
+
+
+def test_updates_run_in_the_backward_where_they_may_and_pay() -> None:
+    """They move less in all. A second home for what they make must find room."""
+    everything = range(NUM)
+    late, early = chosen(24 * MIB, rate=6e7), chosen(24 * MIB, rate=6e7, early=everything)
+    assert not late.early
+    assert early.early
+    assert not early.early & early.resident
+    assert in_budget(early, 24 * MIB, 6e7).step_s < in_budget(late, 24 * MIB, 6e7).step_s
+    assert early.home_bytes == early.streamed_bytes + 3 * MIB * len(early.early)
+    tight = chosen(24 * MIB, rate=6e7, host_bytes=early.home_bytes - MIB, early=everything)
+    assert tight.home_bytes < early.home_bytes
+    assert not chosen(64 * MIB, early=everything).early  # nothing is streamed
+
+
+def test_homes_that_do_not_fit_the_host_stay_on_the_device() -> None:
+    """Six units of 4 MiB; of 24 MiB of device memory some are taken by the window and activations."""
+    some = chosen(24 * MIB, host_bytes=16 * MIB)
+    assert 0 < some.home_bytes <= 16 * MIB
+    with pytest.raises(BudgetTooSmall, match="training state"):
+        chosen(12 * MIB, host_bytes=16 * MIB)
