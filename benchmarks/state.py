@@ -126,6 +126,7 @@ class Run:
     step: Callable[[], Any] | None = None  # instead of clipping, optimizer.step() and zero_grad()
     state: State | None = None
     limited: outcore.Limited | None = None
+    cached: bool = True  # autocast keeps its copies of the weights until the forward ends
 
 
 def in_core(shape: Shape, device: str) -> Run:
@@ -138,7 +139,7 @@ def ours(shape: Shape, device: str, *, later: bool) -> Run:
     optimizer = adamw(model)
     home_bytes = int(0.9 * host_bytes_granted() / MEMORY.host_share)  # nothing else runs there
     state = State(model, optimizer, window_bytes=int(shape.window_gib * GIB), home_bytes=home_bytes, later=later)
-    return Run(model, optimizer, state.step, state=state)
+    return Run(model, optimizer, state.step, state=state, cached=False)
 
 
 def limited(shape: Shape, device: str, *, checkpoints: bool) -> Run:
@@ -146,7 +147,7 @@ def limited(shape: Shape, device: str, *, checkpoints: bool) -> Run:
     optimizer = adamw(model)
     host = int(0.9 * host_bytes_granted() / MEMORY.host_share) if device == "cuda" else "auto"
     ooc = outcore.limit(model, int(shape.memory_gib * GIB), host=host, optimizer=optimizer)
-    return Run(model, optimizer, ooc.step, state=ooc.state, limited=ooc)
+    return Run(model, optimizer, ooc.step, state=ooc.state, limited=ooc, cached=False)
 
 
 def fsdp2(shape: Shape, device: str) -> Run:
@@ -209,7 +210,7 @@ METHODS: dict[str, Callable[[Shape, str], Run]] = {
 
 def one_step(run: Run, tokens: torch.Tensor, *, clip: bool) -> torch.Tensor:
     with run.block():
-        with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
+        with torch.autocast(tokens.device.type, dtype=torch.bfloat16, cache_enabled=run.cached):
             loss: torch.Tensor = run.model(input_ids=tokens, labels=tokens).loss
         run.backward(loss)
     if run.step is not None:

@@ -130,16 +130,20 @@ class StateBeside:
             step = replace(trace, before_bytes=before_bytes - there)
             residency = preparer.choose_residency(step, least, budget, self.state.may_be_early)
         except BudgetTooSmall:
+            if not least.fits_home(budget):
+                raise
             residency = least  # the planner that is asked for in the end may find more, and says what it needs
         self._move(residency)
 
     def _move(self, residency: Residency) -> None:
         self.state.place(residency)
-        self.state.window.is_lean = False
+        window = self.state.window
+        window.is_lean, window.peak_bytes = False, window.used_bytes
         preparer, share = self._preparer, residency.link_share
         preparer.residency = replace(self.state.residency, link_share=share)
         preparer.budget = budget_beside(self._budget, preparer.residency)
-        preparer.store.host_bytes, preparer.store.disk_bytes = preparer.budget.host_bytes, preparer.budget.disk_bytes
+        preparer.store.disk_bytes = preparer.budget.disk_bytes
+        preparer.store.shrink(preparer.budget.host_bytes if preparer.store.host_bytes else 0)
 
 
 def _params(count: int, num_bytes: int) -> str:
@@ -154,7 +158,11 @@ def beside(
         return None, budget
     on_host = kind_of(device_of(model)).home_tier == "host"
     home_bytes = budget.host_bytes if on_host else budget.disk_bytes
-    state = State(model, optimizer, window_bytes=0, home_bytes=home_bytes, folder=folder)
+    may_stay = budget.device_bytes
+    state = State(model, optimizer, window_bytes=0, home_bytes=home_bytes, folder=folder, resident_bytes=may_stay)
     state.window.limit_bytes = state.least_window_bytes
-    left_bytes = max(0, home_bytes - sum(size.all_bytes for size in state.sizes))
+    all_bytes = sum(size.all_bytes for size in state.sizes)
+    if all_bytes > home_bytes:  # until some of it stays on the device; the first step has no optimizer state yet
+        all_bytes = sum(size.weight_bytes + size.gradient_bytes for size in state.sizes)
+    left_bytes = max(0, home_bytes - all_bytes)
     return state, replace(budget, **{"host_bytes" if on_host else "disk_bytes": left_bytes})

@@ -89,6 +89,7 @@ class Homes:
         self.copied_bytes = {"in": 0, "out": 0}
         self.delay_s = 0.0  # tests slow copies down to provoke races
         self._flying: deque[tuple[Done, torch.Tensor]] = deque()
+        self._uses: deque[torch.cuda.Event] = deque()  # in compute, where the last ones began
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._threads: dict[str, ThreadPoolExecutor] = {}
         if device.type == "cuda":
@@ -198,6 +199,15 @@ class Homes:
     @staticmethod
     def is_over(done: Done) -> bool:
         return done.done() if isinstance(done, Future) else done.query()
+
+    def pace(self) -> None:
+        """Compute is about to use something that came from home. A host that runs far ahead of the device sees no copy
+        arrive and no room become free: it would fetch nothing ahead, and compute would wait for each copy. So it waits
+        until the device has come to one of the last uses, with the work of those after it still in its queue."""
+        if self._streams:
+            self._uses.append(torch.cuda.current_stream(self.device).record_event())
+            if len(self._uses) > MEMORY.most_uses_ahead:
+                self._uses.popleft().synchronize()
 
     def forget(self, done: Done | None) -> None:
         """Called when compute has waited for the copy: its tensor need not be kept alive any more."""

@@ -23,6 +23,8 @@ class MemorySettings:
     lane_end_s: float = 30.0  # that closing a store waits for a disk lane to finish (guessed)
     most_sources: int = 4096  # addresses with a source that are remembered before dead ones are removed (guessed)
 
+    most_uses_ahead: int = 2  # uses of the training state that the host may be ahead of the device (guessed: some ms)
+
     # -- the caching allocator ----------------------------------------------------------------------------------------
     num_restarts_looked_at: int = 4  # the host's pace depends on how many of so many last steps restarted (guessed)
     num_restarts_to_wait: int = 2  # with so many restarts among them, the host waits for the device (guessed)

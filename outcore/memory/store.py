@@ -166,6 +166,14 @@ class Store:
             return 0
         return max(0, min(num_bytes, self.host_bytes) - self.pinned_bytes)
 
+    def shrink(self, host_bytes: int) -> None:
+        """From now on `host_bytes` may be pinned. What is more is given back where nothing is in use."""
+        self.host_bytes = host_bytes
+        if self.pinned_bytes > host_bytes and not self.num_parcels:
+            torch.cuda.synchronize(self.device)
+            while self.slabs:
+                self.slabs.pop().close()
+
     def _add_slab(self, num_bytes: int) -> PinnedSlab:
         page_bytes = MEMORY.huge_page_bytes
         self.slabs.append(PinnedSlab(-(-num_bytes // page_bytes) * page_bytes, self.device))

@@ -12,10 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 
 from outcore.errors import BudgetTooSmall
+from outcore.planning.planners.scoring import lean_bytes
+from outcore.planning.planners.simple import leanest
 from outcore.planning.preparing import prepare
 from outcore.planning.settings import RESIDENCY, ResidencySettings
+from outcore.planning.trace_index import index_of
 from outcore.values import Budget, Machine, Plan, Residency, StateUnit, Timeline, Trace
 
 MakePlan = Callable[[Trace, Machine, Budget], Plan]
@@ -34,33 +39,75 @@ def choose_residency(
     `before_bytes` count neither units nor a window. `least` streams all units through the least window. `early`: units
     that may be updated in the backward. What the budget has on the units' tier is for homes and for activations. Raises
     BudgetTooSmall where even that does not fit."""
+    search = _Search(trace, machine, budget, plan)
     everything = replace(least, resident=frozenset(range(len(least.units))), window_bytes=0)
-    whole = _tried(trace, everything, machine, budget, plan)
+    whole = search.tries(everything)
     if whole is not None and not whole.moves:
-        return whole.residency
-    tried = [_Tried.of(trace, least, machine, budget, plan)] if least.fits_home(budget) else []  # raises
-    tried += _some(whole)
-    for factor in settings.windows[1:]:
-        wider = replace(least, window_bytes=min(factor * least.window_bytes, least.streamed_bytes))
-        tried += _some(_tried(trace, wider, machine, budget, plan))
-    first = min(tried[: len(settings.windows)], key=lambda one: one.step_s, default=None)
-    window_bytes = first.residency.window_bytes if first is not None else 0
-    free_bytes = budget.device_bytes - trace.before_bytes - max(window_bytes, least.window_bytes)
-    for share in settings.resident_shares:
-        resident = spread(least.units, int(share * free_bytes))
-        if resident:
-            chosen = replace(least, resident=resident, window_bytes=window_bytes or least.window_bytes)
-            tried += _some(_tried(trace, chosen, machine, budget, plan))
-    if not tried:
-        raise BudgetTooSmall(least.home_bytes, least.home_room(budget), "the training state", where=f"the {least.tier}")
-    for share in settings.early_shares:
-        best = min(tried, key=lambda one: one.step_s).residency
-        for window_bytes in sorted({best.window_bytes, min(2 * best.window_bytes, best.streamed_bytes)}):
-            wanted = spread_early(best, early, share, window_bytes)
-            if wanted:
-                chosen = replace(best, early=wanted, window_bytes=window_bytes)
-                tried += _some(_tried(trace, chosen, machine, budget, plan))
-    return min(tried, key=lambda one: one.step_s).residency
+        return everything
+    for share in (0.0, *settings.early_shares) if early else (0.0,):
+        beside = partial(_with_early, early=early, share=share, budget=budget)
+        wider = [min(factor * least.window_bytes, least.streamed_bytes) for factor in settings.windows]
+        found = [search.tries(beside(replace(least, window_bytes=window))) for window in dict.fromkeys(wider)]
+        best = min((one for one in found if one is not None), key=lambda one: one.step_s, default=None)
+        best_bytes = best.residency.window_bytes if best is not None else least.window_bytes
+        for window, resident_share in product({best_bytes, least.window_bytes}, settings.resident_shares):
+            resident = spread(least.units, int(resident_share * search.free_bytes(window)))
+            if resident:
+                search.tries(beside(replace(least, resident=resident, window_bytes=window)))
+    return search.best(least)
+
+
+class _Search:
+    """Residencies that were tried, and the fastest of them."""
+
+    def __init__(self, trace: Trace, machine: Machine, budget: Budget, plan: MakePlan) -> None:
+        self._trace, self._machine, self._budget, self._plan = trace, machine, budget, plan
+        trace_index = index_of(trace)
+        lean = leanest(trace_index, machine, budget, lambda what, part: None)
+        self._lean_bytes = int(lean_bytes(trace_index, budget, lean).max(initial=trace.before_bytes))
+        self._tried: list[_Tried] = []
+
+    def free_bytes(self, window_bytes: int) -> int:
+        """Of the device, that the window and the step with everything put away leave."""
+        return self._budget.device_bytes - self._lean_bytes - window_bytes
+
+    def tries(self, residency: Residency) -> _Tried | None:
+        """None: it does not fit. Most of those that do not are found without planning."""
+        if self.free_bytes(residency.device_bytes) < 0:
+            return None
+        try:
+            self._tried.append(_Tried.of(self._trace, residency, self._machine, self._budget, self._plan))
+        except BudgetTooSmall:
+            return None
+        return self._tried[-1]
+
+    def best(self, least: Residency) -> Residency:
+        """Where none fits, `least` raises with what it needs."""
+        if not self._tried:
+            self._tried.append(_Tried.of(self._trace, least, self._machine, self._budget, self._plan))
+        fastest = min(self._tried, key=lambda one: one.step_s)
+        shared = self.tries(replace(fastest.residency, link_share=_free_share(fastest, self._machine)))
+        return shared.residency if shared is not None and shared.step_s < fastest.step_s else fastest.residency
+
+
+def _free_share(tried: _Tried, machine: Machine) -> float:
+    """Of the links' seconds, what the state leaves to activations."""
+    predicted, tier = tried.predicted, tried.residency.tier
+    in_bytes, out_bytes = predicted.state_in_bytes, predicted.state_out_bytes
+    busy_s = max(machine.in_s(in_bytes, tier), machine.out_s(out_bytes, tier)) if in_bytes else 0.0
+    return max(RESIDENCY.least_link_share, 1 - busy_s / max(predicted.step_s, 1e-9))
+
+
+def _with_early(residency: Residency, early: Collection[int], share: float, budget: Budget) -> Residency:
+    """A share of those that may be updated in the backward is, evenly spread: as many as the window and homes have room
+    for."""
+    units = residency.units
+    may = [n for n in sorted(set(early) - residency.resident) if 2 * units[n].all_bytes <= residency.window_bytes]
+    all_bytes = sum(units[n].all_bytes for n in may)
+    second_bytes = sum(units[n].weight_bytes + units[n].kept_bytes for n in may)
+    room_bytes = max(0, residency.home_room(budget) - residency.home_bytes)
+    chosen = spread([units[n] for n in may], int(all_bytes * min(share, room_bytes / max(1, second_bytes))))
+    return replace(residency, early=frozenset(may[at] for at in chosen))
 
 
 def budget_beside(budget: Budget, residency: Residency) -> Budget:
@@ -68,14 +115,6 @@ def budget_beside(budget: Budget, residency: Residency) -> Budget:
     left = {"host": budget.host_bytes, "disk": budget.disk_bytes}
     left[residency.tier] = max(0, left[residency.tier] - residency.home_bytes)
     return replace(budget, host_bytes=left["host"], disk_bytes=left["disk"])
-
-
-def spread_early(residency: Residency, early: Collection[int], share: float, window_bytes: int) -> frozenset[int]:
-    """A share of those that may be updated in the backward, evenly spread: the ones that the window has room for."""
-    units = residency.units
-    may = [n for n in sorted(set(early) - residency.resident) if 2 * units[n].all_bytes <= window_bytes]
-    chosen = spread([units[n] for n in may], int(share * sum(units[n].all_bytes for n in may)))
-    return frozenset(may[at] for at in chosen)
 
 
 def spread(units: Sequence[StateUnit], num_bytes: int) -> frozenset[int]:
@@ -137,14 +176,8 @@ class _Tried:
         budget = budget_beside(budget, residency)
         before_bytes = trace.before_bytes + residency.device_bytes - residency.resident_gradient_bytes
         step = with_gradients(replace(trace, before_bytes=before_bytes), residency)
-        made = plan(step, machine, budget)
-        predicted = prepare(step, made, machine, residency=residency).predicted
-        busy_s = max(
-            machine.in_s(predicted.state_in_bytes, residency.tier),
-            machine.out_s(predicted.state_out_bytes, residency.tier),
-        )
-        free = max(RESIDENCY.least_link_share, 1 - busy_s / max(predicted.step_s, 1e-9))
-        return cls(replace(residency, link_share=free if predicted.state_in_bytes else 1.0), made, predicted)
+        made = plan(step, beside_state(machine, residency), budget)
+        return cls(residency, made, prepare(step, made, machine, residency=residency).predicted)
 
     @property
     def step_s(self) -> float:
@@ -154,14 +187,3 @@ class _Tried:
     def moves(self) -> bool:
         """Whether activations have to make room."""
         return self.plan.count("keep") < len(self.plan.decisions)
-
-
-def _tried(trace: Trace, residency: Residency, machine: Machine, budget: Budget, plan: MakePlan) -> _Tried | None:
-    try:
-        return _Tried.of(trace, residency, machine, budget, plan)
-    except BudgetTooSmall:
-        return None
-
-
-def _some(tried: _Tried | None) -> list[_Tried]:
-    return [] if tried is None else [tried]

@@ -210,6 +210,7 @@ class Reading:
 
     def _fetch_ahead(self, need: Unit | Early) -> None:
         following = self._orders[self._in_step].reached(need)
+        self._window.homes.pace()
         self._window.settle_over()
         is_backward = torch._C._current_autograd_node() is not None
         gradient_bytes = need.weight.num_bytes if isinstance(need, Unit) and is_backward else 0  # it comes next

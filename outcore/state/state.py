@@ -50,10 +50,11 @@ class State:
         home_bytes: int,
         folder: str | Path | None = None,
         later: bool = True,
+        resident_bytes: int = 0,
     ) -> None:
         """`window_bytes` is what the state may take of the device at a time, `home_bytes` what it may take beside it,
         and `folder` where that is if the device is the CPU. With `later`, an update runs when its weight is read
-        next."""
+        next. `resident_bytes` of the state may be placed on the device later."""
         self.model = model
         self.optimizer = unwrapped(optimizer)
         check_optimizer(model, self.optimizer)
@@ -64,7 +65,7 @@ class State:
         self._updated = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         self._movable = self._choose(device)  # parameters by name, in the order of their numbers
         self.sizes = tuple(self._size_of(name, parameter) for name, parameter in self._movable.items())
-        self._check_room()
+        self._check_room(resident_bytes)
         self.units = [
             Unit(name, parameter, self.window, number) for number, (name, parameter) in enumerate(self._movable.items())
         ]
@@ -118,10 +119,13 @@ class State:
         kept_bytes = self.splitting.state_bytes(parameter) if trains and id(parameter) in self._updated else 0
         return StateUnit(name, num_bytes, num_bytes if trains else 0, kept_bytes)
 
-    def _check_room(self) -> None:
-        """Before anything is moved: everything that will need a home must find room there."""
+    def _check_room(self, resident_bytes: int) -> None:
+        """Before anything is moved: everything that will need a home must find room there; the first step, in which
+        nothing stays on the device, has no optimizer state yet."""
+        all_bytes = sum(size.all_bytes for size in self.sizes)
+        first_bytes = sum(size.weight_bytes + size.gradient_bytes for size in self.sizes)
         there = sum(parameter.nbytes for parameter in self._movable.values() if is_at_home(parameter))
-        self.window.homes.check_room(sum(size.all_bytes for size in self.sizes) - there, "the training state")
+        self.window.homes.check_room(max(all_bytes - resident_bytes, first_bytes) - there, "the training state")
 
     # -- the step -----------------------------------------------------------------------------------------------------
 

@@ -326,6 +326,8 @@ def _fetch(window: Window, piece: Piece) -> None:
 
 
 def _fetch_ahead(window: Window, new_bytes: int, pieces: Sequence[Piece]) -> None:
+    if pieces:  # the use of a single one is told by who asked for it
+        window.homes.pace()
     for piece in pieces:
         window.settle_over()
         if not window.has_room_ahead(new_bytes + piece.missing_bytes()):

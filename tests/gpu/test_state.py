@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from outcore.memory.home import Homes, is_at_home
+from outcore.memory.settings import MEMORY
 from outcore.state.optimizers import splitting_of
 from outcore.state.state import State
 from outcore.units import GIB, KIB, MIB
@@ -225,3 +226,24 @@ def test_the_device_holds_no_more_than_the_window(later: When) -> None:
     assert torch.cuda.memory_allocated() - before < MIB
     state.close()
     assert not any(is_at_home(p) for p in model.parameters())
+
+
+def test_the_host_stays_near_the_device_and_fetches_ahead() -> None:
+    """16 layers of 5 ms in a window that holds a few of them: a host that runs ahead sees no room become free."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16))).to(CUDA)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    state = State(model, optimizer, window_bytes=64 * MIB, home_bytes=2 * GIB)
+    ahead: list[int] = []
+    for layer in model:
+        layer.register_forward_hook(lambda *_: torch.cuda._sleep(10_000_000))
+        layer.register_forward_pre_hook(lambda *_: ahead.append(len(state.window.ahead)))
+    for _ in range(4):
+        ahead.clear()
+        with state.step():
+            model(torch.randn(64, 1024, device=CUDA)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(state.window.homes._uses) <= MEMORY.most_uses_ahead
+    assert sum(number > 0 for number in ahead) > len(ahead) / 2
+    state.close()

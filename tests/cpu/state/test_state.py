@@ -122,6 +122,24 @@ def test_copies_are_fetched_ahead_in_the_order_of_the_step_before(tmp_path: Path
     state.close()
 
 
+def test_the_host_is_paced_at_every_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it would run ahead otherwise, and find no room to fetch anything ahead."""
+    uses = 0
+
+    def pace(homes: Homes) -> None:
+        nonlocal uses
+        uses += 1
+
+    state = make_state(tmp_path)
+    monkeypatch.setattr(Homes, "pace", pace)
+    train(state, 1)
+    assert uses >= 2 * len(state.units)  # in the forward and in the backward
+    before = uses
+    state.flush()
+    assert uses >= before + len(state.units) - 1  # the updates
+    state.close()
+
+
 @pytest.mark.parametrize("write", ["copy_", "data"])
 def test_a_weight_written_into_after_it_was_fetched_ahead_is_fetched_again(write: str, tmp_path: Path) -> None:
     state = make_state(tmp_path, window_bytes=4 * MIB)
