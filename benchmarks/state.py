@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import torch
@@ -36,6 +36,7 @@ from outcore.state.state import State
 
 MARK = "ROW "
 MOST_WARM = 30  # steps before the first that counts
+WARM_SHARE = 0.7  # of a job's seconds, after which steps count whatever plans are still tried
 
 
 @dataclass(frozen=True)
@@ -223,8 +224,8 @@ def one_step(run: Run, tokens: torch.Tensor, *, clip: bool) -> torch.Tensor:
     return loss.detach()
 
 
-def measure(row: str, method: str, *, clip: bool, device: str, num_steps: int, limit_s: float) -> dict[str, Any]:
-    """Seconds and peaks of some steps, in this process."""
+def measure(row: str, method: str, *, clip: bool, device: str, num_steps: int, limit_s: float) -> None:
+    """Prints seconds and peaks after every step, in this process: whoever cuts it has what was measured so far."""
     began, shape = time.perf_counter(), ROWS[row]
     run = METHODS[method](shape, device)
     torch.manual_seed(1)
@@ -233,13 +234,23 @@ def measure(row: str, method: str, *, clip: bool, device: str, num_steps: int, l
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(1.0 if method == "in-core" else shape.memory_gib * GIB / total)
-        torch.cuda.reset_peak_memory_stats()
-    made_s, seconds, losses = time.perf_counter() - began, [], []
+    head = {
+        "row": row,
+        "method": method,
+        "clip": clip,
+        "parameters": sum(p.numel() for p in run.model.parameters()),
+        "tokens": shape.batch * shape.length,
+        "memory_gib": shape.memory_gib if method != "in-core" else None,
+        "made_s": time.perf_counter() - began,
+    }
+    seconds: list[float] = []
+    losses: list[float] = []
     num_warm = 2  # that make the state and learn the order
     for number in range(MOST_WARM + num_steps):
-        if number == num_warm < MOST_WARM and run.limited is not None and not run.limited.settled:
+        passed_s = time.perf_counter() - began
+        if number == num_warm < MOST_WARM and passed_s < WARM_SHARE * limit_s and not is_settled(run):
             num_warm += 1  # plans are still being tried
-        if number >= num_warm + num_steps or (number > num_warm and time.perf_counter() - began > limit_s):
+        if number >= num_warm + num_steps or (number > num_warm and passed_s > limit_s):
             break
         if number <= num_warm and device == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -249,18 +260,18 @@ def measure(row: str, method: str, *, clip: bool, device: str, num_steps: int, l
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
         print(f"step {number}: {seconds[-1]:.3f} s, loss {losses[-1]:.4f}", file=sys.stderr, flush=True)
-    found = {
-        "row": row,
-        "method": method,
-        "clip": clip,
-        "parameters": sum(p.numel() for p in run.model.parameters()),
-        "tokens": shape.batch * shape.length,
-        "memory_gib": shape.memory_gib if method != "in-core" else None,
-        "step_s": statistics.median(seconds[num_warm:] or seconds),
-        "num_warm": num_warm,
-        "steps_s": seconds,
-        "made_s": made_s,
-        "losses": losses,
+        measured = head | {"step_s": statistics.median(seconds[num_warm:] or seconds[-1:]), "num_warm": num_warm}
+        measured |= {"settled": is_settled(run), "steps_s": seconds, "losses": losses}
+        print(MARK + json.dumps(measured | looked_at(run, device)), flush=True)
+
+
+def is_settled(run: Run) -> bool:
+    return run.limited is None or run.limited.settled
+
+
+def looked_at(run: Run, device: str) -> dict[str, Any]:
+    """What a run has taken so far, and what was predicted of it."""
+    found: dict[str, Any] = {
         "peak_gib": torch.cuda.max_memory_allocated() / GIB if device == "cuda" else None,
         "reserved_gib": torch.cuda.max_memory_reserved() / GIB if device == "cuda" else None,
         "host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
@@ -269,15 +280,18 @@ def measure(row: str, method: str, *, clip: bool, device: str, num_steps: int, l
         window, homes = run.state.window, run.state.window.homes
         found |= {
             "home_gib": homes.peak_bytes / GIB,
+            "predicted_home_gib": run.state.residency.home_bytes / GIB,
             "window_gib": window.peak_bytes / GIB,
+            "num_early": run.state.num_early,
             "copied_gib_in_all_steps": {way: size / GIB for way, size in homes.copied_bytes.items()},
         }
     if run.limited is not None and (predicted := run.limited.predicted) is not None:
+        timeline = run.limited.timeline
         found |= {
             "predicted_step_s": predicted.step_s,
             "predicted_peak_gib": predicted.peak_bytes / GIB,
             "stats": run.limited.stats(),
-            "counted_peak_gib": run.limited.timeline.peak_bytes / GIB if run.limited.timeline is not None else None,
+            "counted_peak_gib": timeline.peak_bytes / GIB if timeline is not None else None,
         }
     return found
 
@@ -290,40 +304,98 @@ def in_process(row: str, method: str, *, clip: bool, device: str, num_steps: int
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s + 20, check=False)
     except subprocess.TimeoutExpired as cut:
-        return head | {"error": f"took more than {limit_s + 20:.0f} s", "said": (cut.stderr or b"").decode()[-1500:]}
-    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
-    if not lines:
-        return head | {"error": (done.stderr.strip() or "killed")[-1500:]}
-    found: dict[str, Any] = json.loads(lines[-1].removeprefix(MARK))
-    return found
+        said, what = (cut.stderr or b"").decode()[-1500:], f"took more than {limit_s + 20:.0f} s"
+        return last_of((cut.stdout or b"").decode(), head) | {"error": what, "said": said}
+    found = last_of(done.stdout, head)
+    return found if done.returncode == 0 else found | {"error": (done.stderr.strip() or "killed")[-1500:]}
+
+
+def last_of(printed: str, head: dict[str, Any]) -> dict[str, Any]:
+    """What was measured by the last step that ended."""
+    lines = [line for line in printed.splitlines() if line.startswith(MARK)]
+    found: dict[str, Any] = json.loads(lines[-1].removeprefix(MARK)) if lines else {}
+    return head | found
+
+
+class Job(NamedTuple):
+    """A row, a method and the seconds it is given."""
+
+    row: str
+    method: str
+    clip: bool
+    limit_s: float
+
+
+# The most important first, with the seconds an H200 needs (derived: building, pinning half a second per GiB, planning
+# some 20 s, and steps), 1,400 in all; `--first` and `--total-s` cut the list into calls.
+QUEUE = (
+    Job("3b-16k", "in-core", False, 40),
+    Job("3b-16k", "limit", False, 170),
+    Job("1b-16k", "in-core", False, 30),
+    Job("1b-16k", "limit", False, 90),
+    Job("3b-8k", "in-core", False, 30),
+    Job("3b-8k", "limit", False, 150),
+    Job("3b-16k", "limit", True, 140),
+    Job("3b-8k", "limit", True, 130),
+    Job("3b-8k", "fsdp2", False, 60),
+    Job("1b-16k", "fsdp2", False, 50),
+    Job("3b-16k", "fsdp2", False, 60),
+    Job("8b-lora", "limit", False, 120),
+    Job("8b-16k", "limit-checkpointed", False, 240),
+    Job("3b-8k", "state", False, 80),
+    Job("1b-16k", "torchao", False, 40),
+    Job("1b-16k", "deepspeed-2", False, 90),
+    Job("3b-8k", "deepspeed-3", False, 120),
+)
 
 
 @click.command()
-@click.option("--rows", default="3b-16k,3b-8k,1b-16k", show_default=True)
+@click.option("--rows", default="", help="These rows, instead of the list of jobs.")
 @click.option("--methods", default="in-core,limit,limit-checkpointed,state,fsdp2,torchao", show_default=True)
 @click.option("--clip/--no-clip", default=False, help="Clip gradients by their norm.")
 @click.option("--steps", default=6, show_default=True)
 @click.option("--limit-s", default=100.0, show_default=True, help="For each row and method.")
+@click.option("--first", default=0, show_default=True, help="Of the list of jobs, where to begin.")
+@click.option("--total-s", default=560.0, show_default=True, help="No job begins that has not this much time left.")
 @click.option("--device", default="cuda", show_default=True)
-@click.option("--here", is_flag=True, help="In this process; prints one line for programs.")
+@click.option("--here", is_flag=True, help="In this process; prints lines for programs.")
 @click.option("--out", type=click.Path(path_type=Path), default=None)
 def main(
-    rows: str, methods: str, clip: bool, steps: int, limit_s: float, device: str, here: bool, out: Path | None
+    rows: str,
+    methods: str,
+    clip: bool,
+    steps: int,
+    limit_s: float,
+    first: int,
+    total_s: float,
+    device: str,
+    here: bool,
+    out: Path | None,
 ) -> None:
-    """Seconds of training steps whose state does not fit."""
+    """Seconds of training steps whose state does not fit. The file is written after every job."""
     if here:
-        found = measure(rows, methods, clip=clip, device=device, num_steps=steps, limit_s=limit_s)
-        print(MARK + json.dumps(found), flush=True)
+        measure(rows, methods, clip=clip, device=device, num_steps=steps, limit_s=limit_s)
         return
-    made = []
-    for row in rows.split(","):
-        for method in methods.split(","):
-            made.append(in_process(row, method, clip=clip, device=device, num_steps=steps, limit_s=limit_s))
-            last = made[-1]
-            text = last.get("error") or f"{last['step_s']:.3f} s, {last['peak_gib'] or 0:.1f} GiB of device memory"
-            print(f"{row} {method}{' clipped' if clip else ''}: {text}", flush=True)
+    jobs = [Job(row, method, clip, limit_s) for row in rows.split(",") for method in methods.split(",")]
+    began, made = time.perf_counter(), list[dict[str, Any]]()
     out = out or Path(f"benchmarks/results/state_{hardware()}_{date.today():%Y%m%d}.json")
-    out.write_text(json.dumps({"question": "state", **about(), "rows": made}, indent=1))
+    for number, job in enumerate(jobs if rows else QUEUE[first:], first):
+        if not rows and time.perf_counter() - began + job.limit_s > total_s:
+            print(f"go on with --first {number}", flush=True)
+            break
+        start = time.perf_counter()
+        made.append(in_process(job.row, job.method, clip=job.clip, device=device, num_steps=steps, limit_s=job.limit_s))
+        print(told(made[-1], time.perf_counter() - start), flush=True)
+        out.write_text(json.dumps({"question": "state", **about(), "rows": made}, indent=1))
+
+
+def told(row: dict[str, Any], seconds: float) -> str:
+    name = f"{row['row']} {row['method']}{' clipped' if row['clip'] else ''} ({seconds:.0f} s)"
+    if "step_s" not in row:
+        return f"{name}: {row['error']}"
+    predicted = f", {row['predicted_step_s']:.3f} s predicted" if "predicted_step_s" in row else ""
+    cut = ", cut" if "error" in row else ""
+    return f"{name}: {row['step_s']:.3f} s{predicted}, {row['peak_gib'] or 0:.1f} GiB of device memory{cut}"
 
 
 if __name__ == "__main__":
