@@ -217,7 +217,7 @@ class Preparer:
         else:
             part = ("program", plan.budget.device_bytes)
             prepared = search.ask(part, prepare_planned, step, plan, self.machine).with_trace(step)
-        peak = prepared.predicted
+        peak, most_bytes = prepared.predicted, max(prepared.predicted.peak_bytes, plan.predicted_peak_bytes)
         if peak.peak_bytes > self.budget.device_bytes:  # a plan that was given, for another budget
             where = str(self.memory.device)
             raise BudgetTooSmall(peak.peak_bytes, self.budget.device_bytes, peak.peak_at, where=where)
@@ -226,7 +226,7 @@ class Preparer:
         hints = AllocatorHints()
         if headroom is not None and headroom.is_fragmented:
             there = self.memory.places()
-            hints = headroom.arrange(prepared.trace, prepared.schedule, peak.peak_bytes, there)
+            hints = headroom.arrange(prepared.trace, prepared.schedule, most_bytes, there)
         program = Program(
             prepared.trace,
             prepared.schedule,

@@ -57,7 +57,7 @@ class Early:
     @property
     def is_foreseen(self) -> bool:
         """Whether an update is expected with its next gradient: the last one before a step like the ones before."""
-        return self.num_made + 1 == self.num_usual and self.all.is_sure
+        return self.unit.early is self and self.num_made + 1 == self.num_usual and self.all.is_sure
 
     # -- what its update needs, ahead of it ---------------------------------------------------------------------------
 
@@ -123,7 +123,8 @@ class EarlyUpdates:
         self.foresight = Foresight()
         self._optimizer, self._window = optimizer, window
         self._splitting, self._state_of = splitting, state_of
-        self._units: dict[Unit, Early] = {}
+        self._units: dict[Unit, Early] = {}  # that the plan wants to be early
+        self._known: dict[Unit, Early] = {}  # all that had gradients
         self._last: Substep | None = None  # as `step()` was called last
         self._next: Substep | None = None  # as it will be called next
         self._groups: dict[int, int] = {}  # parameter, by id -> number of its group
@@ -143,11 +144,21 @@ class EarlyUpdates:
         settings = [setting for group in self._optimizer.param_groups for setting in group.values()]
         readable = not any(isinstance(one, torch.Tensor) and one.device.type != "cpu" for one in settings)
         chosen = units if self.is_possible and readable else []  # to compare numbers on a device would wait for it
-        self._units = {unit: self._units.get(unit) or Early(unit, self) for unit in chosen}
+        self._units = {unit: self._early_of(unit) for unit in chosen}
         for unit, early in self._units.items():
             unit.early = early
 
+    def _early_of(self, unit: Unit) -> Early:
+        if unit not in self._known:
+            self._known[unit] = Early(unit, self)
+        return self._known[unit]
+
+    def forget(self, unit: Unit) -> None:
+        self.remove(unit)
+        self._known.pop(unit, None)
+
     def remove(self, unit: Unit) -> None:
+        """It waits from now on."""
         if (early := self._units.pop(unit, None)) is not None:
             early.void()
             unit.early = None
@@ -178,7 +189,10 @@ class EarlyUpdates:
 
     def gradient_made(self, unit: Unit) -> None:
         """The unit's gradient is on the device, and on its way home."""
-        if (early := self._units.get(unit)) is not None:
+        early = self._early_of(unit)
+        if unit.early is None:
+            early.num_made += 1
+        else:
             self._gradient_made(unit, early)
             self.reached(early)
 
@@ -307,6 +321,7 @@ class EarlyUpdates:
         for early in self._units.values():
             self._was_surprised |= early.is_pending  # its parameter had no gradient any more
             early.void()
+        for early in self._known.values():
             early.count_step()
         self.foresight.learn(is_calm=is_calm, was_surprised=self._was_surprised)
         self._was_surprised = False

@@ -268,7 +268,7 @@ class Updates:
     def remove(self, unit: Unit, *, at_home: bool = False) -> None:
         """What the optimizer keeps of it is an ordinary tensor of the device again, or stays `at_home`."""
         assert unit.due is None, "its update is due"
-        self.early.remove(unit)
+        self.early.forget(unit)
         del self._units[id(unit.parameter)]
         state = self.state_of(unit.parameter)
         for name, item in unit.kept.items():

@@ -41,18 +41,20 @@ def simulate(
     trace: Trace, schedule: Schedule, machine: Machine, *, detail: bool = False, residency: Residency | None = None
 ) -> Timeline:
     """What the schedule will do to time and memory; `detail` adds the spans and the memory curve. `residency`: of the
-    training state, whose copies share the lanes."""
+    training state, whose copies share the lanes, and whose window is among the bytes that are there before the step."""
     trace_index = index_of(trace)
     steps = steps_of(schedule)
     level_bytes = memory_of(trace_index, steps, schedule.decisions)
     traffic = Traffic(trace_index, machine, residency) if residency is not None else None
     clocked = clock_of(trace_index, steps, machine, detail=detail, traffic=traffic)
+    if traffic is not None and residency is not None and len(level_bytes):
+        level_bytes = level_bytes - residency.window_bytes + traffic.used_bytes(len(level_bytes))
     peak_slot = int(np.argmax(level_bytes)) if len(level_bytes) else 0
     bytes_by = _bytes_by_decision(trace_index, schedule.decisions)
     return Timeline(
         measured=False,
         step_s=clocked.step_s,
-        peak_bytes=int(level_bytes.max(initial=trace.before_bytes)),
+        peak_bytes=int(level_bytes.max(initial=0 if traffic is not None else trace.before_bytes)),
         peak_at=trace_index.op_at(peak_slot),
         stall_s=clocked.stall_s,
         recompute_s=clocked.recompute_s,

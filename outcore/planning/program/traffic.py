@@ -16,8 +16,10 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
+
 from outcore.planning.program.lanes import IN, OUT, Lanes
-from outcore.planning.trace_index import TraceIndex
+from outcore.planning.trace_index import Int64s, TraceIndex
 from outcore.values import Machine, Residency, StateUnit
 
 
@@ -31,6 +33,7 @@ class _Use:
     out_bytes: int
     stays_bytes: int  # of what came in, until the next weight is needed
     takes_weight: bool = False  # the weight that stayed goes home with it
+    comes_bytes: int = 0  # of a gradient that is made next: nothing is fetched ahead into its place
     update_bytes: int = 0  # that an update reads and writes on the device
 
 
@@ -51,6 +54,7 @@ class Traffic:
         self._used_bytes = self._staying_bytes = 0
         self._ahead: deque[_Use] = deque()  # fetched, and not needed yet
         self._going: deque[tuple[int, int]] = deque()  # keys and bytes on their way home
+        self._levels: list[tuple[int, int]] = [(0, 0)]  # slots, and bytes that are used from there on
 
     def reach(self, lanes: Lanes, slot: int, delay_s: float) -> float:
         """Walks up to `slot`, `delay_s` behind the ops' own seconds. Returns how long compute waits on the way."""
@@ -59,7 +63,17 @@ class Traffic:
             use = self._uses[0]
             now_s = self._clock_s[bisect_left(self._op_slots, use.slot)] + delay_s + waited_s
             waited_s += self._use(lanes, use, now_s)
+            begins = use.slot if use.stays_bytes else use.slot + 1  # a gradient is the step's own while it is made
+            self._levels.append((begins, self._used_bytes))
         return waited_s
+
+    def used_bytes(self, num_slots: int) -> Int64s:
+        """Of the device, what of the state is there in each slot. At most that is the window."""
+        level_bytes = np.zeros(num_slots, dtype=np.int64)
+        ends = [*(slot for slot, _ in self._levels[1:]), num_slots]
+        for (slot, used_bytes), end in zip(self._levels, ends):
+            level_bytes[slot:end] = used_bytes
+        return np.minimum(level_bytes, self._residency.window_bytes)
 
     def finish(self, lanes: Lanes, now_s: float) -> float:
         """The step is over: how long until all of it is at home, and updates that do not wait have run."""
@@ -92,7 +106,7 @@ class Traffic:
             self._used_bytes += going_bytes - here_bytes
             lanes.issue(OUT, use.key, now_s, self._machine.out_s(use.out_bytes, self._residency.tier))
             self._going.append((use.key, going_bytes))
-        self._fetch_ahead(lanes, now_s)
+        self._fetch_ahead(lanes, now_s, use.comes_bytes)
         return now_s - began_s
 
     def _make_room(self, lanes: Lanes, num_bytes: int, now_s: float) -> float:
@@ -111,12 +125,15 @@ class Traffic:
         self._used_bytes += use.in_bytes
         self._ahead.append(use)
 
-    def _fetch_ahead(self, lanes: Lanes, now_s: float) -> None:
+    def _fetch_ahead(self, lanes: Lanes, now_s: float, comes_bytes: int) -> None:
         known = {use.key for use in self._ahead}
         for use in self._uses:
             if not use.in_bytes or use.key in known:
                 continue
-            if self._used_bytes + use.in_bytes > self._residency.window_bytes:
+            if (
+                self._used_bytes + use.in_bytes + (use.comes_bytes if not use.stays_bytes else 0) + comes_bytes
+                > self._residency.window_bytes
+            ):
                 return
             self._fetch(lanes, use, now_s)
 
@@ -138,14 +155,15 @@ def _uses(trace_index: TraceIndex, residency: Residency) -> list[_Use]:
         elif seen.unit != last:
             updates = residency.is_late and unit.gradient_bytes > 0 and seen.unit not in updated
             updated.add(seen.unit)
-            found.append(_weight(key, seen.slot, unit, updates=updates))
+            found.append(_weight(key, seen.slot, unit, updates=updates, in_backward=seen.slot >= backward))
             last = seen.unit if seen.slot >= backward else -1
     return found
 
 
-def _weight(key: int, slot: int, unit: StateUnit, *, updates: bool) -> _Use:
+def _weight(key: int, slot: int, unit: StateUnit, *, updates: bool, in_backward: bool) -> _Use:
     if not updates:
-        return _Use(key, slot, unit.weight_bytes, 0, unit.weight_bytes)
+        comes_bytes = unit.gradient_bytes if in_backward else 0
+        return _Use(key, slot, unit.weight_bytes, 0, unit.weight_bytes, comes_bytes=comes_bytes)
     out_bytes = unit.weight_bytes + unit.kept_bytes
     moved_bytes = out_bytes + unit.all_bytes
     return _Use(key, slot, unit.all_bytes, out_bytes, unit.weight_bytes, update_bytes=moved_bytes)
@@ -156,7 +174,16 @@ def _gradient(key: int, slot: int, unit: StateUnit, is_early: bool, is_here: boo
         return _Use(key, slot, 0, unit.gradient_bytes, 0)
     in_bytes = unit.kept_bytes + (0 if is_here else unit.weight_bytes)
     moved_bytes = 2 * (unit.weight_bytes + unit.kept_bytes) + unit.gradient_bytes
-    return _Use(key, slot, in_bytes, unit.all_bytes, 0, takes_weight=is_here, update_bytes=moved_bytes)
+    return _Use(
+        key,
+        slot,
+        in_bytes,
+        unit.all_bytes,
+        0,
+        takes_weight=is_here,
+        comes_bytes=unit.gradient_bytes,
+        update_bytes=moved_bytes,
+    )
 
 
 def _update_bytes(trace_index: TraceIndex, residency: Residency) -> int:

@@ -137,3 +137,14 @@ def test_homes_that_do_not_fit_the_host_stay_on_the_device() -> None:
     assert 0 < some.home_bytes <= 16 * MIB
     with pytest.raises(BudgetTooSmall, match="training state"):
         chosen(12 * MIB, host_bytes=16 * MIB)
+
+
+def test_the_predicted_peak_counts_what_the_window_holds() -> None:
+    """And not the whole window."""
+    wide = replace(LEAST, window_bytes=64 * MIB)
+    trace = replace(trace_with_state(), before_bytes=MIB + wide.device_bytes)
+    made = planned(trace, machine(), Budget(100 * MIB, 64 * MIB))
+    predicted = prepare(trace, made, machine(), residency=wide).predicted
+    alone = prepare(trace_with_state(), made, machine()).predicted.peak_bytes - trace_with_state().before_bytes
+    assert made.predicted_peak_bytes > 64 * MIB
+    assert MIB + alone < predicted.peak_bytes <= MIB + alone + 24 * MIB  # six units of four
