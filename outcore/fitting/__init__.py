@@ -1,1 +1,1 @@
-"""The life of a kind of step, from its first recording to a plan that is settled."""
+"""The life of a kind of step, from its recording to the plan on which it settles."""

@@ -1,9 +1,9 @@
-"""A loop whose training state may leave the device -> where it lies, decided with the first recorded step: StateBeside.
+"""Loop + training state -> StateBeside: which of the state stays on the device, decided with the first recorded step.
 
-While a step is recorded everything is streamed through the least window. When its plan is due, activations and state
-are placed together (`outcore.planning.residency`), and once more when its ops were timed without the recorder. What the
-state may take of the device counts as there before the step from then on, so plans for activations leave it alone.
-Where a later kind of step does not fit beside what stays on the device, all of it leaves again.
+While a step is recorded, all state is streamed through the smallest window. When its plan is due, activations and state
+are planned together (`outcore.planning.residency`), and once more after its ops were timed without the recorder. From
+then on the device memory of the state counts as in use before the step, so plans for activations do not use it. If a
+later kind of step does not fit into the rest, all state leaves the device again.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class StateBeside:
         homes, budget = state.window.homes, preparer.budget  # activations and homes share it
         self._budget = replace(budget, **{f"{homes.tier}_bytes": homes.limit_bytes})
         self._is_settled = False  # no other residency will be tried
-        self._least_bytes = 0  # of a window, as far as steps have shown
+        self._least_bytes = 0  # of a window, as far as the steps so far have needed
         self._copied_bytes = dict(state.window.homes.copied_bytes)
         self.moved_bytes = {"in": 0, "out": 0}  # by the last step and its update
         self._be_lean()
 
     @property
     def reserved_bytes(self) -> int:
-        """Of the device, beyond what is there before a step."""
+        """Device memory that the state may use beyond what is in use before a step."""
         return self.state.reserved_bytes
 
     def _be_lean(self) -> None:
@@ -60,7 +60,7 @@ class StateBeside:
         self.state.begin()
 
     def watch(self, watcher: Watcher) -> None:
-        """The step is recorded."""
+        """Called when a step is recorded: `watcher` sees what the window moves."""
         self.state.window.watcher = watcher
 
     def leave(self) -> None:
@@ -68,12 +68,13 @@ class StateBeside:
         self.state.end()
 
     def begin(self, kind: Kind, before: Callable[[], int]) -> Phase:
-        """A step of this kind begins, planned with the state in its place. `before`: bytes that are there."""
+        """Called when a step of this kind begins: moves the state if that is due, and plans the step. `before` returns
+        the bytes that are in use."""
         phase = kind.phase
         if not self._is_settled and isinstance(phase, Recorded | Timed) and phase.trace.state:
             self._place(phase.trace, before())
             self._is_settled = isinstance(phase, Timed)
-            kind.phase = replace(phase, ready=None)  # what was there beside the plan at hand is not there any more
+            kind.phase = replace(phase, ready=None)  # the current plan was made for another placement of the state
         try:
             return kind.begin(before() + self.reserved_bytes)
         except BudgetTooSmall:

@@ -1,13 +1,14 @@
-"""Steps that nothing tells apart before their first op -> which work is expected next: Branches.
+"""Steps with equal arguments that do different work -> Branches: which work is expected next.
 
-A loop that trains two networks in turn, skips layers at random or routes tokens does different work in steps that are
-called alike. Each kind of work that was recorded is a branch with a plan of its own. A step begins with the branch that
-mostly came after the same steps as now: loops mostly repeat themselves. Where it turns out to be another branch,
-it goes over to that one's program as soon as the two differ (`outcore.eager.branching`); where it turns out to be none
-of them, it goes on without a plan from there, and its work is recorded when it is expected again.
+A loop may train two networks in turn, skip layers at random or route tokens: its steps do different work although they
+look alike before their first op. Each kind of work that was recorded is a branch with its own plan. A step begins with
+the branch that most often followed the same recent steps, because loops mostly repeat themselves. If it turns out to be
+another branch, it continues with that branch's program where the two begin to differ (`outcore.eager.branching`). If it
+is none of them, it continues without a plan, and its work is recorded when such a step is expected again.
 
-There are at most `most_branches`. Beyond that the one that was not seen for longest gives its place to a new one, but
-seldom: random depth has more branches than anybody can record, and its steps run planned as far as they agree.
+There are at most `most_branches`. Beyond that, a new branch replaces the one that was not seen for longest. This
+happens rarely: with random depth there are too many branches to record, and its steps follow a plan as far as they
+agree with it.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ Kind = TypeVar("Kind")
 
 
 class Branches(Generic[Kind]):
-    """Kinds of steps that are called alike, the first of them the one that was there first."""
+    """The kinds of steps that share a key, in the order in which they were recorded."""
 
     def __init__(self, first: Kind, settings: FittingSettings) -> None:
         self.kinds = [first]
         self._settings = settings
-        self._history: deque[Kind | None] = deque(maxlen=settings.num_remembered)  # what came; None: something else
+        # the branches of the last steps; None stands for unknown work
+        self._history: deque[Kind | None] = deque(maxlen=settings.num_remembered)
         self._num_steps = 0
         self._num_recorded = 1
 
@@ -39,7 +41,7 @@ class Branches(Generic[Kind]):
         return len(self.kinds) == 1 and None not in self._history
 
     def expected(self) -> Kind | None:
-        """The branch that comes next; None where that is something to be recorded."""
+        """Returns the branch that is expected next, or None if the next step should be recorded."""
         if self.is_single:
             return self.kinds[0]
         expected = self._after_the_same()
@@ -51,7 +53,7 @@ class Branches(Generic[Kind]):
         return expected
 
     def _after_the_same(self) -> Kind | None:
-        """What mostly came after as many steps as possible that were the same as the last ones."""
+        """Returns what most often followed the last steps, comparing as many of them as possible."""
         past = list(self._history)
         for length in range(min(self._settings.longest_pattern, len(past) - 1), 0, -1):
             recent = past[-length:]
@@ -59,7 +61,8 @@ class Branches(Generic[Kind]):
             if nexts:
                 counts = Counter(nexts)
                 return max(counts, key=lambda kind: (counts[kind], kind is not None))
-        return next((kind for kind in reversed(past) if kind is not None), self.kinds[0])  # nothing like it: the same
+        # no pattern: expect the last branch again
+        return next((kind for kind in reversed(past) if kind is not None), self.kinds[0])
 
     @property
     def _may_record(self) -> bool:
@@ -67,12 +70,12 @@ class Branches(Generic[Kind]):
         return self._num_recorded < settings.most_branches + settings.branch_share * self._num_steps
 
     def note(self, kind: Kind | None) -> None:
-        """What a step turned out to be; None: none of the branches."""
+        """Notes which branch a step turned out to be; None if it was none of them."""
         self._num_steps += 1
         self._history.append(kind)
 
     def add(self, kind: Kind) -> None:
-        """A step was recorded that does other work than all branches."""
+        """Adds a branch for a recorded step that does other work than all known ones."""
         self.kinds.append(kind)
         if len(self.kinds) > self._settings.most_branches:
             self.remove(min(self.kinds[:-1], key=self._last_seen))
@@ -86,5 +89,5 @@ class Branches(Generic[Kind]):
         self._history = deque(kept, maxlen=self._history.maxlen)
 
     def _last_seen(self, kind: Kind) -> int:
-        """The position in the history; -1 for one that is not in it."""
+        """Returns the last position of a kind in the history, or -1 if it does not occur."""
         return max((at for at, seen in enumerate(self._history) if seen is kind), default=-1)

@@ -1,10 +1,9 @@
 """Recorded steps and their plans <-> files in the user's cache folder.
 
-A training that is started again does the same steps on the same machine. What the first run recorded and planned is
-found here by a key of everything that it depends on: the network's modules and parameters, the sizes of its inputs, the
-device with its driver, the versions of outcore, PyTorch and CUDA, the process-wide settings, the planner and the
-budget. An entry is one compressed file, written under another name and then renamed, so that a reader never sees half
-of it. Whatever cannot be read counts as absent, with one line in the log: a cache must never stop a training.
+A training that is started again does the same steps on the same machine, and finds here what the first run recorded and
+planned. `outcore.fitting.remembering` says what the key of an entry holds. An entry is one compressed file. It is
+written under a temporary name and then renamed, so that a reader never sees half of it. A file that cannot be read
+counts as absent and is logged, because a cache must never stop a training.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from outcore.errors import BadFile
+from outcore.fitting.settings import CACHE, CacheSettings
 from outcore.values import Plan, Trace
 from outcore.values.codec import Saved
 
@@ -30,33 +30,25 @@ log = logging.getLogger("outcore")
 
 
 @dataclass(frozen=True)
-class CacheSettings:
-    """How much the cache may hold."""
-
-    num_entries: int = 256  # guessed: a few trainings with a few dozen sizes each
-    total_bytes: int = 256 * 2**20  # guessed; a trace of 3,000 ops takes about 100 KB compressed
-
-
-@dataclass(frozen=True)
 class Remembered(Saved):
-    """What an earlier run knew about a kind of step when it settled."""
+    """A kind of step of an earlier run: its recording and the plan on which it settled."""
 
     KIND: ClassVar[str] = "remembered step"
 
     trace: Trace
     plan: Plan
-    step_s: float  # measured with this plan
+    step_s: float  # a measured step of this plan
 
 
 class StepCache:
-    """One file per kind of step in a folder. Without a folder nothing is remembered."""
+    """A folder with one file per kind of step. Without a folder nothing is saved."""
 
-    def __init__(self, folder: Path | None, settings: CacheSettings | None = None) -> None:
+    def __init__(self, folder: Path | None, settings: CacheSettings = CACHE) -> None:
         self.folder = folder
-        self._settings = settings or CacheSettings()
+        self._settings = settings
 
     def load(self, key: str) -> Remembered | None:
-        """The entry of an earlier run, or None; a broken one is removed."""
+        """Returns the entry of an earlier run, or None. A broken entry is removed."""
         if self.folder is None:
             return None
         path = self._path(key)
@@ -70,7 +62,7 @@ class StepCache:
                 path.unlink()
             return None
         with suppress(OSError):
-            os.utime(path)  # the entries that were not used for longest go first
+            os.utime(path)  # entries that were not used for longest are removed first
         return found
 
     def save(self, key: str, remembered: Remembered) -> None:
@@ -80,14 +72,15 @@ class StepCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".writing-", delete=False) as file:
-                file.write(gzip.compress(remembered.to_json().encode(), compresslevel=6, mtime=0))
+                content = remembered.to_json().encode()
+                file.write(gzip.compress(content, compresslevel=self._settings.compression, mtime=0))
             Path(file.name).replace(self._path(key))
             self._trim()
         except OSError as error:
             log.info("a plan could not be remembered in %s (%s)", self.folder, error)
 
     def remove(self, key: str) -> None:
-        """Of an entry that turned out wrong."""
+        """Removes an entry."""
         if self.folder is not None:
             with suppress(OSError):
                 self._path(key).unlink()
@@ -109,13 +102,13 @@ class StepCache:
 
 
 def default_folder() -> Path | None:
-    """`$OUTCORE_CACHE`, else `outcore` in the user's cache folder (`$XDG_CACHE_HOME` or `~/.cache`). None where
-    `OUTCORE_CACHE=off`: nothing is remembered."""
+    """Returns `$OUTCORE_CACHE`, by default `outcore/steps` in the user's cache folder (`$XDG_CACHE_HOME` or
+    `~/.cache`). With `OUTCORE_CACHE=off` it returns None, and nothing is saved."""
     if chosen := os.environ.get("OUTCORE_CACHE"):
         return None if chosen == "off" else Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outcore" / "steps"
 
 
 def key_of(facts: Mapping[str, Any]) -> str:
-    """The same for equal facts, whatever their order."""
+    """Returns the same key for equal facts, in any order."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""What a model is called with, and its state -> what tells kinds of steps apart before their first op."""
+"""The arguments and the state of a model -> Call: what distinguishes kinds of steps before their first op."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Call:
 
 
 def no_forward(name: str | None, *, seen_from_the_start: bool) -> Call:
-    """Of a step in which something is saved before the model is called: parts of it are used alone. Its first op is in
-    the recording where ops are seen from the start, as in steps with compiled functions, and not in others."""
+    """Returns the call of a step in which a tensor is saved before the model is called, because parts of the model are
+    used alone. Its first op is recorded only if ops are watched from the start, as in steps with compiled functions."""
     return Call((), _mark(name, seen_from_the_start))
 
 
@@ -39,14 +39,15 @@ def _mark(name: str | None, seen_from_the_start: bool) -> Hashable:
 
 
 class Calls:
-    """The calls of one model."""
+    """Reads the calls of one model."""
 
     def __init__(self, model: torch.nn.Module, device_type: str) -> None:
         self._model, self._device_type = model, device_type
         self.know_parameters()
 
     def know_parameters(self) -> None:
-        """Walking through the modules every step takes milliseconds. Weakly: what the user replaces may go."""
+        """Collects the parameters once, because iterating over modules takes milliseconds. The references are weak, so
+        parameters that the user replaces can be freed."""
         self._parameters = tuple(weakref.ref(parameter) for parameter in self._model.parameters())
         self.gradient_bytes = sum(
             parameter.nbytes
@@ -55,7 +56,7 @@ class Calls:
         )
 
     def of(self, args: Any, kwargs: Any, name: str | None = None) -> Call:
-        """`name`: what the user calls steps like this one."""
+        """Returns the call of a forward with these arguments. `name` is what the user calls such steps."""
         leaves = tree_leaves((args, kwargs))
         inputs = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         scalars = tuple(leaf for leaf in leaves if isinstance(leaf, bool | int | str | type(None)))
@@ -71,8 +72,8 @@ class Calls:
         return Call(inputs, (structure, sizes), scalars, structure, sizes)
 
     def of_parts(self, batch: Any, name: str | None, *, seen_from_the_start: bool) -> Call:
-        """The same of a step in which parts of the model are used alone, and that was told what it works on: `batch`,
-        None if it was not."""
+        """Returns the call of a step in which parts of the model are used alone. `batch` is what the user said the step
+        works on, or None."""
         if batch is None:
             return no_forward(name, seen_from_the_start=seen_from_the_start)
         mark, call = _mark(name, seen_from_the_start), self.of((batch,), {})

@@ -1,18 +1,17 @@
-"""Steps of a few sizes -> plans that serve all sizes.
+"""Steps of a few sizes -> SharedPlan: plans that serve all sizes.
 
-Steps that do the same work on other sizes form a family (`outcore.planning.families`). Two or three members are
-recorded; the trace of any other size is predicted from them. A plan that is made for one size serves every smaller one:
-its decisions are about the same tensors, its actions happen at the same ticks, and nothing is larger. So plans are made
-for a few sizes only, each some percent above the one before, and shared by all sizes in between.
+Steps that do the same work on inputs of other sizes form a family (`outcore.planning.families`). Two or three members
+are recorded, and the trace of any other size is predicted from them. A plan for one size serves every smaller one: its
+decisions are about the same tensors, its actions happen at the same points of the step, and nothing is larger. So plans
+are made for a few sizes only, each some percent larger than the previous one, and shared by all sizes in between.
 
-The loop does not wait for them. The first shared plan is a brief one for the largest size seen so far, made on the
-spot; every other one is made by a process of its own while steps follow the smallest shared plan that covers them. A
-step that turns out otherwise than predicted leaves the plan with the same numbers; its size is then recorded when it
-comes again, and joins the family as another member.
+Training does not wait for them. The first shared plan is a brief one for the largest size so far and is made at once.
+All others are made in the planning process while steps follow the smallest shared plan that covers them. A step that
+differs from its prediction leaves the plan with the same numbers; its size is recorded when it occurs again, and
+becomes another member of the family.
 
-Ops of a recorded step look slow where the host was slower than the device. On a device that has a clock of its own,
-the ops of two steps of different sizes are timed apart; plans are then made anew, and those made with the recorded
-seconds serve until they are there.
+The ops of a recorded step look slow if the host was slower than the device. On CUDA, the ops of two steps of different
+sizes are therefore timed without the recorder, and plans are made anew. Earlier plans serve until the new ones exist.
 """
 
 from __future__ import annotations
@@ -42,18 +41,18 @@ log = logging.getLogger("outcore")
 
 @dataclass
 class SharedPlan:
-    """A plan for one size that serves all smaller ones, or the promise of one."""
+    """A plan for one size that serves all smaller ones; it may still be in the making."""
 
     sizes: Sizes
     trace: Trace
-    kind: Kind | None = None  # of the steps that follow it
+    kind: Kind | None = None  # the kind of the steps that follow it, once the plan exists
     coming: Future[Planned] | None = None  # from the planning process
-    planned: Planned | None = None  # until host memory is pinned for it
+    planned: Planned | None = None  # the plan, until host memory is pinned for it
     pinned: Future[None] | None = None
 
     @property
     def is_in_core(self) -> bool:
-        """Whether its plan keeps everything: no plan for smaller sizes is faster."""
+        """Whether the plan keeps everything, so that no plan for a smaller size can be faster."""
         plan = self.kind.plan if self.kind is not None else None
         return plan is not None and plan.count("keep") == len(plan.decisions)
 
@@ -67,19 +66,21 @@ class SizeFamily:
     timed: dict[Sizes, TimedAt] = field(default_factory=dict)
     shared: dict[Sizes, SharedPlan] = field(default_factory=dict)
     earlier: list[SharedPlan] = field(default_factory=list)  # made before the last step was timed
-    apart: set[Sizes] = field(default_factory=set)  # sizes whose steps turned out otherwise than predicted
-    seen: set[Sizes] = field(default_factory=set)  # the first few sizes that came
-    largest: Sizes = ()  # that came, dimension by dimension
+    apart: set[Sizes] = field(default_factory=set)  # sizes whose steps differed from their prediction
+    seen: set[Sizes] = field(default_factory=set)  # the first few sizes that occurred
+    largest: Sizes = ()  # the largest size of each dimension so far
 
     def note(self, sizes: Sizes, num_sizes: int) -> bool:
-        """A step of these sizes comes. Whether sizes vary: at least `num_sizes` different ones came."""
+        """Notes that a step of these sizes begins. Returns whether sizes vary: at least `num_sizes` different ones
+        occurred."""
         self.largest = tuple(map(max, self.largest, sizes)) if self.largest else sizes
         if len(self.seen) < num_sizes:
             self.seen.add(sizes)
         return len(self.seen) >= num_sizes
 
     def add(self, sizes: Sizes, trace: Trace) -> None:
-        """The newest member, and those before it that do the same work."""
+        """Adds a recorded step as the newest member. The model uses it and those earlier members that do the same
+        work."""
         self.members.pop(sizes, None)
         self.members[sizes] = trace
         self.apart.discard(sizes)
@@ -96,7 +97,7 @@ class SizeFamily:
         self.earlier.clear()
 
     def was_timed(self, timed: TimedAt) -> None:
-        """The ops of a step were timed without the recorder."""
+        """Adds the times of a step whose ops were timed without the recorder."""
         assert self.model is not None
         self.timed[timed.sizes] = timed
         self.model = Family(self.model.members, list(self.timed.values()))
@@ -104,7 +105,7 @@ class SizeFamily:
         self.shared.clear()
 
     def serving(self, sizes: Sizes, before_bytes: int) -> SharedPlan | None:
-        """The plan for the smallest size that serves these; where there is one, not an earlier one."""
+        """Returns the plan for the smallest size that serves these sizes. New plans come before earlier ones."""
         for plans in (self.shared.values(), self.earlier):
             fitting = [shared for shared in plans if _serves(shared, sizes, before_bytes)]
             if fitting:
@@ -121,21 +122,22 @@ class Families:
         self._usable_share = 1.0
 
     def note_recorded(self, structure: Hashable, sizes: Sizes, trace: Trace) -> None:
-        """A step was recorded: it is a member of its family from here on."""
+        """Adds a recorded step to its family."""
         self._families.setdefault(structure, SizeFamily()).add(sizes, trace)
 
     def left(self, structure: Hashable, sizes: Sizes, because: str) -> None:
-        """A step left a shared plan: its size is recorded when it comes again."""
+        """Called when a step left a shared plan: its size is recorded when it occurs again."""
         log.info("a step of sizes %s left the plan it shared: %s; it is recorded when it comes again", sizes, because)
         self._families[structure].apart.add(sizes)
 
     def ran_out(self, structure: Hashable) -> None:
-        """A step of a shared plan ran out of memory: smaller plans from here on."""
+        """Called when a step of a shared plan ran out of memory: makes smaller plans from now on."""
         self._usable_share = min(self._usable_share, self._settings.shared_share) - self._settings.shrink_share
         self._families[structure].forget_plans()
 
     def to_be_timed(self, structure: Hashable, sizes: Sizes) -> Trace | None:
-        """The trace of a step of these sizes, if its ops are to be timed: of two that differ enough."""
+        """Returns the trace of a step of these sizes if its ops should be timed, else None. Two sizes that differ
+        enough are timed."""
         family = self._families[structure]
         if family.model is None or not self._preparer.memory.has_caching_allocator:
             return None
@@ -146,7 +148,7 @@ class Families:
         return family.model.at(sizes)
 
     def was_timed(self, structure: Hashable, sizes: Sizes, ops: TimedOps) -> None:
-        """The ops of a step that followed a plan were timed one by one."""
+        """Called when the ops of a step that followed a shared plan were timed one by one."""
         family = self._families.get(structure)
         if family is None or family.model is None or not family.model.knows(sizes):
             return
@@ -154,8 +156,8 @@ class Families:
             family.was_timed(TimedAt(sizes, tuple(ops.seconds)))
 
     def find(self, structure: Hashable, sizes: Sizes, before_bytes: int, input_bytes: int) -> Kind | None:
-        """The kind of steps that share a plan which serves these sizes; None where the step is recorded, or planned by
-        itself: the family is not known well enough, or its sizes do not vary."""
+        """Returns the kind of the steps that share a plan for these sizes. Returns None if the step should be recorded
+        or planned by itself, because too little is known of the family or its sizes do not vary."""
         family = self._families.setdefault(structure, SizeFamily())
         varies = family.note(sizes, self._settings.num_sizes)
         if not varies or family.model is None or sizes in family.apart or not family.model.knows(sizes):
@@ -165,7 +167,7 @@ class Families:
         self._take_up(family)
         best = family.serving(sizes, before_bytes)
         if best is not None and best.kind is not None and best.kind.asked_late:
-            family.model = None  # a backward ran after its step, which no shared plan foresees
+            family.model = None  # a backward ran after its step, for which shared plans do not provide
             return None
         if wanted not in family.shared and not (best is not None and best.is_in_core):
             self._order(family, wanted, covers_bytes, in_loop=best is None)
@@ -175,17 +177,18 @@ class Families:
     # -- plans --------------------------------------------------------------------------------------------------------
 
     def _rounded(self, family: SizeFamily, sizes: Sizes) -> Sizes:
-        """Up to the next of a few sizes, but not beyond the largest that came."""
+        """Rounds sizes up to one of a few sizes, but not beyond the largest so far."""
         assert family.model is not None
         members = zip(*(member.sizes for member in family.model.members), strict=True)
         rounded = tuple(
             size if len(set(column)) == 1 else _round_up(size, most, self._settings.size_step)
             for size, most, column in zip(sizes, family.largest, members, strict=True)
         )
-        return rounded if family.model.knows(rounded) else sizes  # dimensions that vary together may be rounded apart
+        return rounded if family.model.knows(rounded) else sizes  # rounding may break a relation between dimensions
 
     def _order(self, family: SizeFamily, sizes: Sizes, before_bytes: int, *, in_loop: bool) -> None:
-        """Has a plan made: here, brief, where no other serves until then; else beside training."""
+        """Makes a plan: a brief one at once if no other plan serves the step (`in_loop`), else one in the planning
+        process."""
         assert family.model is not None
         trace = replace(family.model.at(sizes), before_bytes=before_bytes)
         shared = family.shared[sizes] = SharedPlan(sizes, trace)
@@ -201,7 +204,8 @@ class Families:
             shared.coming = process.submit(plan_step, *step, self._preparer.planner, brief=True)
 
     def _plan_in_loop(self, shared: SharedPlan) -> None:
-        """In the memory that is pinned already, if there is such a plan: to pin more takes seconds."""
+        """Makes a brief plan that swaps only to memory which is already pinned, if there is one: pinning takes
+        seconds."""
         preparer, trace, budget = self._preparer, shared.trace, self._preparer.budget
         share = min(self._usable_share, self._settings.shared_share) if preparer.memory.has_caching_allocator else 1.0
         host_bytes = min(budget.host_bytes, preparer.pinned_bytes)
@@ -224,13 +228,13 @@ class Families:
         return planned
 
     def _withdraw(self, shared: SharedPlan) -> None:
-        """No plan is promised where there is none."""
+        """Removes a shared plan that could not be made."""
         for family in self._families.values():
             if family.shared.get(shared.sizes) is shared:
                 del family.shared[shared.sizes]
 
     def _take_up(self, family: SizeFamily) -> None:
-        """Adopts one plan that was made beside training, once host memory is pinned for it."""
+        """Takes one finished plan of the planning process into use, once host memory is pinned for it."""
         for shared in family.shared.values():
             if shared.coming is not None and shared.coming.done():
                 coming, shared.coming = shared.coming, None
@@ -259,7 +263,7 @@ def _serves(shared: SharedPlan, sizes: Sizes, before_bytes: int) -> bool:
 
 
 def _round_up(size: int, most: int, step: float) -> int:
-    """The next power of (1 + step), or the largest size that came where that is less."""
+    """Returns the next power of (1 + step), at most `most`."""
     if size <= 1:
         return size
     return min(math.ceil((1 + step) ** math.ceil(math.log(size) / math.log1p(step) - 1e-9)), most)

@@ -1,8 +1,8 @@
-"""The one hook that a model under a limit carries.
+"""Model -> ForwardHook: the one hook that a model under a limit has.
 
-It knows no limit: it asks which step is running, and whether that is a step of its model. So it keeps nothing alive,
-and a model has one of it however often it was limited. A copy of the model, in memory or in a file, is an ordinary
-model: in the place of the hook it has a function that does nothing, and no outcore is needed to read it.
+The hook does not refer to a limit. It checks which step is running and whether that is a step of its model. So it keeps
+nothing alive, and a model has one such hook however often it was limited. A copy of the model, in memory or in a file,
+has a function that does nothing in place of the hook, so it can be read without outcore.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Step(Protocol):
     def on_forward(self, args: Any, kwargs: Any) -> None: ...
 
 
-ACTIVE: list[Step] = []  # the step that is running, if any: two would mark the same storages
+ACTIVE: list[Step] = []  # the running step, if there is one; two would mark the same storages
 
 
 class ForwardHook:
-    """Tells the running step of its model's forward, and warns of trainings outside any step."""
+    """Notifies the running step of its model's forward, and warns of training outside any step."""
 
     def __init__(self, num_forgotten: int) -> None:
-        self.owners: weakref.WeakSet[Any] = weakref.WeakSet()  # limits of the model that are not closed
+        self.owners: weakref.WeakSet[Any] = weakref.WeakSet()  # the model's limits that are not closed
         self._handle: RemovableHandle | None = None
         self._num_forgotten = num_forgotten
         self._outside = _Outside()
@@ -54,7 +54,8 @@ class ForwardHook:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
     def add(self, owner: Any, model: torch.nn.Module, *, first: bool = False) -> None:
-        """`first`: before the hooks that bring weights, which are moved when a step begins."""
+        """Registers the hook. `first` puts it before the hooks that fetch weights, because a step may move weights when
+        it begins."""
         self.owners.add(owner)
         if self._handle is None:
             self._handle = model.register_forward_pre_hook(self, with_kwargs=True)
@@ -63,20 +64,21 @@ class ForwardHook:
             hooks.move_to_end(self._handle.id, last=False)
 
     def remove_if_unused(self) -> None:
-        if not list(self.owners) and self._handle is not None:  # a list: the owner that is just dying is not in it
+        # as a list, because it excludes an owner that is being destroyed
+        if not list(self.owners) and self._handle is not None:
             self._handle.remove()
             self._handle = None
 
 
 def hook_of(model: torch.nn.Module, num_forgotten: int) -> ForwardHook:
-    """The hook that a model has, or a new one for it."""
+    """Returns the hook of a model, a new one if it has none."""
     known = next((hook for hook in model._forward_pre_hooks.values() if isinstance(hook, ForwardHook)), None)
     return known if known is not None else ForwardHook(num_forgotten)
 
 
 class _Outside:
-    """Trainings outside any step, one after the other. A training is a forward in training mode after which weights
-    changed or gradients are there."""
+    """Counts consecutive training steps outside `ooc.step()`: forwards in training mode after which weights have
+    changed or gradients exist."""
 
     def __init__(self) -> None:
         self._num = 0

@@ -1,11 +1,11 @@
-"""What the model is called with -> the kind of step this is: Kind, and the table of them.
+"""The arguments of a model's forward -> Kind: steps that do the same work, and the table of all kinds.
 
-Steps are told apart before their first op by the shapes and types of tensors, by modes, and by whether gradients are
-there. Python numbers and strings change the work sometimes (`deep=True`) and often not (the number of the step), so at
-first they tell nothing apart. Where a step leaves the plan of a kind that was recorded with other scalars, one of those
-that differ is told apart from then on: the first one that was never seen to change while the plan held. A wrong guess
-costs recordings and is taken back: two recordings of the same work show that what differs between them does not matter.
-A scalar that changes the work can never do harm: the plan is left, and the numbers are the same.
+Steps are distinguished before their first op by the shapes and dtypes of tensors, by modes, and by whether gradients
+exist. Python numbers and strings (scalars) change the work in some models (`deep=True`) and not in most (the number of
+the step), so at first they are ignored. When a step leaves the plan of a kind that was recorded with other scalars, one
+of the differing scalars distinguishes kinds from then on: the first that never changed while the plan was followed. A
+wrong choice costs recordings and is reverted: if two recordings do the same work, the scalars that differ between them
+are ignored again. A scalar that changes the work cannot cause wrong numbers, because such a step leaves its plan.
 """
 
 from __future__ import annotations
@@ -42,31 +42,31 @@ from outcore.values import Plan, Timeline, Trace
 log = logging.getLogger("outcore")
 
 Scalars = tuple[bool | int | str | None, ...]
-_LIKELY = (bool, type(None), str, int)  # which scalars change the work, the likeliest first
+_LIKELY = (bool, type(None), str, int)  # types of scalars, those that most likely change the work first
 
 
 @dataclass(eq=False)
 class Kind:
-    """Steps that do the same work: the phase they are in, and what is known about them for good."""
+    """Steps that do the same work: their phase, and what stays known about them across phases."""
 
     preparer: Preparer
     signature: Hashable = ()
     scalars: Scalars = ()  # of the step that was recorded
     phase: Phase = field(default_factory=New)
-    measured: Timeline | None = None  # the last step that was measured closely
-    num_steps: int = 0  # that followed the plan at hand
+    measured: Timeline | None = None  # the last measured step
+    num_steps: int = 0  # that followed the current plan
     num_left: int = 0
     num_slowed: int = 0
     is_watched: bool = False
     asked_late: set[int] = field(default_factory=set)
-    key: str = ""  # under which it is kept for later runs
-    is_remembered: bool = False  # as it is now
+    key: str = ""  # of its entry in the cache on disk
+    is_remembered: bool = False  # the cache on disk holds its present plan
     may_switch: bool = False  # a step may turn out to be of another kind after it began
-    beyond_bytes: int = 0  # that steps took beyond the budget, though they did what was recorded
+    beyond_bytes: int = 0  # by which steps exceeded the budget although they followed their plan
 
     def begin(self, before_bytes: int) -> Phase:
-        """A step begins; the phase in which it runs. `before_bytes`: what is in memory then. What steps took beyond
-        their plan counts as if it were there before, as long as a plan fits beside it."""
+        """Called when a step begins with `before_bytes` in use; returns the phase in which it runs. Bytes by which
+        earlier steps exceeded their plan count as in use, as long as a plan fits into the rest."""
         try:
             self._go_to(self.phase.begin(self, before_bytes + self.beyond_bytes))
         except BudgetTooSmall:
@@ -77,7 +77,7 @@ class Kind:
         return self.phase
 
     def take(self, shown: Shown) -> None:
-        """A step is over, and showed something."""
+        """Moves to the phase that follows from what a step has shown."""
         if isinstance(shown, LeftPlan):
             log.info("a step left its plan: %s", shown.because)
         was_given_up = self.is_given_up
@@ -92,8 +92,8 @@ class Kind:
             )
 
     def _note_beyond(self, peak_bytes: int) -> None:
-        """A step that followed its plan took more than the budget: it did more than the recorded one, beside the ops
-        that a plan looks at. Nobody could know, so the user is told, and later plans leave that much free."""
+        """Warns if a step exceeded the budget although it followed its plan, and leaves that much free in later plans.
+        Such a step allocated memory that the recorded one did not, outside the ops that a plan checks."""
         budget_bytes = self.preparer.budget.device_bytes
         if peak_bytes > budget_bytes:
             self.beyond_bytes += peak_bytes - budget_bytes
@@ -104,14 +104,15 @@ class Kind:
             )
 
     def let_switch(self) -> None:
-        """Its steps may turn out to be of another kind from here on."""
+        """Prepares for steps that turn out to be of another kind after they began."""
         if not self.may_switch:
             self.may_switch = True
             if self.phase.ready is not None:
                 self.phase = self.phase.with_ready(self.preparer.made_to_switch(self.phase.ready))
 
     def program_beside(self, before_bytes: int) -> Program | None:
-        """What a step follows that turns out to be of this kind, if it can be followed with so much there before it."""
+        """Returns the program for a step that turns out to be of this kind, or None if `before_bytes` are too many for
+        it."""
         ready = self.phase.ready
         return ready.program if ready is not None and before_bytes <= ready.covers_bytes else None
 
@@ -122,43 +123,43 @@ class Kind:
         before, after = self.phase.ready, phase.ready
         if after is not None and (before is None or before.program is not after.program):
             self.num_steps = 0
-        if after is None:  # what was measured of a plan goes with it
+        if after is None:  # measurements belong to the plan that is dropped
             self.measured = None
         before_phase, self.phase = self.phase, phase
         tell_change(before_phase, phase)
 
-    # -- for those who run steps for a purpose of their own (`outcore.tuning`) ----------------------------------------
+    # -- for code that runs steps for its own purposes (`outcore.tuning`) ---------------------------------------------
 
     def record_again(self) -> None:
-        """Its next step is recorded."""
+        """Makes the next step be recorded."""
         self.phase = New()
 
     def replace_trace(self, trace: Trace) -> None:
-        """Its next step is planned for `trace`, with its ops timed again where that was still to be done."""
+        """Makes the next step be planned for `trace`. Its ops are still timed again if that was due."""
         phase = Recorded if isinstance(self.phase, Recorded) else Timed
         self.phase = phase(trace, self.phase.ready)
 
     def plan_for(self, trace: Trace) -> None:
-        """Its next step is planned for `trace`, whose seconds are right."""
+        """Makes the next step be planned for `trace`, whose seconds are correct."""
         self.phase = Timed(trace, self.phase.ready)
 
     def time_again(self, trace: Trace) -> None:
-        """The ops of its next step are timed, where there is memory for that."""
+        """Makes the ops of the next step be timed, if there is enough memory for that."""
         self.phase = Recorded(trace, self.phase.ready)
 
     def stop_measuring(self) -> None:
-        """Its next steps are not measured closely."""
+        """Stops measuring its steps."""
         self.num_steps = max(self.num_steps, self.preparer.settings.num_measured)
 
     def give_up(self, because: str) -> None:
-        """Its steps run unplanned from here on."""
+        """Makes its steps run without a plan."""
         self.phase = GivenUp(because)
 
-    # -- what a user looks at -----------------------------------------------------------------------------------------
+    # -- read by users ------------------------------------------------------------------------------------------------
 
     @property
     def is_asked_late_anew(self) -> bool:
-        """Did autograd ask for something after such a step that the trace does not know of?"""
+        """Whether autograd asked for a saved tensor after the end of a step, of which the trace does not know."""
         return self.trace is not None and not self.asked_late.issubset(self.trace.asked_late)
 
     @property
@@ -167,7 +168,7 @@ class Kind:
 
     @property
     def trace(self) -> Trace | None:
-        """As it was recorded."""
+        """The trace, as it was recorded."""
         return self.phase.trace
 
     @property
@@ -177,10 +178,10 @@ class Kind:
 
 @dataclass
 class _Alike:
-    """Kinds that differ in scalars only. Positions among these."""
+    """What is known about the scalars of kinds with the same signature, by their positions."""
 
-    telling: frozenset[int] = frozenset()  # that tell kinds apart
-    idle: frozenset[int] = frozenset()  # that were seen to change while the work stayed the same
+    telling: frozenset[int] = frozenset()  # scalars that distinguish kinds
+    idle: frozenset[int] = frozenset()  # scalars that changed while the work stayed the same
 
     def key_of(self, scalars: Scalars) -> Hashable:
         return tuple(scalars[at] for at in sorted(self.telling))
@@ -198,11 +199,11 @@ class Kinds:
         self._has_told_late = False
 
     def expect(self, trace: Trace) -> None:
-        """The next new kind of step does what `trace` says."""
+        """Uses `trace` for the next new kind of step, instead of recording it."""
         self._expected = trace
 
     def _new_kind(self, signature: Hashable, scalars: Scalars, key: Hashable) -> Kind:
-        """It is recorded when it begins, unless it is known without."""
+        """Makes a kind whose first step is recorded, unless `expect` gave its trace."""
         expected, self._expected = self._expected, None
         kind = Kind(self._preparer, signature, scalars)
         if expected is not None:
@@ -212,9 +213,10 @@ class Kinds:
         return kind
 
     def _restore(self, kind: Kind, recorded: Trace) -> None:
-        """Takes up the plan of an earlier run if that recorded the same. What a plan rests on (which ops may run again,
-        which saved tensors stay as they were saved) is never trusted from a file: another loss function may have run
-        then, which no key knows of."""
+        """Uses the plan of an earlier run if that run recorded the same step.
+
+        What makes a plan safe (which ops may run again, which saved tensors are not changed) is never taken from a
+        file, because a different loss function may have run then, which the cache's key does not cover."""
         if self._remembering is None or not kind.key or kind.is_remembered:
             return
         known = self._remembering.find(kind.key)
@@ -223,7 +225,7 @@ class Kinds:
             kind.phase, kind.is_remembered = Restored(known.trace, plan=known.plan), True
 
     def _remember(self, kind: Kind) -> None:
-        """For later runs, once its plan is settled and a step followed it to its end."""
+        """Saves the plan for later runs, once it is settled and a step has followed it to the end."""
         if self._remembering is None or kind.is_remembered or not kind.key or kind.is_watched or kind.asked_late:
             return
         phase = kind.phase
@@ -234,7 +236,7 @@ class Kinds:
             kind.is_remembered = True
 
     def _forget_remembered(self, kind: Kind) -> None:
-        """No step followed the plan of an earlier run: the model does something else now."""
+        """Drops the plan of an earlier run after the first step left it: the model does something else now."""
         log.info("the plan of an earlier run is for another step; it is recorded anew")
         assert self._remembering is not None
         self._remembering.forget(kind.key)
@@ -242,12 +244,12 @@ class Kinds:
         kind.record_again()
 
     def known(self, signature: Hashable, scalars: Scalars) -> Kind | None:
-        """The kind of a step that begins, if there is one already."""
+        """Returns the kind that a step which begins is expected to be of, or None if none is known."""
         branches = self._branches(signature, scalars)
         return branches.expected() if branches is not None else None
 
     def find(self, signature: Hashable, scalars: Scalars) -> Kind:
-        """The kind of a step that begins, or what it most likely is."""
+        """Returns the most likely kind of a step that begins, a new one if none is known."""
         alike = self._alike.setdefault(signature, _Alike())
         key = signature, alike.key_of(scalars)
         if key not in self._kinds:
@@ -259,7 +261,7 @@ class Kinds:
         return expected or Kind(self._preparer, signature, scalars, may_switch=True)
 
     def beside(self, kind: Kind) -> list[Kind]:
-        """The other kinds that its step may turn out to be of."""
+        """Returns the other kinds that a step of this kind may turn out to be of."""
         branches = self._branches(kind.signature, kind.scalars)
         return [other for other in branches if other is not kind] if branches is not None else []
 
@@ -273,7 +275,7 @@ class Kinds:
             self._alike.pop(signature, None)
 
     def tell_if_late(self, kind: Kind) -> None:
-        """Warns once of backwards after the end of a step."""
+        """Warns, once, if a backward ran after the end of a step."""
         if kind.is_asked_late_anew and not self._has_told_late:
             self._has_told_late = True
             warn(
@@ -284,7 +286,8 @@ class Kinds:
     # -- what a step showed -------------------------------------------------------------------------------------------
 
     def was_recorded(self, kind: Kind, scalars: Scalars, trace: Trace, asked_late: set[int]) -> Kind:
-        """`asked_late` grows when autograd asks for something after the step. Returns the kind that the step is of."""
+        """Stores a recording and returns the kind that the step belongs to. `asked_late` grows if autograd asks for
+        saved tensors after the step."""
         self._recordings.note(recorded=True)
         branches = self._branches(kind.signature, scalars)
         if branches is not None and kind not in branches:
@@ -298,14 +301,14 @@ class Kinds:
         for other in alike:
             if other is not kind and other.trace is not None and other.trace.fingerprint == trace.fingerprint:
                 self._set_idle(kind.signature, differing(other.scalars, scalars))
-        if len(alike) >= self._settings.most_alike and not any(other.plan for other in alike):  # none came twice
+        if len(alike) >= self._settings.most_alike and not any(other.plan for other in alike):  # no kind occurred twice
             self._set_idle(kind.signature, self._alike[kind.signature].telling)
         return kind
 
     def _found_branch(
         self, branches: Branches[Kind], kind: Kind, scalars: Scalars, trace: Trace, asked_late: set[int]
     ) -> Kind:
-        """Work that was expected to be new was recorded."""
+        """Stores the recording of a step that was expected to be a new branch."""
         branches.note_recorded()
         for known in branches:
             if known.trace is not None and known.trace.fingerprint == trace.fingerprint:
@@ -320,7 +323,7 @@ class Kinds:
         return kind
 
     def followed(self, kind: Kind, scalars: Scalars) -> None:
-        """A step did what was recorded."""
+        """Called when a step followed its plan to the end."""
         self._recordings.note(recorded=False)
         self._remember(kind)
         branches = self._branches(kind.signature, scalars)
@@ -330,8 +333,8 @@ class Kinds:
             self._set_idle(kind.signature, differing(kind.scalars, scalars))
 
     def left(self, kind: Kind, scalars: Scalars, because: str, resembled: Program | None = None) -> None:
-        """A step left its plan: it is of a kind of its own if one of its scalars may be the reason, and else of the
-        branch whose program it resembled, or of one that is not known yet."""
+        """Called when a step left its plan. If one of its scalars may be the reason, that scalar distinguishes kinds
+        from now on. Otherwise the step belongs to the branch whose program it resembled, or to an unknown one."""
         if kind.is_remembered and not kind.num_steps:
             self._forget_remembered(kind)
             return
@@ -350,7 +353,7 @@ class Kinds:
         branches = self._branches(kind.signature, scalars)
         if branches is None:
             return
-        log.info("a step left its plan: %s; such steps are told apart as they go on", because)
+        log.info("a step left its plan: %s; such steps are told apart while they run", because)
         known = (branch for branch in branches if resembled is not None and branch.has_program(resembled))
         branches.note(next(known, None))
         for branch in branches:
@@ -366,7 +369,8 @@ class Kinds:
             self._rebuild(signature)
 
     def _rebuild(self, signature: Hashable) -> None:
-        """Other scalars tell kinds apart: each goes to its new place; of several in one place one with a plan stays."""
+        """Rebuilds the table after other scalars distinguish kinds. Of several kinds with the same key, one with a plan
+        stays."""
         alike = self._alike[signature]
         table = OrderedDict[Hashable, Branches[Kind]]()
         for key, branches in self._kinds.items():
@@ -394,19 +398,19 @@ class Kinds:
         return iter(self.values())
 
     def clear(self) -> None:
-        """Every next step is recorded."""
+        """Forgets all kinds, so that every step is recorded again."""
         self._kinds.clear()
         self._alike.clear()
         self._recordings = _Recordings(self._settings)
 
 
 def differing(one: Scalars, other: Scalars) -> frozenset[int]:
-    """Positions at which the scalars of two steps with the same signature differ."""
+    """Returns the positions at which the scalars of two steps with the same signature differ."""
     return frozenset(at for at, (mine, theirs) in enumerate(zip(one, other)) if mine != theirs)
 
 
 class _Recordings:
-    """How many of the last steps were recorded, to warn of steps that keep changing, once."""
+    """Counts how many of the last steps were recorded, and warns once if steps keep changing."""
 
     def __init__(self, settings: FittingSettings) -> None:
         self._recent = deque[bool](maxlen=settings.num_recent)

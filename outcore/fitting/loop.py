@@ -1,4 +1,4 @@
-"""A model, its device and a budget -> the steps of a training loop: Loop, what `outcore.limit` stands on."""
+"""Model + device + budget -> Loop: the steps of one training loop. `outcore.limit` is a thin layer over it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class Loop:
-    """Runs the steps of one model. Dropped without `close`, it leaves no hook, thread, descriptor or disk space."""
+    """Runs the steps of one model. Hooks, threads, file descriptors and disk space are freed even without `close`."""
 
     def __init__(
         self,
@@ -82,8 +82,10 @@ class Loop:
 
     @contextmanager
     def step(self, target: T, name: str | None = None, batch: Any = None) -> Iterator[T]:
-        """One step: forward(s) and backward(s), working on `batch`. Steps of other names have plans of their own.
-        `leave` stands at two levels: an interrupt may end the inner one."""
+        """Runs one step: one or more forwards and backwards on `batch`. Steps with different names have their own
+        plans.
+
+        `leave` is called at two levels because an interrupt may end the inner call."""
         if self.is_closed:
             raise OutcoreError("this limit is closed; call outcore.limit() again for the model")
         self.read_measured()
@@ -106,24 +108,26 @@ class Loop:
             raise
         finally:
             step.leave()
-            step.listener = None  # it leads back to the step and so to this loop: no cycle is left to the collector
+            # breaks the reference cycle step -> listener -> step, so no garbage collection is needed
+            step.listener = None
 
     @property
     def beside(self) -> StateBeside | None:
-        """The training state, where it may leave the device."""
+        """The training state if it may leave the device, else None."""
         beside: StateBeside | None = self.preparer.beside
         return beside
 
     def expect(self, trace: Trace) -> None:
-        """The next step of a new kind will do what `trace` says: it is planned at once, without recording it first.
+        """Plans the next new kind of step from `trace` instead of recording it.
 
-        Cheaper ops that gave the same bits where `trace` was recorded may not give them here: they are not used.
+        Cheaper ops that gave the same bits on the machine where `trace` was recorded may give other bits on this one,
+        so they are not used.
         """
         ops = tuple(replace(op, norm_replay=False, norm_replay_s=0.0, fused=(), fused_s=0.0) for op in trace.ops)
         self.kinds.expect(replace(trace, ops=ops))
 
     def _note(self, step: RunningStep, before: Counter[str], seconds: float) -> None:
-        """A step is complete: how it went, and why it followed no plan if it did not."""
+        """Notes how a complete step went, and why it followed no plan if it did not."""
         way = next(iter(self.tally.counts - before), "")
         ready = self.last.phase.ready if self.last is not None else None
         self.tally.note(way, seconds, ready.prepared.predicted if ready is not None else None)
@@ -143,7 +147,7 @@ class Loop:
         self.tally.unplanned_because = because
 
     def stats(self) -> Stats:
-        """What the steps did and cost so far."""
+        """Returns what the steps did and cost so far."""
         self.read_measured()
         return self.tally.stats() | (self.beside.stats() if self.beside is not None else {})
 
@@ -151,12 +155,12 @@ class Loop:
         self._unread = read
 
     def read_measured(self) -> None:
-        """Reads the times of the last step, if it was measured and nobody did so yet."""
+        """Reads the times of the last step if it was measured and they have not been read yet."""
         read, self._unread = self._unread, None
         if read is not None:
             read()
 
-    # -- its end ------------------------------------------------------------------------------------------------------
+    # -- closing ------------------------------------------------------------------------------------------------------
 
     @property
     def is_running(self) -> bool:
@@ -167,7 +171,7 @@ class Loop:
         return not self._detach.alive
 
     def close(self) -> None:
-        """Takes the hooks off the model and gives host memory and the swap file back."""
+        """Removes the hooks from the model and frees host memory and the swap file."""
         self.read_measured()
         self._hook.owners.discard(self)
         self.preparer.process.close()
@@ -177,7 +181,8 @@ class Loop:
         self.store.close()
 
     def retire(self) -> None:
-        """Closes, whoever still holds swapped values: host memory and the swap file go with the last of them."""
+        """Closes the loop even if swapped values are in use. Host memory and the swap file are freed with the last of
+        them."""
         try:
             self.close()
         except StoreError:
@@ -190,13 +195,13 @@ def _detach(hook: ForwardHook, memory: DeviceMemory) -> None:
 
 
 def open_loops(model: torch.nn.Module) -> list[Loop]:
-    """The loops of a model that are not closed."""
+    """Returns the loops of a model that are not closed."""
     hooks = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, ForwardHook)]
     return [owner for hook in hooks for owner in list(hook.owners) if isinstance(owner, Loop)]
 
 
 def give_way(earlier: list[Loop], budget: Budget) -> None:
-    """A model has one limit at a time."""
+    """Closes earlier loops of a model: it has one limit at a time."""
     for loop in earlier:
         warn(
             f"this model had a limit of {format_bytes(loop.preparer.budget.device_bytes)} already; it is closed, and "

@@ -1,8 +1,8 @@
-"""The life of a kind of step, as a state machine: each phase knows what it needs and returns the one that follows.
+"""The life of a kind of step as a state machine: each phase holds the data it needs and returns the phase that follows.
 
-A phase has two methods. `begin` is called when a step begins and returns the phase in which it runs: plans are made
-there, because only then it is known what lies in memory before the step. `after` takes what the step showed and returns
-the next phase. A step that fails shows nothing, unless it ran out of memory.
+A phase has two methods. `begin` is called when a step begins and returns the phase in which the step runs. Plans are
+made there, because only then is it known how much memory is in use before the step. `after` is called with what the
+step showed and returns the next phase. A step that fails shows nothing, unless it ran out of memory.
 
     New ──▶ Recorded ──▶ Timing ──▶ Searching ──▶ Trying ──▶ Settled      GivenUp
      │          │                     │     ▲      │  ▲ │       │
@@ -14,17 +14,17 @@ the next phase. A step that fails shows nothing, unless it ran out of memory.
     phase     its step                           what happens                                      next phase
     --------  ---------------------------------  ------------------------------------------------  -----------------
     New       is recorded                        recorded; the device times ops a second time      Recorded
-                                                 recorded; it does not, or a plan was given for it Timed
+                                                 recorded; it does not, or the user gave its plan  Timed
                                                  `expect`: its trace is known without recording    Timed
     Recorded  is planned briefly when it begins  there is a plan                                   Timing
-                                                 there is none; another planner may find one       Timed, and plans
-    Timing    follows the brief plan, ops timed  timed; better plans are searched for beside       Searching
-                                                 timed; the planner searches for none              Timed
+                                                 no brief plan fits; the full planner may find one Timed, and plans
+    Timing    follows the brief plan, ops timed  timed; a better plan is searched for in parallel  Searching
+                                                 timed; this planner does not search               Timed
                                                  its plan is outdated                              Recorded, and plans
                                                  out of memory, and a smaller plan is left         Recorded
-    Searching follows the plan at hand           a plan was found                                  Trying
+    Searching follows the current plan           a plan was found                                  Trying
                                                  no plan can beat the best that was tried          Settled on that one
-                                                 its plan is outdated, or the search broke off     Timed, and plans
+                                                 its plan is outdated, or the search failed        Timed, and plans
     Timed     is planned when it begins          the device has a caching allocator                Trying
                                                  it has none                                       Settled
                                                  no plan can beat the best that was tried          Settled on that one
@@ -38,14 +38,14 @@ the next phase. A step that fails shows nothing, unless it ran out of memory.
     Searching,                                   ... for the third time                            GivenUp
     Trying,
     Settled
-    Restored  follows a plan of an earlier run   it fits beside what is there                      Trying, Settled
+    Restored  follows a plan of an earlier run   it fits into the memory that is free              Trying, Settled
                                                  it does not                                       as from Timed
     GivenUp   swaps everything, unplanned        anything                                          GivenUp
-    Shared    follows a plan for a larger size   anything (families make it and take it back)      Shared
+    Shared    follows a plan for a larger size   anything (`Families` makes and withdraws it)      Shared
 
-A plan is outdated when more lies in memory before the step than it was made for; when it counts on autograd adding
-gradients in place, and a dispatch mode of the user's was active in a backward, under which autograd does not; and when
-autograd asked for saved tensors after a step, which no plan for the step can bring back.
+A plan is outdated in three cases: more memory is in use before the step than the plan was made for; the plan assumes
+that autograd adds gradients in place, but a dispatch mode of the user was active in a backward, which prevents that; or
+autograd asked for saved tensors after the end of a step, which a plan for the step cannot bring back.
 """
 
 from __future__ import annotations
@@ -98,19 +98,19 @@ Shown = WasRecorded | TimedOps | Measured | RanOut | LeftPlan
 
 
 class Life(Protocol):
-    """What is known for good about the steps of a kind, whatever phase they are in."""
+    """What stays known about the steps of a kind across phases."""
 
     preparer: Preparer
-    num_steps: int  # that followed the plan at hand
+    num_steps: int  # that followed the current plan
     num_left: int  # steps that left their plan
-    num_slowed: int  # times that copies turned out slower than measured
+    num_slowed: int  # how often copies were assumed slower than measured
     may_switch: bool  # its steps may turn out to be of another kind
     is_watched: bool  # a dispatch mode of the user's was active in its backward
     asked_late: set[int]  # values that autograd asked for after a step
 
 
 class Phase:
-    """Nothing changes, unless a subclass says so."""
+    """The default: neither a beginning nor an ending step changes the phase."""
 
     trace: Trace | None = None
     ready: Ready | None = None  # the plan that is followed, or was followed last
@@ -123,17 +123,17 @@ class Phase:
         return self
 
     def with_ready(self, ready: Ready) -> Phase:
-        """The same, with its plan made ready in another way."""
+        """Returns the same phase with its plan replaced by another form of it."""
         return self
 
 
 class New(Phase):
-    """Nothing is known: the next step is recorded."""
+    """Nothing is known yet, so the next step is recorded."""
 
     def after(self, life: Life, shown: Shown) -> Phase:
         if not isinstance(shown, WasRecorded):
             return self
-        # A given plan may leave no room for a step whose every op is looked at.
+        # With a given plan there may be too little memory for a step whose ops are timed one by one.
         if life.preparer.memory.has_caching_allocator and not life.preparer.is_given_for(shown.trace):
             return Recorded(shown.trace)
         return Timed(shown.trace)
@@ -141,14 +141,14 @@ class New(Phase):
 
 @dataclass(frozen=True)
 class GivenUp(Phase):
-    """Steps called alike keep doing different work: they run unplanned, everything swapped."""
+    """Steps with the same inputs keep doing different work. They run without a plan and swap everything."""
 
     because: str
 
 
 @dataclass(frozen=True)
 class _Known(Phase):
-    """A trace is known. `ready`: the plan at hand, or the last one where another is to be made."""
+    """The base of phases with a trace. `ready` is the current plan, or the previous one if a new one is to be made."""
 
     trace: Trace = field()
     ready: Ready | None = None
@@ -158,43 +158,43 @@ class _Known(Phase):
         return replace(self, ready=ready)
 
     def _trace_now(self, life: Life, before_bytes: int) -> Trace:
-        """What lies around between steps may come and go: plan for the most."""
+        """Returns the trace with the most memory that was in use before any step so far, because that may come and
+        go."""
         if self.ready is not None:
             before_bytes = max(before_bytes, self.ready.prepared.plan.before_bytes)
         asked_late = tuple(sorted(life.asked_late.union(self.trace.asked_late)))
         return replace(self.trace, before_bytes=before_bytes, asked_late=asked_late)
 
     def _has_grown(self, life: Life, before_bytes: int) -> bool:
-        """Is more there before the step than its plan is for? One that was given may be for less: it stays as it is,
-        and is taken up anew only where more is there than it was taken up with."""
+        """Whether more memory is in use before the step than the plan allows for. A given plan may have been made for
+        less; it is replaced only if more is in use than when it was first followed."""
         if self.ready is None:
             return False
         tolerated_bytes = life.preparer.settings.grown_bytes if self.headroom is not None else 0
         return before_bytes > self.ready.covers_bytes + tolerated_bytes
 
     def _is_outdated(self, life: Life, before_bytes: int) -> bool:
-        """Was the plan made for another step than this: with less in memory before it, with gradients that are added
-        in place, with nothing that is asked for after it?"""
+        """Whether the plan was made under assumptions that no longer hold; the module's docstring lists them."""
         if self.ready is not None and self.ready.sums_in_place and life.is_watched:
             return True
         return not life.asked_late.issubset(self.trace.asked_late) or self._has_grown(life, before_bytes)
 
     def _headroom_now(self, life: Life, before_bytes: int) -> Headroom | None:
-        """What was tried with an outdated plan says nothing."""
+        """Returns the headroom to plan in. Attempts with an outdated plan are discarded."""
         return life.preparer.begin_headroom(None if self._is_outdated(life, before_bytes) else self.headroom)
 
 
 class Recorded(_Known):
-    """Its ops are to be timed again: the recorded step also paid for the allocator's first calls to the driver."""
+    """The ops will be timed again, because in a recorded step the allocator's first calls to the driver count, too."""
 
     def begin(self, life: Life, before_bytes: int) -> Phase:
         trace, headroom = self._trace_now(life, before_bytes), self._headroom_now(life, before_bytes)
         in_place = _adds_in_place(life, trace)
         try:
             plan = life.preparer.brief_plan(life.preparer.as_run(trace, in_place=in_place), headroom)
-        except BudgetTooSmall:  # the planner that is asked for in the end may find more
+        except BudgetTooSmall:  # the full planner may find a plan where the brief one does not
             return Timed(trace, self.ready, headroom).begin(life, before_bytes)
-        assert plan is not None, "nothing was tried yet that it could not beat"
+        assert plan is not None, "None would mean that an earlier attempt is better, and there was none"
         ready = life.preparer.make_ready(trace, plan, headroom, in_place=in_place, may_switch=life.may_switch)
         life.preparer.reserve(ready.prepared.predicted)
         return Timing(trace, ready, headroom)
@@ -202,7 +202,8 @@ class Recorded(_Known):
 
 @dataclass(frozen=True)
 class Timed(_Known):
-    """Its seconds are known: the next step is planned. `same_size`: with what was learned, not in less memory."""
+    """The seconds of the ops are known, so the next step is planned. With `same_size` the plan uses as much memory as
+    the last one, for example because copies turned out slower."""
 
     same_size: bool = False
 
@@ -214,7 +215,7 @@ class Timed(_Known):
         if plan is None:
             return settled_on_best(life, trace, self.ready, headroom)
         ready = preparer.make_ready(trace, plan, headroom, in_place=in_place, may_switch=life.may_switch)
-        if headroom is not None and headroom.is_hopeless(ready.prepared.predicted.step_s):
+        if headroom is not None and headroom.cannot_win(ready.prepared.predicted.step_s):
             return settled_on_best(life, trace, ready, headroom)
         preparer.reserve(ready.prepared.predicted)
         return Settled(trace, ready) if headroom is None else Trying(trace, ready, headroom)
@@ -222,7 +223,7 @@ class Timed(_Known):
 
 @dataclass(frozen=True)
 class Restored(_Known):
-    """An earlier run recorded, timed and planned it."""
+    """The plan of an earlier run will be followed."""
 
     plan: Plan = field(kw_only=True)
 
@@ -236,7 +237,7 @@ class Restored(_Known):
             if headroom is not None:
                 headroom.usable_bytes = self.plan.budget.device_bytes
             ready = preparer.make_ready(trace, self.plan, headroom, in_place=in_place, may_switch=life.may_switch)
-        except OutcoreError as error:  # more is there than then, or less to swap to
+        except OutcoreError as error:  # more memory is in use than in that run, or less can be swapped to
             log.info("a plan of an earlier run is not used: %s", error)
             return Timed(trace).begin(life, before_bytes)
         preparer.reserve(ready.prepared.predicted)
@@ -248,12 +249,12 @@ class _Following(_Known):
     ready: Ready = field()
 
     def begin(self, life: Life, before_bytes: int) -> Phase:
-        phase = self._borne(life, before_bytes)
+        phase = self._with_growth(life, before_bytes)
         return phase._planned_anew().begin(life, before_bytes) if phase._is_outdated(life, before_bytes) else phase
 
-    def _borne(self, life: Life, before_bytes: int) -> Self:
-        """A plan that fits beside what is there before the step by now stays, and predicts that much more. Not where
-        there is a headroom, which is for that, nor a plan that was given."""
+    def _with_growth(self, life: Life, before_bytes: int) -> Self:
+        """Keeps the plan, with a higher predicted peak, if more memory is in use before the step and the plan still
+        fits. Does nothing if there is a headroom, which allows for growth, or if the plan was given."""
         prepared, preparer = self.ready.prepared, life.preparer
         growth_bytes = before_bytes - prepared.plan.before_bytes
         peak_bytes = prepared.predicted.peak_bytes + growth_bytes
@@ -283,7 +284,7 @@ class _Following(_Known):
 
 
 class Timing(_Following):
-    """Follows a brief plan while its ops are timed once more."""
+    """Follows a brief plan while the ops are timed once more."""
 
     def after(self, life: Life, shown: Shown) -> Phase:
         if not isinstance(shown, TimedOps):
@@ -303,7 +304,7 @@ class Timing(_Following):
 
 @dataclass(frozen=True)
 class Searching(_Following):
-    """Follows the plan at hand while a better one is searched for beside training."""
+    """Follows the current plan while the planning process searches for a better one."""
 
     headroom: Headroom = field()
     in_place: bool = field(kw_only=True)
@@ -311,7 +312,7 @@ class Searching(_Following):
     search: Search = field(kw_only=True)
 
     def begin(self, life: Life, before_bytes: int) -> Phase:
-        phase = self._borne(life, before_bytes)
+        phase = self._with_growth(life, before_bytes)
         if phase._is_outdated(life, before_bytes):
             return phase._planned_anew().begin(life, before_bytes)
         try:
@@ -319,7 +320,7 @@ class Searching(_Following):
         except StillSearching:
             return phase
         except BudgetTooSmall as error:
-            log.info("the plan at hand stays: %s", error)
+            log.info("the current plan stays: %s", error)
             if self.headroom.attempts:
                 return settled_on_best(life, self.trace, self.ready, self.headroom)
             return Trying(self.trace, self.ready, self.headroom)
@@ -334,7 +335,7 @@ class Searching(_Following):
         if plan is None:
             return settled_on_best(life, self.trace, self.ready, headroom)
         ready = search.once("ready", lambda: self._made_ready(life, plan))
-        if headroom.is_hopeless(ready.prepared.predicted.step_s):
+        if headroom.cannot_win(ready.prepared.predicted.step_s):
             return settled_on_best(life, self.trace, ready, headroom)
         search.answer("pinned", lambda: preparer.reserve_beside(ready.prepared.predicted))
         preparer.begin_headroom(headroom)
@@ -350,7 +351,7 @@ class Searching(_Following):
 
 
 class Trying(_Following):
-    """Follows a plan until it can be judged: was its size right, were the copies as fast as thought?"""
+    """Follows a plan and measures it, to judge its size and whether copies are as fast as predicted."""
 
     def after(self, life: Life, shown: Shown) -> Phase:
         headroom, plan = self.headroom, self.ready.prepared.plan
@@ -367,7 +368,8 @@ class Trying(_Following):
         return settled_on_best(life, self.trace, self.ready, headroom)
 
     def _slow_down(self, life: Life, measured: Timeline) -> bool:
-        """Copies that compute had to wait for longer than predicted go slower beside compute than they went alone."""
+        """If compute waited longer for copies than predicted, assumes slower copies and returns True: copies take
+        longer while kernels run than they took when they were measured alone."""
         settings, predicted = life.preparer.settings, self.ready.prepared.predicted
         if life.num_slowed >= settings.num_slowed:
             return False
@@ -379,8 +381,8 @@ class Trying(_Following):
 
 
 class Shared(_Following):
-    """Follows a plan that was made for the largest of many sizes (`outcore.fitting.families`), which decides what comes
-    after it: neither growth nor a left plan changes it here."""
+    """Follows a plan that was made for a larger size (`outcore.fitting.families`). The family decides what follows, so
+    neither growth nor a left plan changes the phase."""
 
     def begin(self, life: Life, before_bytes: int) -> Phase:
         return self
@@ -390,18 +392,19 @@ class Shared(_Following):
 
 
 class Settled(_Following):
-    """Follows the plan that stays."""
+    """Follows a plan that will not change any more."""
 
     @property
     def fits(self) -> bool:
-        """Was its plan measured, and the allocator started over in none of the steps?"""
+        """Whether the plan was measured and caused no allocator restart."""
         return self.headroom is not None and self.headroom.fits
 
 
 def _planned_next(
     life: Life, trace: Trace, ready: Ready, headroom: Headroom | None, *, same_size: bool = False
 ) -> Phase:
-    """What comes where a better plan than the one at hand may be found: that one can be followed until then."""
+    """Returns the phase in which a better plan is made: in the planning process while the current plan is followed, or
+    in the training process when the next step begins."""
     preparer, timed = life.preparer, Timed(trace, ready, headroom, same_size)
     if headroom is None or not preparer.searches_beside or preparer.is_given_for(trace):
         return timed
@@ -411,12 +414,12 @@ def _planned_next(
 
 
 def _adds_in_place(life: Life, trace: Trace) -> bool:
-    """Whether autograd adds gradients in place: not on the CPU, where they are counted, and not under a mode."""
+    """Whether autograd adds gradients in place. It does not under a dispatch mode, which on the CPU counts bytes."""
     return not life.preparer.memory.counts_op_by_op and not life.is_watched and adds_in_place(trace)
 
 
 def settled_on_best(life: Life, trace: Trace, ready: Ready | None, headroom: Headroom | None) -> Settled:
-    """The plan that was the fastest, measured, or the one at hand where none was; no other will be tried."""
+    """Settles on the plan that was measured to be the fastest, or on the current plan if none was measured."""
     assert headroom is not None
     headroom.settle()
     if headroom.attempts and (ready is None or headroom.best.ready.prepared.plan is not ready.prepared.plan):
@@ -433,9 +436,11 @@ def settled_on_best(life: Life, trace: Trace, ready: Ready | None, headroom: Hea
 
 
 def _pace(ready: Ready, headroom: Headroom, most: float) -> float:
-    """Ops timed one by one run at a better clock than a whole step of them: Llama's add up to 4 % less on an H200.
-    What the plan's own steps took corrects them all by one factor, and so the prediction for the steps to come. 1: it
-    was corrected already, or something else is wrong, and should be seen."""
+    """Returns the factor by which ops take longer in a whole step than one by one, at a lower clock of the device.
+
+    On an H200, Llama's ops add up to 4 % less than its step. The factor corrects the prediction for later steps. It is
+    1 if the prediction was corrected before. It is also 1 if the measured step is so much slower than predicted that
+    there must be another reason; the difference then stays visible."""
     if headroom.is_paced or not headroom.fits:
         return 1.0
     headroom.is_paced = True

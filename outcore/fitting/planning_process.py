@@ -1,7 +1,7 @@
-"""A planning function and its arguments -> a future: planning beside training, in a process of its own.
+"""A planning function and its arguments -> a future: planning in parallel to training, in a process of its own.
 
-The loop goes on under the plan that it has while a better one is searched for. The process is started when it is first
-needed, serves every kind of step of its owner, and ends when the owner closes it or is garbage collected.
+Training continues with the current plan while a better one is searched for. The process is started when it is first
+needed, serves all kinds of steps of its owner, and ends when the owner closes it or is garbage collected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class PlanningProcess:
-    """Runs functions of `outcore.planning` one after the other, elsewhere."""
+    """Runs functions of `outcore.planning`, one after the other, in another process."""
 
     def __init__(self) -> None:
         self._worker: _Worker | None = None
@@ -33,14 +33,14 @@ class PlanningProcess:
     def submit(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> Future[T]:
         """Starts `function(*args, **kwargs)`. The future raises what the function raises."""
         if self._worker is not None and not self._worker.is_alive:
-            self.close()  # it was killed; nothing of it stays
+            self.close()  # it was killed: reap it and start another one
         if self._worker is None:
             self._worker = _Worker()
             weakref.finalize(self, self._worker.stop)
         return self._worker.submit(function, args, kwargs)
 
     def close(self) -> None:
-        """Ends the process; what it had not finished is cancelled."""
+        """Ends the process and cancels unfinished requests."""
         if self._worker is not None:
             self._worker.stop()
             self._worker = None
@@ -53,18 +53,18 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=Path(__file__).parents[2],
-            start_new_session=True,  # an interrupt at the terminal is for the training alone
+            start_new_session=True,  # so that an interrupt at the terminal reaches only the training process
         )
         self._waiting: deque[Future[Any]] = deque()
         self._requests: SimpleQueue[bytes | None] = SimpleQueue()
         self._lock = threading.Lock()
-        self.is_alive = True  # until its output ends: its exit status comes a little later
+        self.is_alive = True  # until its output ends, which is known before its exit status
         for target in (self._read, self._write):
             threading.Thread(target=target, name="outcore-planning", daemon=True).start()
 
     def submit(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
-        """Returns at once. The process reads its next request only when it has answered the last one, and a pipe holds
-        64 KiB, less than one trace takes: so a thread of its own writes."""
+        """Queues a request and returns at once. A thread writes it, because the process reads a request only after it
+        has answered the previous one, and a pipe holds only 64 KiB, less than one trace."""
         future: Future[Any] = Future()
         request = pickle.dumps((function, args, kwargs), pickle.HIGHEST_PROTOCOL)
         with self._lock:

@@ -1,7 +1,6 @@
-"""A recorded step + this machine, budget and headroom -> Ready: a plan that its next step can follow.
+"""Trace + machine, budget and headroom -> Ready: a plan that the next step can follow.
 
-Plans are made here and nowhere else in `fitting`: where planning moves to a process of its own, or plans come from a
-cache, this is the place.
+All plans of `fitting` are made here, in this process or in the planning process.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from outcore.values import Budget, Machine, Plan, Residency, Timeline, Trace
 
 
 class Preparer:
-    """Makes plans for all kinds of steps of one loop. What it learns about the machine holds for all of them."""
+    """Makes plans for all kinds of steps of one loop. Corrections of the machine's rates hold for all of them."""
 
     def __init__(
         self,
@@ -51,35 +50,35 @@ class Preparer:
     ) -> None:
         self.machine, self.budget, self.planner, self.memory = machine, budget, planner, memory
         self.settings = settings
-        self.beside: Any = None  # the training state, where it may leave the device (`StateBeside`)
-        self.residency: Residency | None = None  # and where it lies
-        self.uses_given = False  # a step came that the given plan was made for
+        self.beside: Any = None  # the training state, if it may leave the device (`StateBeside`)
+        self.residency: Residency | None = None  # where the training state is kept
+        self.uses_given = False  # a step occurred for which the user gave the plan
         self._given, self.store, self.process = given, store, process
 
     def is_given_for(self, trace: Trace) -> bool:
         return self._given is not None and self._given.fingerprint == trace.fingerprint
 
     def begin_headroom(self, known: Headroom | None) -> Headroom | None:
-        """Before a plan is made: the headroom to try it in, a new one where none is known; None where the device's
-        budget has no holes."""
+        """Called before a plan is made. Returns the headroom to plan in, a new one if `known` is None, or None if the
+        device has no caching allocator."""
         if not self.memory.has_caching_allocator:
             return None
-        self.memory.give_back()  # what the allocator reserves from here on is the plan's own doing
+        self.memory.give_back()  # what the allocator reserves from now on is due to the new plan
         if known is None:
             known = Headroom(self.budget.device_bytes, settings=self.settings)
-            self.memory.new_headroom()  # another plan may bear a host that does not wait
+            self.memory.new_headroom()  # with another plan the host may not need to wait
         known.begin()
         return known
 
     # -- the plan -----------------------------------------------------------------------------------------------------
 
     def brief_plan(self, trace: Trace, headroom: Headroom | None) -> Plan | None:
-        """A plan for the one step whose ops are timed: the default planner's search would be lost on it."""
+        """Makes a plan, without a long search, for the one step whose ops are timed."""
         return self._plan(trace, headroom, self.brief_planner, same_size=False)
 
     @property
     def searches_beside(self) -> bool:
-        """Whether the loop goes on under a brief plan while a better one is searched for."""
+        """Whether steps follow a brief plan while the planning process searches for a better one."""
         return self.memory.has_caching_allocator and self.beside is None and self.brief_planner != self.planner
 
     @property
@@ -89,8 +88,9 @@ class Preparer:
     def plan(
         self, trace: Trace, headroom: Headroom | None, *, same_size: bool = False, search: Search | None = None
     ) -> Plan | None:
-        """A plan, the given one where it is for this step. None: what was tried already is the best there is. With a
-        `search` it is made beside training: raises StillSearching until it is there."""
+        """Makes a plan, or returns the given one if it is for this step. Returns None if no plan can be better than
+        those that were tried. With a `search`, the planning process makes it, and StillSearching is raised until it is
+        done."""
         return self._plan(trace, headroom, self.planner, same_size=same_size, search=search)
 
     def _plan(
@@ -125,7 +125,7 @@ class Preparer:
         return found
 
     def _search_places(self, trace: Trace, headroom: Headroom, planner: str, search: Search | None) -> Plan | None:
-        """A plan whose blocks find places, of the size that should be fastest."""
+        """Returns a plan that fits in spite of fragmentation, of the size that should be fastest."""
 
         def placed(size_bytes: int) -> Placement:
             most, known = self.settings.num_plans, headroom.plans
@@ -153,12 +153,12 @@ class Preparer:
         margin: float,
         search: Search | None = None,
     ) -> Plan:
-        """For the first size that is large enough."""
+        """Makes a plan for the first size that is large enough."""
         for size_bytes in sizes:
             try:
                 return self._plans(trace, size_bytes, planner, known, most=1, search=search)[0]
             except BudgetTooSmall as error:
-                too_small = error.with_traceback(None)  # which holds every frame, and with them the user's tensors
+                too_small = error.with_traceback(None)  # a traceback holds all frames, and with them the user's tensors
         needed_bytes = int(too_small.needed_bytes / (1 - margin)) + 1 + (self.settings.unsplit_bytes if margin else 0)
         where, budget_bytes = str(self.memory.device), self.budget.device_bytes
         raise too_small.on(where, needed_bytes=needed_bytes, budget_bytes=budget_bytes) from None
@@ -184,7 +184,8 @@ class Preparer:
     def choose_residency(
         self, trace: Trace, least: Residency, budget: Budget, early: Collection[int] = ()
     ) -> Residency:
-        """Where the training state is best, beside this step. `early`: what may be updated in the backward."""
+        """Returns which training state should stay on the device during this step. `early` holds the parameters that
+        may be updated in the backward."""
         planner = self.planner if self.planner in AS_IT_IS else "priced"
 
         def plan(step: Trace, machine: Machine, budget: Budget) -> Plan:
@@ -192,10 +193,11 @@ class Preparer:
 
         return choose_residency(trace, least, self.machine, budget, plan, early=early)
 
-    # -- what follows from it -----------------------------------------------------------------------------------------
+    # -- from a plan to a program -------------------------------------------------------------------------------------
 
     def as_run(self, trace: Trace, *, in_place: bool) -> Trace:
-        """The step to plan for, of a recorded one. `in_place`: autograd adds gradients in place."""
+        """Returns the step to plan for. `in_place` says that autograd adds gradients in place, unlike in the recorded
+        step."""
         step = with_gradients(trace, self.residency)
         return sums_in_place(step) if in_place else step
 
@@ -209,8 +211,8 @@ class Preparer:
         may_switch: bool = False,
         search: Search | None = None,
     ) -> Ready:
-        """Lowered, verified, simulated, and with what its steps do for the allocator. `may_switch`: its steps may turn
-        out to be other ones. With a `search` the program is made beside training."""
+        """Lowers, verifies and simulates a plan, and adds hints for the allocator. `may_switch` says that its steps may
+        turn out to be of another kind. With a `search`, the planning process does the work."""
         step = self.as_run(trace, in_place=in_place)
         if search is None:
             prepared = prepare(step, plan, self.machine, residency=self.residency)
@@ -237,7 +239,7 @@ class Preparer:
         return Ready(prepared, program, max(plan.before_bytes, trace.before_bytes), in_place)
 
     def made_to_switch(self, ready: Ready) -> Ready:
-        """The same plan for steps that may turn out to be other ones."""
+        """Returns the same plan for steps that may turn out to be of another kind."""
         old = ready.program
         program = Program(
             ready.prepared.trace,
@@ -249,8 +251,8 @@ class Preparer:
         return replace(ready, program=program)
 
     def spare_bytes(self, trace: Trace, before_bytes: int, gradient_bytes: int) -> int:
-        """Of saved tensors, that a step like this one can keep on the device whatever it saves: what the budget leaves
-        beside the peak of the step with everything swapped out, and beside the gradients of what it did not use."""
+        """Returns how many bytes of saved tensors a step like this one can keep on the device, whatever it saves. That
+        is the budget less the peak of the step with everything swapped, less gradients that this step did not make."""
         trace_index = index_of(trace)
         swapped = swap_all(trace_index, self.machine, self.budget, lambda what, part: None)
         lean_peak_bytes = int(lean_bytes(trace_index, self.budget, swapped).max(initial=trace.before_bytes))
@@ -258,19 +260,19 @@ class Preparer:
         last = trace.num_slots - 1
         left_bytes = sum(one.bytes for one in trace.storages if not one.external and one.dies >= last)
         more_bytes = max(0, gradient_bytes - left_bytes) + max(0, before_bytes - trace.before_bytes)
-        # What is made again on the spot is made from values that are there only for that.
+        # Recomputing a value on demand brings values to the device only for that purpose.
         largest_bytes = max((trace_index.value_bytes[value] for value in trace_index.evictable), default=0)
         needed_bytes = lean_peak_bytes + more_bytes + self.settings.num_transient * largest_bytes
         return max(0, int(share * self.budget.device_bytes) - needed_bytes)
 
     def reserve(self, predicted: Timeline) -> None:
-        """Pins what a plan will swap to before its first step."""
+        """Pins the host memory that a plan will swap to, before its first step."""
         if self.store.missing_bytes(predicted.host_peak_bytes):
             with shown_if_long(f"pinning {format_bytes(predicted.host_peak_bytes)} of host memory"):
                 self.store.reserve(predicted.host_peak_bytes)
 
     def reserve_beside(self, predicted: Timeline) -> Future[None]:
-        """The same, while training goes on."""
+        """Pins the host memory that a plan will swap to, in a thread, while training continues."""
         return self.store.reserve_beside(predicted.host_peak_bytes)
 
     @property
@@ -279,9 +281,9 @@ class Preparer:
         return self.store.pinned_bytes
 
     def slow_copies_down(self) -> None:
-        """Copies go slower beside compute than they went alone."""
+        """Assumes slower copies: they take longer while kernels run than when they were measured alone."""
         self.machine = self.machine.with_copies_at(self.settings.slowed_share)
 
     def at_pace(self, ready: Ready, pace: float) -> Ready:
-        """The same plan where every op takes `pace` times as long."""
+        """Returns the same plan with a prediction in which every op takes `pace` times as long."""
         return replace(ready, prepared=at_pace(ready.prepared, pace, self.machine))

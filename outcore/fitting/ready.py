@@ -1,4 +1,4 @@
-"""PreparedStep + what its device makes of it -> Ready: what a step follows."""
+"""PreparedStep + device -> Ready: a plan in the form that a step follows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from outcore.values import PreparedStep
 
 @dataclass(frozen=True)
 class Ready:
-    """A plan that a step can follow, and go back to."""
+    """A plan that a step can follow."""
 
     prepared: PreparedStep
     program: Program
-    covers_bytes: int  # it holds as long as no more than this is there before the step
-    sums_in_place: bool  # it counts on autograd adding gradients in place: no dispatch mode may be active
+    covers_bytes: int  # the plan is valid while no more than this is in use before the step
+    sums_in_place: bool  # it assumes that autograd adds gradients in place, as it does without a dispatch mode

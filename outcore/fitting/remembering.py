@@ -1,10 +1,10 @@
-"""A loop + the cache on disk -> its kinds of steps as an earlier run left them: Remembering.
+"""Loop + cache on disk -> Remembering: the plans on which an earlier run settled.
 
-What a plan depends on is its key: the network's modules with their settings, code and parameters, what the step is
-called with, the device with its driver, versions, process-wide switches, planner and budget. The first step of a kind
-is recorded in every run, because a recording is also the proof that running ops again gives the same bits. If it equals
-that of the earlier run, the second step is planned as the earlier run planned it in the end: nothing is timed again,
-searched for or tried. Otherwise the kind is planned anew, and its entry is replaced.
+The key of an entry holds everything that a plan depends on: the network's modules with their settings, code and
+parameters, the arguments of the step, the device with its driver, versions, process-wide switches, planner and budget.
+The first step of a kind is recorded in every run, because a recording also proves that running ops again gives the same
+bits. If it equals the recording of the earlier run, the second step follows the plan of that run, and nothing is timed,
+searched for or tried. Otherwise the kind is planned anew and the entry is replaced.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from outcore.values import Budget, Op, Trace
 
 
 class Remembering:
-    """The steps of one model that are kept across runs."""
+    """Loads and saves the plans of one model."""
 
     def __init__(self, cache: StepCache, model: torch.nn.Module, device: torch.device, budget: Budget, planner: str):
         self._cache, self._model, self._device = cache, model, device
         self._budget, self._planner = budget, planner
 
     def find(self, key: str) -> Remembered | None:
-        """What an earlier run knew of a kind of step."""
+        """Returns the entry of an earlier run, or None."""
         return self._cache.load(key)
 
     def save(self, key: str, remembered: Remembered) -> None:
-        """In a thread of its own: to compress a trace takes longer than a small step."""
+        """Saves an entry in a thread, because compressing a trace takes longer than a small step."""
         threading.Thread(target=self._cache.save, args=(key, remembered), name="outcore-cache").start()
 
     def forget(self, key: str) -> None:
         self._cache.remove(key)
 
     def key_of(self, step: Hashable) -> str:
-        """`step`: what tells the kind of step from others."""
+        """Returns the key of a kind. `step` is what distinguishes the kind from others of the same model."""
         budget = self._budget
         facts = {
             "step": repr(step),
@@ -66,7 +66,8 @@ def _facts_of(model: torch.nn.Module) -> Iterator[tuple[Any, ...]]:
 
 
 def rests_on_the_same(earlier: Trace, recorded: Trace) -> bool:
-    """Whether two recordings are equal but for what was timed, and what the earlier one proved was proved again."""
+    """Whether two recordings are equal except for times, and everything that the earlier one proved was proved
+    again."""
     if _untimed(earlier) != _untimed(recorded):
         return False
     return all(

@@ -1,4 +1,4 @@
-"""A trace + its ops timed once more -> the trace with the smaller figures: an op's clock only ever overstates."""
+"""Trace + the ops timed once more -> the trace with the smaller times, because a measurement can only overstate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = logging.getLogger("outcore")
 
 
 def timed_again(trace: Trace, names: Sequence[str], seconds: Sequence[float], pass_bytes_share: float) -> Trace:
-    """The trace as it was where other ops ran. `pass_bytes_share`: see `_pass_s`."""
+    """Returns the trace with the smaller times, or unchanged if other ops ran. For `pass_bytes_share` see `_pass_s`."""
     if not are_ops_of(trace, names):
         log.info("the first planned step ran other ops than recorded; its times were not used")
         return trace
@@ -23,13 +23,14 @@ def timed_again(trace: Trace, names: Sequence[str], seconds: Sequence[float], pa
 
 
 def are_ops_of(trace: Trace, names: Sequence[str]) -> bool:
-    """Whether ops of these names are the trace's. Autograd adds gradients in place in some steps and not in others."""
+    """Whether the names are those of the trace's ops. Ops that add gradients may differ, since autograd does that in
+    place in some steps and not in others."""
     return len(names) == len(trace.ops) and all(op.joins or op.name == name for op, name in zip(trace.ops, names))
 
 
 def _pass_s(trace: Trace, index: int, share: float) -> float:
-    """A pass takes no longer than the one of its ops, run as it is, that moves as many bytes, or this share of them:
-    weights and statistics do not count."""
+    """Returns the seconds of a pass: no more than those of any of its ops that moves at least this share of its bytes
+    when it runs alone. The share leaves weights and statistics out."""
     op = trace.ops[index]
     moved_bytes = sum(trace.bytes_of(value) for value in (*trace.rerun_reads[index], *op.writes))
     parts = [part for part in (*(trace.ops[inner] for inner in op.fused), op) if not part.norm_replay]

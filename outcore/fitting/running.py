@@ -1,9 +1,9 @@
-"""One step, from its `with` to its end: RunningStep. Everything that is true only while a step runs is in it.
+"""Loop + one `with ooc.step():` -> RunningStep: everything that exists only while a step runs.
 
-A step may end at any line: with an exception of the user's, or with an interrupt. So what it changes in the process
-(the active step, hooks, the garbage collector) is changed by `enter` and undone by `leave`, which looks at what is on
-instead of trusting what it did, and may run twice: `Loop.step` calls it at two levels, so that an interrupt inside of
-it does no harm. What a step learned goes to its kind in one assignment, after everything was undone.
+A step may end at any line, by an exception of the user's or by an interrupt. All changes to the process (the active
+step, hooks, the garbage collector) are therefore made by `enter` and undone by `leave`. `leave` checks what is switched
+on instead of relying on what `enter` did, and may run twice: `Loop.step` calls it at two levels, so an interrupt inside
+it does no harm. What a step has shown is passed to its kind in one assignment, after everything was undone.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from outcore.values import Timeline
 
 
 class Owner(Protocol):
-    """What a step takes from its loop, and gives back to it."""
+    """What a step uses of its loop."""
 
     model: torch.nn.Module
     memory: DeviceMemory
@@ -65,13 +65,13 @@ class Owner(Protocol):
 
 @dataclass(frozen=True)
 class _Watch:
-    """A step that is measured closely."""
+    """The measurement of a step."""
 
     peak: PeakWatch
     stopwatch: Clock
     started: Any
     num_restarts: int  # of the allocator, before the step
-    log: list[str] = field(default_factory=list)  # what was done, action by action
+    log: list[str] = field(default_factory=list)  # the actions that were executed
 
 
 class RunningStep:
@@ -79,7 +79,7 @@ class RunningStep:
 
     def __init__(self, owner: Owner, name: str | None = None, batch: Any = None) -> None:
         self.owner, self.model, self._name, self._batch = owner, owner.model, name, batch
-        self._thread = threading.get_ident()  # hooks and modes are a thread's own
+        self._thread = threading.get_ident()  # hooks and modes belong to a thread
         self._collects = gc.isenabled()
         self._call = no_forward(name, seen_from_the_start=False)
         self._kind: Kind | None = None
@@ -87,13 +87,13 @@ class RunningStep:
         self.listener: Recorder | Execution | None = None
         self._watch: _Watch | None = None
 
-    # -- there, and gone ----------------------------------------------------------------------------------------------
+    # -- entering and leaving -----------------------------------------------------------------------------------------
 
     def enter(self) -> None:
         if ACTIVE:
             raise OutcoreError("ooc.step() was entered inside ooc.step(); leave the first one before the next")
         ACTIVE.append(self)
-        gc.disable()  # a step makes and frees thousands of objects: every look at them all takes a tenth of a second
+        gc.disable()  # a step makes thousands of objects, and each collection would take a tenth of a second
         has_compiler = graphs.listen(self._graph_session)
         compiles = has_compiler and self.owner.has_graphs is not False
         if self.owner.beside is not None:
@@ -101,7 +101,7 @@ class RunningStep:
         self.owner.interception.start(lambda: self._begin_alone(compiles), compiles=compiles)
 
     def leave(self) -> None:
-        """Undoes `enter`, and whatever came after it. The second time there is nothing left to do."""
+        """Undoes `enter` and everything after it. A second call does nothing."""
         if self not in ACTIVE:
             return
         self.owner.interception.stop()
@@ -118,13 +118,13 @@ class RunningStep:
         self.owner.has_graphs = bool(self.owner.has_graphs)
         ACTIVE.remove(self)
 
-    # -- its beginning ------------------------------------------------------------------------------------------------
+    # -- beginning ----------------------------------------------------------------------------------------------------
 
     def on_forward(self, args: Any, kwargs: Any) -> None:
-        """The model is called."""
+        """Called before each forward of the model."""
         if self.listener is not None or not torch.is_grad_enabled():
             return
-        if in_transform():  # what a transform calls it with has no memory of its own
+        if in_transform():  # the wrappers of a transform have no memory of their own
             self._is_transformed = True
             return
         if threading.get_ident() != self._thread:
@@ -136,12 +136,12 @@ class RunningStep:
         self._begin(self.owner.calls.of(args, kwargs, self._name))
 
     def _begin_alone(self, compiles: bool) -> None:
-        """Something is saved before the model is called."""
+        """Begins a step in which a tensor is saved before the model is called."""
         self._begin(self.owner.calls.of_parts(self._batch, self._name, seen_from_the_start=compiles))
 
     def _graph_session(self, first: Sequence[Any] | None) -> Recorder | Execution | None:
-        """Who is told of the launches of a compiled graph that is called now. What is compiled as a whole calls no
-        hook: then its first graph begins the step."""
+        """Returns the listener for the launches of a compiled graph that is called now. A model that is compiled as a
+        whole calls no hook, so its first graph begins the step."""
         here = threading.get_ident() == self._thread
         self.owner.has_graphs = True
         if first is not None and self.listener is None and here:
@@ -149,7 +149,7 @@ class RunningStep:
         return self.listener if here or in_backward() else None
 
     def _begin(self, call: Call) -> None:
-        """It is known what the model is called with: finds the kind, plans where a plan is due, and listens."""
+        """Finds the kind of the step from the model's arguments, plans if a plan is due, and starts listening."""
         owner, self._call = self.owner, call
         before_bytes = owner.memory.before_step_bytes(call.inputs)
         beside = owner.beside
@@ -170,11 +170,12 @@ class RunningStep:
 
     @property
     def _reserved_bytes(self) -> int:
-        """That the training state may take, where it comes and goes."""
+        """Device memory that the training state may use, if it is moved."""
         return self.owner.beside.reserved_bytes if self.owner.beside is not None else 0
 
     def _find_kind(self, call: Call, before_bytes: int) -> Kind:
-        """A kind of its own where its plan is settled; else, where sizes vary, one that shares a plan with others."""
+        """Returns the kind of the step. If sizes vary and it has no settled plan, that is a kind which shares a
+        plan."""
         owner = self.owner
         known = owner.kinds.known(call.signature, call.scalars)
         if call.sizes and (known is None or not isinstance(known.phase, Settled)):
@@ -206,20 +207,21 @@ class RunningStep:
         program = phase.ready.program if phase.ready is not None else Program.empty()
         if program.pools_gradients:
             memory.begin_gradient_pool()
-        num_measured = 1 if isinstance(phase, Shared) else settings.num_measured  # nothing is judged by a shared plan's
-        closely = phase.ready is not None and (owner.measure or kind.num_steps < num_measured)
+        # a shared plan is not judged by its measurements
+        num_measured = 1 if isinstance(phase, Shared) else settings.num_measured
+        is_measured = phase.ready is not None and (owner.measure or kind.num_steps < num_measured)
         peak, clock = None, _clock_of(owner, self._call, phase)
-        if closely:
+        if is_measured:
             has_unseen = phase.trace is None or phase.trace.has_unseen
             peak = memory.watch_peak(before_bytes, self._call.inputs, has_unseen=has_unseen)
-        fits = not closely and isinstance(phase, Settled) and phase.fits
+        fits = not is_measured and isinstance(phase, Settled) and phase.fits
         num_restarts = memory.begin_step(fits=fits)
         if peak is not None:
             stopwatch = Clock(memory.device, spin=False)
             self._watch = _Watch(peak, stopwatch, stopwatch.start(), num_restarts)
-        # Nothing that the execution is given may refer to this step or to the loop: handles outlive both.
+        # The execution must not refer to this step or to the loop, because handles keep it alive longer than both.
         model, inputs, watch = self.model, self._call.inputs, self._watch
-        there_bytes, gradient_bytes = before_bytes + self._reserved_bytes, owner.calls.gradient_bytes
+        before_all_bytes, gradient_bytes = before_bytes + self._reserved_bytes, owner.calls.gradient_bytes
         execution = Execution(
             program,
             self.owner.store,
@@ -229,8 +231,8 @@ class RunningStep:
             on_refused=memory.refusals.excuse,
             outside=lambda: outside(model, inputs),
             asked_late=kind.asked_late,
-            others=partial(_other_programs, owner.kinds, kind, there_bytes),
-            spare_bytes=partial(_spare_bytes, owner.preparer, owner.kinds, kind, there_bytes, gradient_bytes),
+            others=partial(_other_programs, owner.kinds, kind, before_all_bytes),
+            spare_bytes=partial(_spare_bytes, owner.preparer, owner.kinds, kind, before_all_bytes, gradient_bytes),
         )
         self._listen(execution, ops=bool(program.last_watched >= 0 or execution.meter or clock))
         execution.look_away()
@@ -242,7 +244,7 @@ class RunningStep:
     # -- its end ------------------------------------------------------------------------------------------------------
 
     def complete(self) -> None:
-        """The step did all it should: its kind learns what it showed."""
+        """Called when the step has ended without an exception: passes what it has shown to its kind."""
         self.leave()
         kind, listener, kinds = self._kind, self.listener, self.owner.kinds
         if kind is None:
@@ -284,9 +286,11 @@ class RunningStep:
             self.owner.read_later(self._reader(kind, ready.prepared.predicted, execution, self._watch))
 
     def _reader(self, kind: Kind, predicted: Timeline, execution: Execution, watch: _Watch) -> Callable[[], None]:
-        """Times are read when somebody asks or the next step begins: the device is not made to wait for them."""
+        """Returns a function that reads the times. It is called when they are asked for or when the next step begins,
+        so that the host need not wait for the device."""
         watch.stopwatch.stop(watch.started)
-        tally, times = self.owner.tally, execution.actions.times  # no way to the owner, which holds the reader
+        # the owner holds the reader, which must not refer to it
+        tally, times = self.owner.tally, execution.actions.times
         peak, store = watch.peak.read(), self.owner.store
         num_restarts = self.owner.memory.num_restarts() - watch.num_restarts
 
@@ -313,7 +317,7 @@ class RunningStep:
         return read
 
     def ran_out(self, error: torch.OutOfMemoryError) -> None:
-        """The step ran out of memory: no plan of this size again."""
+        """Called when the step ran out of memory: no plan of this size is used again."""
         kind, preparer = self._kind, self.owner.preparer
         if kind is None or kind.trace is None:
             stuck_bytes = self.listener.saves.stuck_bytes if isinstance(self.listener, Recorder) else 0
@@ -325,7 +329,7 @@ class RunningStep:
 
 
 def _clock_of(owner: Owner, call: Call, phase: Phase) -> Clock | None:
-    """Of the ops of a step that are timed one by one."""
+    """Returns the clock for a step whose ops are timed one by one, else None."""
     if isinstance(phase, Shared):
         trace = owner.families.to_be_timed(call.structure, call.sizes)
     else:
@@ -337,7 +341,7 @@ def _clock_of(owner: Owner, call: Call, phase: Phase) -> Clock | None:
 
 
 def _why_not_recorded(preparer: Preparer, stuck_bytes: int) -> str:
-    """What a user is told whose first step ran out of memory."""
+    """Returns the note for the error of a first step that ran out of memory."""
     if stuck_bytes:
         otherwise = ", or use planner='hybrid', which makes values again" if preparer.planner in AS_IT_IS else ""
         return (
@@ -357,14 +361,14 @@ def _warn_of_transform() -> None:
 
 
 def _other_programs(kinds: Kinds, kind: Kind, before_bytes: int) -> list[Program]:
-    """What the step may turn out to follow."""
+    """Returns the programs of the other kinds that the step may turn out to be of."""
     programs = [other.program_beside(before_bytes) for other in kinds.beside(kind)]
     return [program for program in programs if program is not None]
 
 
 def _spare_bytes(preparer: Preparer, kinds: Kinds, kind: Kind, before_bytes: int, gradient_bytes: int) -> int:
-    """Saved tensors that stay on the device where the step turns out to be none that is known. What a plan keeps in
-    steps that never turned out otherwise cannot be put away: there is nothing to spare beside it."""
+    """Returns how many bytes of saved tensors may stay on the device if the step turns out to be of no known kind. It
+    is zero for kinds whose steps never did: what their plans keep cannot be swapped out later."""
     if not kind.may_switch:
         return 0
     traces = [kind.trace, *(other.trace for other in kinds.beside(kind))]

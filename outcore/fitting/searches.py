@@ -1,8 +1,9 @@
-"""A search for a plan that does not stop the loop.
+"""PlanningProcess -> Search: planning in parts, without stopping training.
 
-Planning one step asks for several things, one after the other: plans of some sizes, neighbours of these that leave few
-holes, the schedule of the best. Each is a part that the planning process works out. In every step of the loop the
-planning is begun anew; the parts that are answered are at hand at once, and it stops at the first one that is not.
+Planning one step takes several requests, one after the other: plans of some sizes, similar plans with less
+fragmentation, and the schedule of the best one. Each is a part that the planning process answers. In every training
+step the planning function is called from its beginning again: answered parts return at once, and the first unanswered
+part raises StillSearching.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ T = TypeVar("T")
 
 
 class StillSearching(Exception):
-    """A part of the planning is not answered yet."""
+    """Raised while a part of the planning is not answered yet."""
 
 
 class Search:
-    """The parts of one planning, by name."""
+    """The parts of planning one step, by name."""
 
     def __init__(self, process: PlanningProcess) -> None:
         self._process = process
@@ -29,12 +30,13 @@ class Search:
         self._made: dict[Hashable, Any] = {}
 
     def ask(self, part: Hashable, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """`function(*args, **kwargs)`, as it was when this part was first asked for. Raises StillSearching as long as
-        it is not known, and whatever `function` raised."""
+        """Returns `function(*args, **kwargs)`, which the planning process computes when this part is first asked for.
+        Raises StillSearching until it is done, and what `function` raises."""
         return self.answer(part, lambda: self._process.submit(function, *args, **kwargs))
 
     def answer(self, part: Hashable, start: Callable[[], Future[T]]) -> T:
-        """The same for what is started in another way."""
+        """Returns the result of the future that `start` returned when this part was first asked for. Raises
+        StillSearching until it is done."""
         if part not in self._parts:
             self._parts[part] = start()
         if not self._parts[part].done():
@@ -43,7 +45,7 @@ class Search:
         return found
 
     def once(self, part: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returned the first time."""
+        """Returns what `make` returned at the first call for this part."""
         if part not in self._made:
             self._made[part] = make()
         made: T = self._made[part]

@@ -1,4 +1,8 @@
-"""The numbers by which plans are fitted to a device, each with its unit and where it comes from."""
+"""The numbers by which plans are fitted to a device, each with its unit and where it comes from.
+
+In brackets: "measured" on an H200 with the networks of `benchmarks/slowdown.py`, "derived" from other facts, or
+"guessed".
+"""
 
 from __future__ import annotations
 
@@ -9,50 +13,56 @@ from outcore.units import MIB
 
 @dataclass(frozen=True)
 class FittingSettings:
-    """ "Measured" is on an H200 with the networks of `benchmarks/slowdown.py`."""
-
     # -- headroom: the part of a CUDA budget that plans leave free ----------------------------------------------------
     first_share: float = 0.92  # of the budget that the first plan may use (measured)
-    largest_share: float = 0.94  # of the budget, for a plan that the model of the allocator has seen (measured)
-    least_share: float = 0.70  # of the budget: no smaller plan is tried (guessed)
-    look_share: float = 0.02  # of the budget, between the sizes that are looked at (guessed)
-    shrink_share: float = 0.04  # of the budget, after running out of memory in a step or in the model (guessed)
-    margin_share: float = 0.015  # of the budget: pages that are used in part count whole (measured)
-    unsplit_bytes: int = 4 * MIB  # a CUDA block counts whole where its rest is too small to split (measured)
-    num_looks: int = 4  # sizes that are planned for and looked at before one is tried (guessed: a few seconds each)
-    num_attempts: int = 6  # plans that are tried before the fastest stays (guessed)
-    near_share: float = 5e-3  # of a step: a plan this near to the fastest of smaller sizes ends the looking (guessed)
-    num_plans: int = 8  # of one size, from which the search for a plan that lies well may begin (measured)
+    largest_share: float = 0.94  # of the budget that a plan may use after the allocator's model examined it (measured)
+    least_share: float = 0.70  # of the budget that the smallest plan may use (guessed)
+    look_share: float = 0.02  # of the budget, between two sizes for which plans are examined (guessed)
+    shrink_share: float = 0.04  # of the budget by which plans shrink after a step ran out of memory (guessed)
+    least_shrink: float = 0.9  # of that share: a size must be smaller by so much to count as smaller (guessed)
+    margin_share: float = 0.015  # of the budget that plans leave for pages which are only used in part (measured)
+    unsplit_bytes: int = 4 * MIB  # by which a CUDA block may be larger than needed without being split (measured)
+    num_looks: int = 4  # sizes for which plans are examined before one of them is tried (guessed: some seconds each)
+    num_attempts: int = 6  # plans that are tried before the fastest one stays (guessed)
+    near_share: float = 5e-3  # of a step: no smaller sizes are examined once a plan is this near to its own (guessed)
+    num_plans: int = 8  # of one size, from which the search for a plan without fragmentation starts (measured)
 
-    # -- steps that are measured --------------------------------------------------------------------------------------
-    num_measured: int = 3  # steps of a plan that are measured; the first maps memory and does not count (measured)
-    stall_share: float = 0.01  # of a step: waiting longer by this than predicted shows slower copies (guessed)
-    slowed_share: float = 0.9  # of their rates, for copies that turned out slower beside compute (measured: 5 to 15 %)
-    num_slowed: int = 2  # times that copies are planned for slower than measured (guessed)
-    most_pace: float = 1.1  # how much slower than its ops one by one a whole step may run (measured: up to 1.04)
-    pass_bytes_share: float = 0.9  # of the bytes a pass moves: an op that moves as many bounds its seconds (derived)
+    # -- measured steps -----------------------------------------------------------------------------------------------
+    num_measured: int = 3  # steps of a plan that are measured; the first one maps memory and is not counted (measured)
+    stall_share: float = 0.01  # of a step: if compute waits longer than predicted by this, copies are slower (guessed)
+    slowed_share: float = 0.9  # of their rates that copies then keep in predictions (measured: 5 to 15 % slower)
+    num_slowed: int = 2  # times that rates are reduced in this way (guessed)
+    most_pace: float = 1.1  # factor by which a whole step may run slower than its ops one by one (measured: 1.04)
+    pass_bytes_share: float = 0.9  # of the bytes of a fused pass: an op that moves as many takes as long (derived)
 
     # -- families of sizes --------------------------------------------------------------------------------------------
-    num_sizes: int = 3  # different ones of a family, from which on they share plans (derived: two members and another)
-    size_step: float = 0.08  # between two sizes that plans are made for, as a share of the smaller one (guessed)
-    shared_share: float = 0.88  # of a CUDA budget, for plans whose steps change their sizes, unlooked-at (guessed)
-    timed_ratio: float = 1.5  # between the work of two steps of a family whose ops are timed, at least (guessed)
+    num_sizes: int = 3  # different sizes of a family before its steps share plans (derived: two members and a third)
+    size_step: float = 0.08  # relative distance of two sizes for which shared plans are made (guessed)
+    shared_share: float = 0.88  # of a CUDA budget for shared plans that were not examined by the model (guessed)
+    timed_ratio: float = 1.5  # least ratio between the sizes of two steps of a family whose ops are timed (guessed)
 
     # -- kinds of steps -----------------------------------------------------------------------------------------------
-    grown_bytes: int = MIB  # of a headroom: so much more may be there before a step than planned for (guessed)
-    num_recordings: int = 3  # of a kind whose steps keep changing, before it is given up (guessed)
-    most_kinds: int = 64  # that are remembered, the least recently used goes first (guessed: some MiB each)
-    most_alike: int = 16  # kinds told apart by Python scalars of which none came twice: they tell nothing (guessed)
-    most_branches: int = 8  # kinds that nothing tells apart before their first op (guessed: a plan takes some MiB)
-    branch_share: float = 1 / 32  # of their steps, that are recorded beyond those (derived: 3 % for twice a step)
-    num_transient: int = 2  # largest saved values, beside what a step without a plan keeps (derived: read and write)
-    num_remembered: int = 128  # steps in which it is looked for what came after the same steps (guessed)
-    longest_pattern: int = (
-        8  # steps that are compared with earlier ones for that (guessed: five critics, one generator)
-    )
-    num_recent: int = 32  # steps over which recordings are counted, to warn of steps that keep changing (guessed)
-    recorded_share: float = 0.75  # of them: more recordings are warned of (guessed)
-    num_forgotten: int = 3  # trainings outside any step before a warning (guessed)
+    grown_bytes: int = MIB  # more memory in use before a step than planned for, at which the plan is kept (guessed)
+    num_recordings: int = 3  # left plans of one kind, after which its steps run without a plan (guessed)
+    most_kinds: int = 64  # kinds that are kept; the least recently used is dropped (guessed: some MiB each)
+    most_alike: int = 16  # kinds that differ only in scalars and never occurred twice, after which scalars are ignored
+    most_branches: int = 8  # kinds with the same key (guessed: a plan takes some MiB)
+    branch_share: float = 1 / 32  # of the steps that may be recorded beyond these (derived: 3 %, each twice as long)
+    num_transient: int = 2  # of the largest saved values that a step without a plan holds at a time (derived)
+    num_remembered: int = 128  # last steps in which a repeating pattern is looked for (guessed)
+    longest_pattern: int = 8  # steps of a pattern (guessed: five of a critic, one of a generator)
+    num_recent: int = 32  # last steps among which recordings are counted (guessed)
+    recorded_share: float = 0.75  # of these: with more recordings, a warning says that steps keep changing (guessed)
+    num_forgotten: int = 3  # consecutive training steps outside `ooc.step()` before a warning (guessed)
 
 
-FITTING = FittingSettings()
+@dataclass(frozen=True)
+class CacheSettings:
+    """The cache on disk."""
+
+    num_entries: int = 256  # kinds of steps in all (guessed: some trainings with dozens of sizes each)
+    total_bytes: int = 256 * MIB  # of all entries (guessed: a trace of 3,000 ops takes 100 KB compressed)
+    compression: int = 6  # level of gzip (guessed)
+
+
+FITTING, CACHE = FittingSettings(), CacheSettings()

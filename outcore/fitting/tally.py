@@ -1,4 +1,4 @@
-"""What the steps of a loop did and cost so far, for `ooc.stats()`; and why the last one followed no plan."""
+"""Steps -> Tally: what they did and cost so far, for `ooc.stats()`, and why the last one followed no plan."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Tally:
 
     def __init__(self) -> None:
         self.counts = Counter(dict.fromkeys(WAYS, 0))  # steps, by how they went
-        self.unplanned_because = ""  # of the last step; "": it was recorded or followed its plan
+        self.unplanned_because = ""  # why the last step followed no plan; empty if it was recorded or planned
         self._seconds: Counter[str] = Counter()
         self._num_in_core = self._swapped_bytes = self._recomputed_bytes = self._num_measured = 0
         self._waited_s = 0.0
 
     def note(self, way: str, seconds: float, followed: Timeline | None) -> None:
-        """A step is over, which went one of the ways. `followed`: what was predicted of it."""
+        """Adds a step that went one of the ways. `followed` is the prediction of its plan."""
         self._seconds[way] += seconds  # type: ignore[assignment]
         if way == "planned" and followed is not None:
             self._num_in_core += not followed.swapped_bytes and not followed.recomputed_bytes

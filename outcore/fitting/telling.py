@@ -1,4 +1,4 @@
-"""What changes in the life of a kind of step -> a sentence in the log, at level INFO."""
+"""A change of phase -> one sentence in the log, at level INFO."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = logging.getLogger("outcore")
 
 
 def tell_change(before: Phase, after: Phase) -> None:
-    """Says what changed, if anything did that a user would want to know."""
+    """Logs a change of the phase or of the plan."""
     has_new_plan = after.ready is not None and after.ready is not before.ready
     if type(before) is not type(after) or has_new_plan:
         sentence = _sentence(before, after)

@@ -1,4 +1,4 @@
-"""Loop -> what a user looks at between steps: LoopView, the readable side of `outcore.limit`."""
+"""Loop -> LoopView: what users read between steps, the read-only part of `outcore.limit`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from outcore.values import Machine, Plan, PreparedStep, Schedule, Timeline, Trac
 
 
 class LoopView:
-    """What was recorded, planned and measured, of the last step unless it says otherwise."""
+    """What was recorded, planned and measured. Properties refer to the last step unless they say otherwise."""
 
     _loop: Loop
 
     @property
     def machine(self) -> Machine:
-        """What was measured of this machine; copies turn out slower in some steps, and are corrected."""
+        """What was measured of this machine. Copy rates are corrected if steps show that copies are slower."""
         return self._loop.preparer.machine
 
     @machine.setter
@@ -27,7 +27,7 @@ class LoopView:
 
     @property
     def measure(self) -> bool:
-        """Whether every step is measured, and not only the first planned ones."""
+        """Whether every step is measured, not only the first steps of each plan."""
         return self._loop.measure
 
     @measure.setter
@@ -36,23 +36,24 @@ class LoopView:
 
     @property
     def kinds(self) -> Kinds:
-        """The kinds of steps there were, the last one last."""
+        """The kinds of steps so far, the least recently used first."""
         return self._loop.kinds
 
     @property
     def trace(self) -> Trace | None:
-        """The last step's recording."""
+        """The recording of the last step."""
         return self._loop.last.trace if self._loop.last is not None else None
 
     @property
     def prepared(self) -> PreparedStep | None:
-        """The last step's plan with all that follows from it."""
+        """The last step's plan, with its schedule and prediction."""
         ready: Ready | None = self._loop.last.phase.ready if self._loop.last is not None else None
         return ready.prepared if ready is not None else None
 
     @property
     def plan(self) -> Plan | None:
-        """The last step's plan, made when a recorded one comes again; on CUDA the first is a brief one (`priced`)."""
+        """The last step's plan. It is made when a recorded step occurs again; on CUDA the first plan is a brief one
+        (`priced`)."""
         return self.prepared.plan if self.prepared is not None else None
 
     @property
@@ -61,18 +62,19 @@ class LoopView:
 
     @property
     def predicted(self) -> Timeline | None:
-        """What the plan promised."""
+        """What the plan predicts."""
         return self.prepared.predicted if self.prepared is not None else None
 
     @property
     def timeline(self) -> Timeline | None:
-        """What was measured on the last step that was measured closely."""
+        """The timeline of the last measured step."""
         self._loop.read_measured()
         return self._loop.last.measured if self._loop.last is not None else None
 
     @property
     def settled(self) -> bool:
-        """Whether the last step followed a plan that will not change any more. On a GPU the first plans are tried."""
+        """Whether the last step followed a plan that will not change any more. On a GPU several plans are tried
+        first."""
         self._loop.read_measured()
         return self._loop.last is not None and isinstance(self._loop.last.phase, Settled)
 

@@ -190,7 +190,7 @@ def test_places_are_kept_once_the_allocator_had_to_start_over(
 ) -> None:
     monkeypatch.setattr(placeholders, "SMALLEST_BYTES", 1024)
     monkeypatch.setattr(placeholders, "best_share", lambda *asked: 0.05)
-    monkeypatch.setattr(Headroom, "is_hopeless", lambda self, predicted_s: False)  # however the machine's moment is
+    monkeypatch.setattr(Headroom, "cannot_win", lambda self, predicted_s: False)  # however the machine's moment is
     expected = train(*build("autocast"), num_steps=13)
     model, loss_of, ooc = tight("autocast", pretend)
     gpu_of(ooc).starts_over = lambda: True

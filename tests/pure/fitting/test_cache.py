@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from outcore.fitting.cache import CacheSettings, Remembered, StepCache, default_folder, key_of
+from outcore.fitting.cache import Remembered, StepCache, default_folder, key_of
+from outcore.fitting.settings import CacheSettings
 from outcore.planning import plan
 from outcore.values import Budget, Machine
 from tests.pure.test_reporting import small_trace
