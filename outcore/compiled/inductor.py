@@ -25,6 +25,7 @@ from torch._inductor.utils import clone_preserve_strides
 from torch.utils.flop_counter import flop_registry
 
 from outcore.compiled.program import Buffer, Launch, Program, UnknownStatement, View
+from outcore.compiled.settings import COMPILED
 
 Role = Literal["", "r", "w", "rw"]  # "": no tensor
 
@@ -39,8 +40,6 @@ _CPP = re.compile(r"^(\w+) = async_compile\.cpp_pybinding\(\[(.*?)\], r?'''(.*?)
 _ALIAS = re.compile(r"^\s*auto (\w+) = (\w+);", re.M)
 _ATOMIC = re.compile(r"tl\.atomic_|atomic_add|atomic_\w+\(")
 _WORKSPACES = ("ws_ptr", "semaphores_ptr")
-_MOST_WRAPPERS = 1000  # functions to look through for a graph, guessed
-_ALIGNMENT_BYTES = 16  # that Inductor's kernels assume of their inputs
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -465,7 +464,7 @@ def _dotted(node: ast.AST) -> str:
 
 
 def _unknown(node: ast.AST) -> UnknownStatement:
-    return UnknownStatement(ast.unparse(node)[:160])
+    return UnknownStatement(ast.unparse(node)[: COMPILED.most_text])
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------
@@ -541,7 +540,7 @@ def saved_outputs(graph: CompiledFxGraph, num_outputs: int) -> range:
 def _reachable(starts: Sequence[Any]) -> Iterator[Any]:
     """Functions and objects that functions wrap, with these among them."""
     todo, seen = [item for item in starts if item is not None], set[int]()
-    while todo and len(seen) < _MOST_WRAPPERS:
+    while todo and len(seen) < COMPILED.most_wrappers:
         item = todo.pop(0)
         if id(item) in seen:
             continue
@@ -563,7 +562,7 @@ def align(facts: Facts, inputs: list[Any]) -> bool:
     one of them is written into, and only the graph itself knows how to copy it back."""
     for place in facts.checked:
         item = inputs[place]
-        if isinstance(item, torch.Tensor) and item.data_ptr() % _ALIGNMENT_BYTES:
+        if isinstance(item, torch.Tensor) and item.data_ptr() % COMPILED.alignment_bytes:
             if place in facts.mutated:
                 return False
             inputs[place] = clone_preserve_strides(item)

@@ -25,10 +25,9 @@ from typing import Any
 import torch
 
 from outcore.compiled.program import Launch, Program, View
-from outcore.units import MIB
+from outcore.compiled.settings import COMPILED
 
-SMALL_BYTES = MIB  # at most, of a value that is kept so that reruns can start from it; guessed: statistics are smaller
-SMALL_PART = 8  # and at most this part of what is made from it, guessed
+SMALL_BYTES, SMALL_PART = COMPILED.small_bytes, COMPILED.small_part
 Rerun = Callable[
     [Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[Any]], tuple[tuple[Any, ...], tuple[Any, ...]]
 ]

@@ -26,6 +26,7 @@ from outcore.eager.known_contents import content_of, follow_contents, know_conte
 from outcore.eager.module_names import ModuleNames
 from outcore.eager.recorded_ops import EngineSums
 from outcore.eager.restoring import SMALL_BYTES
+from outcore.eager.settings import EAGER
 from outcore.eager.signatures import UNFILLED, outputs_of, reads_of, replay_kind, signature_of, tensors_in
 from outcore.values import Op, Storage, Tick, Trace, Value
 
@@ -374,7 +375,7 @@ def recurrent_workspace_bytes(args: Sequence[Any]) -> int:
     return int((short + each_step * (num_steps - _ASKED_STEPS[0])) * num_sequences / _ASKED_SEQUENCES)
 
 
-_ASKED_STEPS, _ASKED_SEQUENCES = (4, 20), 8
+_ASKED_STEPS, _ASKED_SEQUENCES = EAGER.asked_steps, EAGER.asked_sequences
 
 
 @cache

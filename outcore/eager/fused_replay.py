@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from outcore.eager.cells import View
+from outcore.eager.settings import EAGER
 from outcore.memory.device_kind import kind_of
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
-_TILE = 1024  # elements of one program
-_MOST_TILES, _MOST_ROWS = 65535, 2**31 - _TILE  # a grid's second side; what a whole number of 32 bits counts
+_TILE = EAGER.tile
+_MOST_TILES, _MOST_ROWS = (1 << 16) - 1, (1 << 31) - _TILE  # CUDA's limits: a grid's second side, 32-bit integers
 
 
 def normalise(
@@ -195,10 +196,10 @@ def adds_to_norms_alike(device: torch.device, dtype: torch.dtype, folded: bool) 
 
 
 def _sample() -> tuple[torch.Tensor, torch.Tensor]:
-    """Ordinary numbers, zeros of both signs, tiny and huge ones, and what is no number, each with each."""
+    """Returns pairs of ordinary numbers, zeros of both signs, subnormal and huge numbers, infinities and NaN."""
     tiny, huge = [1e-45, -1e-45, 1e-39, 1e-38, 1e-20, 6e-8, -3e-4], [3e38, -3e38, 1e20, 6e4, torch.inf, -torch.inf]
     odd = torch.tensor([0.0, -0.0, 1.0, -1.0, torch.nan, *tiny, *huge])
-    steps = torch.linspace(-3, 3, 1999)
+    steps = torch.linspace(-3, 3, EAGER.num_probes)
     left, right = torch.cartesian_prod(odd, odd).T
     return torch.cat((left, steps)), torch.cat((right, steps.cos()))
 

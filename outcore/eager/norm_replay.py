@@ -14,10 +14,10 @@ import torch
 
 from outcore.eager import fused_replay as fused
 from outcore.eager.replay import below_everything, normalise_again
+from outcore.eager.settings import EAGER
 from outcore.eager.signatures import OpOverload, signature_of
 from outcore.memory.clock import Clock
 
-HIGH = 256.0  # times a weight that is drawn: what is left of such numbers is no tiny one in half precision
 Differences = tuple[
     torch.Tensor, torch.Tensor | None
 ]  # of the replay, of the one that also rectifies; not synchronized
@@ -72,7 +72,7 @@ class NormReplay:
         key = (self._func, args[0].shape, args[0].stride(), args[0].dtype, *given)
         if key not in proofs and self._is_exact:
             piece_bytes = max(self._piece_bytes, fresh[0].nbytes // max(1, fresh[0].shape[0]))  # no less than a row
-            if fresh[0].nbytes + 4 * piece_bytes > free_bytes:
+            if fresh[0].nbytes + EAGER.piece_copies * piece_bytes > free_bytes:
                 return None
             drawn = _with_drawn_weights(self._func, args, fresh[1], fresh[2])
             differences = self._compare(drawn, self._func(*drawn))
@@ -142,7 +142,7 @@ def _with_drawn_weights(
     Rounded to half precision a few thousand results look alike in whatever order they were multiplied. So a bias takes
     away all of its channel's first number but what was rounded away on the way there: of that every digit shows."""
     drawn, (_, weight, bias) = list(args), args[:3]
-    numbers = torch.arange(1, mean.numel() + 1, device=mean.device, dtype=torch.float32).sin() * HIGH
+    numbers = torch.arange(1, mean.numel() + 1, device=mean.device, dtype=torch.float32).sin() * EAGER.drawn_scale
     if isinstance(weight, torch.Tensor):
         drawn[1] = numbers = numbers.to(weight.dtype)
     if isinstance(bias, torch.Tensor):

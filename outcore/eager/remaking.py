@@ -18,12 +18,15 @@ def has_same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def checksum(storage: torch.UntypedStorage) -> list[int]:
-    """Sums of its words, in sixteen parts. Words of 64 bits: a sum of shorter ones makes long ones of all, first."""
+    """Returns sums of its 64-bit words, in several parts. Summing shorter words would first convert all of them."""
     with below_everything():
         everything = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        num_words = len(everything) // 8
-        words, rest = everything[: 8 * num_words].view(torch.int64), everything[8 * num_words :]
-        parts = words.split(max(1, -(-num_words // 16)))
+        num_words = len(everything) // torch.int64.itemsize
+        words, rest = (
+            everything[: torch.int64.itemsize * num_words].view(torch.int64),
+            everything[torch.int64.itemsize * num_words :],
+        )
+        parts = words.split(max(1, -(-num_words // EAGER.sum_parts)))
         sums: list[int] = torch.stack([rest.sum(dtype=torch.int64), *(part.sum() for part in parts)]).tolist()
     return sums
 
@@ -44,7 +47,7 @@ def quickly_made(cell: Cell, budget_bytes: int, most_products: int = 1, most_ops
             sources = wanted.recipe.reads
             todo.extend(source for source in sources if source.parcel is None and source.data is None)
             num_bytes += wanted.num_bytes + sum(source.num_bytes for source in sources if source.parcel is not None)
-        if len(seen) > most_ops or len(products) > most_products or 4 * num_bytes > budget_bytes:
+        if len(seen) > most_ops or len(products) > most_products or EAGER.remade_part * num_bytes > budget_bytes:
             return False
     return True
 

@@ -9,14 +9,31 @@ from outcore.units import MIB
 
 @dataclass(frozen=True)
 class EagerSettings:
-    small_bytes: int = 4096  # smaller saved tensors are kept: not worth a copy of their own (guessed)
-    few_ops: int = 16  # that may run again for one value (measured: 1.6 times the products of a forward in all)
-    many_ops: int = 40  # the same where the alternative is to pin fresh host memory (measured: 4 to 6 times)
-    many_products: int = 4  # among those (measured: with the figure above)
-    compared_bytes: int = 64 * MIB  # of two storages, compared at a time (guessed)
-    num_pieces: int = 64  # of the budget, in which a norm replay is compared (guessed)
-    most_copied_bytes: int = MIB  # of inputs that a launch changes, to run it again (guessed: statistics are smaller)
-    most_known_elements: int = 1 << 22  # of a tensor whose content an estimate works out (guessed: a batch of tokens)
+    """In brackets: "measured" on an H200, "derived" from other facts, or "guessed"."""
+
+    # -- recording ----------------------------------------------------------------------------------------------------
+    small_bytes: int = 4096  # saved tensors below this stay on the device: a copy has a fixed cost (guessed)
+    few_ops: int = 16  # that may run again for one value while recording (measured: 1.6 x a forward's products in all)
+    many_ops: int = 40  # the same if host memory would have to be pinned instead (measured: 4 to 6 x)
+    many_products: int = 4  # matrix products and convolutions among those (measured, together with `many_ops`)
+    remade_part: int = 4  # a value is made again only if it is smaller than this part of the budget (guessed)
+    sum_parts: int = 16  # chunks of a checksum, which are summed in parallel (guessed)
+
+    # -- comparing a cheaper rerun with the op itself, bit by bit -----------------------------------------------------
+    compared_bytes: int = 64 * MIB  # of two storages that are compared at a time (guessed)
+    num_pieces: int = 64  # a norm is compared in pieces of this part of the budget (guessed)
+    piece_copies: int = 4  # pieces that exist at a time while a norm is compared (derived)
+    drawn_scale: float = 256.0  # of drawn weights: products with these are no subnormal numbers in half precision
+
+    # -- fused kernels and launches -----------------------------------------------------------------------------------
+    tile: int = 1024  # elements that one program of a fused kernel handles (guessed)
+    num_probes: int = 1999  # numbers with which a fused kernel is compared with PyTorch's (guessed)
+    most_copied_bytes: int = MIB  # of inputs that a launch changes, which are copied to run it again (guessed)
+
+    # -- estimates on fake tensors ------------------------------------------------------------------------------------
+    most_known_elements: int = 1 << 22  # of a tensor whose content is computed for real (guessed: a batch of tokens)
+    asked_steps: tuple[int, int] = (4, 20)  # lengths for which the workspace of a recurrent net is asked (guessed)
+    asked_sequences: int = 8  # sequences in such a question (guessed)
 
 
 EAGER = EagerSettings()

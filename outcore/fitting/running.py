@@ -140,8 +140,8 @@ class RunningStep:
         self._begin(self.owner.calls.of_parts(self._batch, self._name, seen_from_the_start=compiles))
 
     def _graph_session(self, first: Sequence[Any] | None) -> Recorder | Execution | None:
-        """Returns the listener for the launches of a compiled graph that is called now. A model that is compiled as a
-        whole calls no hook, so its first graph begins the step."""
+        """Returns the listener for the launches of a compiled graph. The first graph may begin the step, because a model
+        that is compiled as a whole calls no hook."""
         here = threading.get_ident() == self._thread
         self.owner.has_graphs = True
         if first is not None and self.listener is None and here:
@@ -174,8 +174,7 @@ class RunningStep:
         return self.owner.beside.reserved_bytes if self.owner.beside is not None else 0
 
     def _find_kind(self, call: Call, before_bytes: int) -> Kind:
-        """Returns the kind of the step. If sizes vary and it has no settled plan, that is a kind which shares a
-        plan."""
+        """Returns the kind of the step: one that shares a plan if sizes vary and its own plan is not settled."""
         owner = self.owner
         known = owner.kinds.known(call.signature, call.scalars)
         if call.sizes and (known is None or not isinstance(known.phase, Settled)):
@@ -286,8 +285,7 @@ class RunningStep:
             self.owner.read_later(self._reader(kind, ready.prepared.predicted, execution, self._watch))
 
     def _reader(self, kind: Kind, predicted: Timeline, execution: Execution, watch: _Watch) -> Callable[[], None]:
-        """Returns a function that reads the times. It is called when they are asked for or when the next step begins,
-        so that the host need not wait for the device."""
+        """Returns a function that reads the times, to be called later so that the host need not wait for the device."""
         watch.stopwatch.stop(watch.started)
         # the owner holds the reader, which must not refer to it
         tally, times = self.owner.tally, execution.actions.times

@@ -23,14 +23,14 @@ import torch
 from torch import nn
 from torch.optim.optimizer import _default_to_fused_or_foreach  # which implementation an optimizer chooses by default
 
+from outcore.state.settings import STATE
+
 Optimizer = torch.optim.Optimizer
 
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
 )
-_SIDES = (6, 5, 4, 3, 2)  # of the small parameters that a step is tried with
-_NUM_TRIED_STEPS = 3
 _HOOKS = "_optimizer_"  # what the names of the dictionaries of hooks begin with
 
 
@@ -199,15 +199,17 @@ class _Rehearsal:
         self.changed_gradients = False
         for number, group in enumerate(optimizer.param_groups):
             examples = {(len(parameter.shape), parameter.dtype): parameter for parameter in group["params"]}
-            for example in list(examples.values())[:3]:
-                for scale in (0.5, -2.0):
-                    small = nn.Parameter(_numbers(_SIDES[: example.dim()], scale).to(example))
+            for example in list(examples.values())[: STATE.num_examples]:
+                for scale in STATE.tried_scales:
+                    small = nn.Parameter(_numbers(STATE.tried_sides[: example.dim()], scale).to(example))
                     self.parts.append((number, small))
                     self.states.append(_like(optimizer.state.get(example) or {}, example, small))
 
     def give_gradients(self, step: int) -> None:
         for at, (_, parameter) in enumerate(self.parts):
-            parameter.grad = _numbers(parameter.shape, 0.1 * (at + 1) * (step - 1.5)).to(parameter)
+            parameter.grad = _numbers(
+                parameter.shape, STATE.gradient_scale * (at + 1) * (step - STATE.num_tried_steps / 2)
+            ).to(parameter)
 
     def run(self, chosen: Sequence[int]) -> None:
         before = [_copy_of(self.parts[at][1].grad) for at in chosen]
@@ -237,7 +239,7 @@ def _tried(optimizer: Optimizer, step: _Step) -> _Trial:
         substep = rehearsal.substep
         rest, groups = copy.deepcopy(_rest(substep.twin)), copy.deepcopy(substep.groups)
         try:
-            for number in range(_NUM_TRIED_STEPS):
+            for number in range(STATE.num_tried_steps):
                 rehearsal.give_gradients(number)
                 step(rehearsal)
                 for at, settings in substep.left.items():  # what the next step begins with
@@ -306,7 +308,7 @@ def _numbers(shape: Sequence[int], scale: float) -> torch.Tensor:
     count = 1
     for side in shape:
         count *= side
-    return (torch.arange(1, count + 1, dtype=torch.float64) * 0.7).sin().mul(scale).reshape(tuple(shape))
+    return (torch.arange(1, count + 1, dtype=torch.float64) * STATE.number_step).sin().mul(scale).reshape(tuple(shape))
 
 
 def _generators() -> list[Any]:

@@ -19,11 +19,12 @@ from torch import nn
 
 from outcore.memory.tensors import below_everything, is_plain, unseen
 from outcore.state.early import Early
+from outcore.state.settings import STATE
 from outcore.state.unit import Unit, unit_of
 from outcore.state.watched import is_watched, unwatch
 from outcore.state.window import Window
 
-LOOK = 64  # units that are searched for the one that was asked for, from the one expected on (guessed)
+LOOK = STATE.look_units
 
 
 class Updates(Protocol):

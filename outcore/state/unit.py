@@ -17,6 +17,7 @@ from torch import nn
 from outcore.memory.home import is_at_home
 from outcore.memory.tensors import data_of, is_plain, set_data, set_source, source_of
 from outcore.state.gradient import Gradient
+from outcore.state.settings import STATE
 from outcore.state.watched import is_held, is_watched, num_users, observe, touch, unwatch, watch
 from outcore.state.window import Item, Window
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from outcore.state.optimizers import Substep
 
 TEMPORARIES = 2  # tensors like the weight that an update makes which is not fused (read in torch's Adam)
-SMALL_BYTES = 64 * 1024  # smaller tensors stay on the device: a copy's fixed cost is worth more than they are
+SMALL_BYTES = STATE.small_bytes
 
 
 class Due(NamedTuple):

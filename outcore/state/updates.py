@@ -22,14 +22,13 @@ from outcore.state.early import EarlyUpdates
 from outcore.state.optimizers import ELEMENTWISE, Optimizer, Splitting, Substep
 from outcore.state.pieces import Piece, share_of, spans_of
 from outcore.state.reading import depart
+from outcore.state.settings import STATE
 from outcore.state.takeover import Takeover, call_post_hooks, call_pre_hooks
 from outcore.state.unit import Due, Unit
 from outcore.state.watched import WatchedState, unwatch, watch
 from outcore.state.window import Window
-from outcore.units import MIB
 
-RESIDENT_BYTES = 64 * MIB  # of parameters that are updated on the device at a time (guessed: a millisecond's work)
-AHEAD = 4  # pieces that are fetched ahead of the one being updated, where there is room (guessed)
+RESIDENT_BYTES, AHEAD = STATE.resident_bytes, STATE.pieces_ahead
 
 Work = tuple[Substep, int, "Piece"]  # a step as it was asked for, the group, and what to update
 
@@ -159,7 +158,7 @@ class Updates:
 
     def _spans(self, unit: Unit) -> Sequence[slice | None]:
         """Of a unit that is too large for a third of the window; else [None], all of it."""
-        return spans_of(unit, self._kept_bytes(unit), self._window.limit_bytes / 3, self.splitting)
+        return spans_of(unit, self._kept_bytes(unit), self._window.limit_bytes / STATE.window_parts, self.splitting)
 
     def _kept_bytes(self, unit: Unit) -> int:
         """Of a unit's optimizer state, also where that is still to be made."""

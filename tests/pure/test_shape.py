@@ -101,3 +101,67 @@ def test_asking_for_cuda_is_found_however_it_is_written() -> None:
     )
     assert all(asks_for_cuda(ast.parse(source)) for source in asked)
     assert not asks_for_cuda(ast.parse('names = ("cuda", "cpu"); kind_of(device).home_tier == "host"'))
+
+
+# Numbers that are no tunables: identities, halves, unit conversions, and digits below which floats are rounded.
+PLAIN_NUMBERS = {0, 1, 2, 0.5, 1000, 1024, 1e6}
+ROUNDING = 1e-6
+FACTS = {  # file -> numbers that are facts of somebody else's, or any would do: why
+    "values/machine.py": ({10e-6}, "a machine file of an older release tells no fixed cost of a copy"),
+    "planning/families/sizes.py": ({3}, "terms of an op's seconds: constant, linear, squared"),
+    "planning/planners/hybrid.py": ({3}, "a flip changes one, two or three values; the odds are a setting"),
+    "planning/trace_index.py": ({4}, "the members of an enumeration"),
+    "memory/op_rates.py": ({3}, "a product of square matrices takes the third power of their side"),
+    "compiled/program.py": ({3}, "a position of an argument"),
+    "planning/planners/pricing.py": ({1e12}, "later than any step ends, and finite"),
+    "memory/cuda_allocator.py": ({8}, "cuBLAS takes its workspace for matrices of any size"),
+    "eager/fused_replay.py": (
+        {3, 4, 5, 16, 31, 6, 7, 10, 1e-38, 1e-39, 1e-45, 1e-20, 6e-8, 3e-4, 3e38, 1e20, 6e4},
+        "dimensions of a layout, CUDA's limits, and numbers that kernels are compared with",
+    ),
+    "eager/launches.py": ({62}, "more launches than anybody counts"),
+    "eager/fake_recorder.py": ({5, 7, 8, 9}, "positions of arguments of a recurrent op"),
+    "eager/signatures.py": ({3, 4, 5}, "positions of arguments of batch norm"),
+    "state/optimizers.py": ({3}, "two parts of unequal length"),
+    "state/state.py": ({4}, "frames between a warning and the user's line"),
+    "state/updates.py": ({3}, "references to an object that nobody else holds"),
+    "state/watched.py": ({3}, "references to an object that nobody else holds"),
+    "state/loading.py": ({8}, "the alignment that safetensors files have"),
+}
+
+
+def numbers_in(tree: ast.AST) -> list[tuple[int, float]]:
+    """Lines and values of the numbers in code, without indices and slices."""
+    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.Subscript) for part in ast.walk(node.slice)}
+    return [
+        (node.lineno, node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and type(node.value) in (int, float) and id(node) not in inside
+    ]
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if path.name != "settings.py"], ids=lambda path: str(path.relative_to(PACKAGE))
+)
+def test_tunable_numbers_of_the_core_are_in_settings(path: Path) -> None:
+    """A number that somebody may want to change has a name, a unit and an origin, and stands in its room's settings."""
+    facts, _ = FACTS.get(str(path.relative_to(PACKAGE)), (set[float](), ""))
+    found = [
+        (line, number)
+        for line, number in numbers_in(ast.parse(path.read_text()))
+        if number not in PLAIN_NUMBERS | facts and abs(number) > ROUNDING
+    ]
+    assert not found, f"{path.name}: move to settings.py (line, number): {found}"
+
+
+def test_a_number_in_code_is_found() -> None:
+    assert numbers_in(ast.parse("SHARE = 0.92\ndef f(x=30): return x[5] * 7")) == [(1, 0.92), (2, 30), (2, 7)]
+
+
+def test_settings_say_where_their_numbers_come_from() -> None:
+    for path in (path for path in (PACKAGE / room / "settings.py" for room in ROOMS) if path.exists()):
+        lines = path.read_text().splitlines()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.AnnAssign):
+                about = " ".join(lines[node.lineno - 2 : (node.end_lineno or node.lineno) + 1])
+                assert "#" in about, f"{path}:{node.lineno} says nothing of its number"
