@@ -140,7 +140,7 @@ class RunningStep:
         self._begin(self.owner.calls.of_parts(self._batch, self._name, seen_from_the_start=compiles))
 
     def _graph_session(self, first: Sequence[Any] | None) -> Recorder | Execution | None:
-        """Returns the listener for the launches of a compiled graph. The first graph may begin the step, because a model
+        """Returns the listener for launches of a compiled graph. The first graph may begin the step, because a model
         that is compiled as a whole calls no hook."""
         here = threading.get_ident() == self._thread
         self.owner.has_graphs = True
