@@ -21,9 +21,11 @@ from outcore.values import Budget, Machine, Plan, PreparedStep, Residency, Sched
 def prepare(
     trace: Trace, plan: Plan, machine: Machine, *, detail: bool = False, residency: Residency | None = None
 ) -> PreparedStep:
-    """Makes a plan ready to run on `machine`. `trace` is the step that was planned, before ops that make the same value
-    were merged; `detail` adds the spans and the memory curve to the prediction. `residency`: where the training state
-    is, whose copies the step's own meet."""
+    """Lowers, verifies and simulates a plan for `machine`.
+
+    `trace` is the step that was planned, before ops that compute the same value were merged. `detail` adds the spans
+    and the memory curve to the prediction. `residency` says where the training state is, whose copies share the links.
+    """
     step = as_planned(trace, plan)
     schedule = lowering.lower(step, plan, machine)
     verifying.verify(step, schedule)
@@ -34,7 +36,7 @@ def prepare(
 
 
 def lower(trace: Trace, plan: Plan, machine: Machine) -> Schedule:
-    """The plan of a recorded step as a program for this machine.
+    """Returns the program for this machine that carries out the plan of a recorded step.
 
     ```python
     import outcore
@@ -62,7 +64,7 @@ def verify(trace: Trace, schedule: Schedule) -> None:
 
 
 def simulate(trace: Trace, schedule: Schedule, machine: Machine, *, detail: bool = False) -> Timeline:
-    """The time and memory that the schedule of a recorded step takes; `detail` adds the spans and the memory curve.
+    """Predicts the time and memory that a schedule takes; `detail` adds the spans and the memory curve.
 
     ```python
     import outcore
@@ -79,7 +81,7 @@ def simulate(trace: Trace, schedule: Schedule, machine: Machine, *, detail: bool
 
 @dataclass(frozen=True)
 class Planned:
-    """A prepared step without its trace, which whoever asked for the plan has: small enough to cross processes."""
+    """A prepared step without its trace, which the caller has already; it is small enough to send between processes."""
 
     plan: Plan
     schedule: Schedule
@@ -95,13 +97,13 @@ def plan_step(trace: Trace, machine: Machine, budget: Budget, planner: str, *, b
 
 
 def prepare_planned(trace: Trace, plan: Plan, machine: Machine) -> Planned:
-    """`prepare`, for whoever has the trace."""
+    """Returns what `prepare` returns, without the trace."""
     prepared = prepare(trace, plan, machine)
     return Planned(plan, prepared.schedule, prepared.predicted)
 
 
 def at_pace(prepared: PreparedStep, pace: float, machine: Machine) -> PreparedStep:
-    """The same program where every op takes `pace` times as long."""
+    """Returns the same program with a prediction in which every op takes `pace` times as long."""
     trace = prepared.trace.at(pace)
     predicted = simulating.simulate(trace, prepared.schedule, machine, residency=prepared.residency)
     in_core_s = pace * prepared.plan.in_core_step_s

@@ -1,11 +1,11 @@
 """Trace + StateUnits + Machine + Budget -> Residency: which parameters stay on the device, and how large the window is.
 
-Activations and state share one budget and the same links. A byte that the state takes (a resident parameter, or room to
-fetch ahead) is one that activations must do without, which costs copies or reruns of theirs. Neither side's price is
-known without the other's, so a few residencies are tried: for each, activations are planned in what it leaves, and both
-are simulated together in the same lanes. The fastest is taken.
+Activations and training state share one budget and the same links. Memory that the state uses (for resident parameters,
+or to fetch others early) is not available to activations, which then need more copies or reruns. The cost of either
+depends on the other, so a few residencies are tried. For each of them, activations are planned in the memory that is
+left, and both are simulated together in the same lanes. The fastest one is used.
 
-Resident parameters are spread evenly over the step: between two streamed ones there is then time to fetch ahead.
+Resident parameters are spread evenly over the step, so that there is time to fetch each streamed one early.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def budget_beside(budget: Budget, residency: Residency) -> Budget:
 
 
 def spread(units: Sequence[StateUnit], num_bytes: int) -> frozenset[int]:
-    """Units of `num_bytes` in all, at most, evenly spread over all of them."""
+    """Returns units of at most `num_bytes` in all, spread evenly over the step."""
     all_bytes = sum(unit.all_bytes for unit in units)
     share = min(1.0, max(0.0, num_bytes / max(1, all_bytes)))
     chosen: set[int] = set()
@@ -133,8 +133,8 @@ def spread(units: Sequence[StateUnit], num_bytes: int) -> frozenset[int]:
 
 
 def with_gradients(trace: Trace, residency: Residency | None) -> Trace:
-    """A step that was recorded with every unit streamed, as it is where some are resident: their gradients stay, from
-    where they were made or, where that was not seen, all along."""
+    """Returns the trace of a step in which some units are resident, from one in which all were streamed. The gradients
+    of resident units stay on the device from where they are made or, if that was not observed, throughout the step."""
     made = [seen for seen in trace.state if seen.kind == "gradient"]
     stay = [seen for seen in made if residency is not None and seen.unit in residency.resident]
     if residency is None or not stay:
@@ -149,7 +149,7 @@ def with_gradients(trace: Trace, residency: Residency | None) -> Trace:
 
 
 def beside_state(machine: Machine, residency: Residency | None) -> Machine:
-    """The machine as activations find it: the state takes its share of the links."""
+    """Returns the machine with the share of the links that the training state leaves to activations."""
     if residency is None or residency.link_share >= 1:
         return machine
     share = residency.link_share
@@ -162,7 +162,7 @@ def beside_state(machine: Machine, residency: Residency | None) -> Machine:
 
 @dataclass(frozen=True)
 class _Tried:
-    """A residency, with the activations planned in what it leaves."""
+    """A residency, and the plan for activations in the memory that it leaves."""
 
     residency: Residency
     plan: Plan
@@ -185,5 +185,5 @@ class _Tried:
 
     @property
     def moves(self) -> bool:
-        """Whether activations have to make room."""
+        """Whether the plan evicts any activation."""
         return self.plan.count("keep") < len(self.plan.decisions)

@@ -1,17 +1,17 @@
-"""Trace -> TraceIndex: what every planner, the lowering and the simulator ask of a trace, worked out once.
+"""Trace -> TraceIndex: what planners, lowering and simulator need to know of a trace, computed once.
 
-Natural memory per slot, the clock at every tick, which saved values may be evicted and which can be recomputed. The
-rules are those of the runtime, in one place:
+It holds the memory per slot without any plan, the clock at every tick, and which saved values may be evicted and which
+can be recomputed. These rules are the same at run time:
 
-- A saved value is *evictable* when its storage is the step's own (also where no op was seen making it: a compiled
-  function's, say, which can be swapped but not recomputed), may be moved, is not overwritten after its first pack, is
-  not packed again after it was unpacked, is not naturally alive when it is first asked for (evicting it would only make
-  a second copy), and is not tiny.
-- A value is *recomputable* when its producer may be replayed and each read is there: an external nothing overwrites
-  later, a saved value (kept or swapped it is always a source), or something recomputable itself. One that nobody asks
-  for in the step and whose graph outlives it is not: who asks for it later may do so when the parameters have changed.
-- What autograd asked for after the step is always swapped. Nobody plans that backward, so it finds the device as empty
-  as can be, and brings one value after the other.
+- A saved value is *evictable* if all of this holds: its storage was made in the step (by an op or, for example, by a
+  compiled function) and may be moved; it is not overwritten after its first pack; it is not packed again after an
+  unpack; the program itself does not keep it alive until it is first unpacked, so that evicting it frees memory; and it
+  is not tiny.
+- A value is *recomputable* if its producer may run again and each of its inputs is available: an external tensor that
+  is not overwritten later, a saved value, or another recomputable value. A value that is not unpacked in the step and
+  whose graph outlives the step is not recomputable, because parameters may have changed when it is unpacked.
+- A value that autograd unpacks after the step is always swapped. That backward has no plan, so the device should be as
+  empty as possible; values are fetched one after the other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from outcore.values import Decision, Trace
 
 Int64s = NDArray[np.int64]
 T = TypeVar("T")
-THERE, SWAPPED, RECOMPUTED, UNSAVED = range(4)  # where a rerun finds a value it reads
+THERE, SWAPPED, RECOMPUTED, UNSAVED = range(4)  # where a rerun finds an input
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TraceIndex:
     """Derived arrays of one trace. Indices are those of the trace: values, ops, ticks, slots."""
 
     trace: Trace
-    natural_bytes: Int64s  # per slot: before + storages alive + workspace
+    natural_bytes: Int64s  # per slot: in use before the step + storages alive + workspace
     tick_slots: list[int]
     clock_s: list[float]  # per tick: op seconds before it, on the machine that recorded
     total_s: float
@@ -46,26 +46,27 @@ class TraceIndex:
     storage: list[int]
     packs: dict[int, list[int]]  # saved value -> its pack ticks
     unpacks: dict[int, list[int]]  # saved value -> its unpack ticks
-    dies: list[int]  # per storage: the last slot the program holds it in, the step's last at most
-    version_end: list[int]  # per value: the last slot in which the program holds its storage with this very content
-    given_until: list[int]  # per tick: the last slot in which autograd holds what it got, the step's last at most
+    dies: list[int]  # per storage: the last slot in which the program holds it, at most the step's last slot
+    version_end: list[int]  # per value: the last slot in which the program holds its storage with this content
+    given_until: list[int]  # per tick: the last slot in which autograd holds what it got, at most the step's last slot
     handle_end: dict[int, int]  # saved value -> the last slot in which a handle or what it gave is alive
     evictable: tuple[int, ...]  # in order of first pack
-    spans: dict[int, tuple[int, int]]  # evictable value -> (first, end) of the slots where only keeping it has it there
+    # evictable value -> (first, end) of the slots in which it exists only if it is kept
+    spans: dict[int, tuple[int, int]]
     recomputable: list[bool]  # per value
-    left_behind: frozenset[int]  # evictable values that nobody asks for in the step, and whose graph outlives it
-    always_swapped: frozenset[int]  # evictable values, whatever a planner decides
-    kept_for: dict[int, str]  # saved value that is no candidate -> why
-    reads: list[tuple[int, ...]]  # per op: what a rerun of it reads of the step's own, each once
-    overwrites: list[tuple[int, ...]]  # per op: those of its reads whose storage it writes
+    left_behind: frozenset[int]  # evictable values that are not unpacked in the step and whose graph outlives it
+    always_swapped: frozenset[int]  # evictable values that are swapped whatever a planner decides
+    kept_for: dict[int, str]  # saved value that is not evictable -> why
+    reads: list[tuple[int, ...]]  # per op: the inputs of a rerun that were made in the step, each once
+    overwrites: list[tuple[int, ...]]  # per op: those inputs whose storage it writes
     state: list[int]  # per value: THERE (external or saved, kept unless decided otherwise) or UNSAVED
 
     def binding(self, decisions: Mapping[int, Decision]) -> Mapping[int, Decision]:
-        """Decisions, with those that are no planner's to make."""
+        """Returns the decisions, with those replaced that a planner may not make."""
         return {**decisions, **dict.fromkeys(self.always_swapped, "swap")} if self.always_swapped else decisions
 
     def op_at(self, slot: int) -> str:
-        """The op or tick of a slot, in words."""
+        """Returns a description of the op at or next to a slot."""
         trace = self.trace
         if not trace.ops:
             return "the start of the step"
@@ -77,7 +78,7 @@ class TraceIndex:
 
 
 def remembered(trace: Trace, make: Callable[[Trace], T]) -> T:
-    """What `make` makes of a trace, worked out at its first use and remembered with it."""
+    """Returns `make(trace)`, which is computed at the first call and stored with the trace."""
     held = vars(trace)
     name = f"_made by {make.__qualname__}"
     if name not in held:
@@ -152,7 +153,7 @@ def _version_ends(trace: Trace, dies: list[int]) -> list[int]:
 
 
 def _handle_end(given_until: list[int], packs: list[int], unpacks: list[int], last_slot: int) -> int:
-    """The last slot in which autograd holds a handle of the value, or what it got for one."""
+    """Returns the last slot in which autograd holds a handle of the value, or the tensor that it got for one."""
     given = max((given_until[tick] for tick in unpacks), default=-1)
     handles = [given_until[tick] for tick in packs]
     if min(handles, default=-1) < 0:  # the handles were not watched
@@ -178,7 +179,8 @@ def _ticks_by_value(trace: Trace) -> tuple[dict[int, list[int]], dict[int, list[
             packs.setdefault(tick.value, []).append(index)
             unpacks.setdefault(tick.value, [])
         else:
-            unpacks.setdefault(tick.value, []).append(index)  # its pack may lie before the step: a retained graph
+            # it may have been packed before the step, by a graph that was retained
+            unpacks.setdefault(tick.value, []).append(index)
     return packs, unpacks
 
 
@@ -214,7 +216,8 @@ def _last_write_slots(trace: Trace) -> list[int]:
 
 
 def _overwritten_after_pack(trace: Trace, packs: dict[int, list[int]]) -> set[int]:
-    """A version that no op says it made, as of running statistics, may be there at any time."""
+    """Returns the saved values whose storage is written after their first pack. A version without a producer, for
+    example of running statistics, may have been written at any time."""
     last_write = _last_write_slots(trace)
     for value in trace.values:
         if value.producer < 0 and value.version > 0:
@@ -245,7 +248,8 @@ def _reasons_to_keep(
             reasons[value] = "cannot be moved"
         elif value in overwritten:
             reasons[value] = "is overwritten after it was saved"
-        elif value in of_passes:  # a norm's statistics: without them its ops run one by one, and need more memory
+        # statistics of a norm: without them a fused rerun is impossible, and single ops need more memory
+        elif value in of_passes:
             reasons[value] = "is what a rerun starts from"
         elif ticks[-1] > first_unpack:
             reasons[value] = "is saved again after it was asked for"
@@ -269,7 +273,8 @@ def _recomputable(trace: Trace, packs: dict[int, list[int]]) -> list[bool]:
         for read in op.reads:
             storage = trace.values[read].storage
             if trace.storages[storage].external:
-                possible = last_write[storage] < op.slot  # nor by itself: statistics of fake quantisation
+                # nor written by the op itself, as fake quantization does with its statistics
+                possible = last_write[storage] < op.slot
             elif read in packs:
                 possible = read in sources and op.slot > sources[read]
             else:
@@ -283,10 +288,10 @@ def _recomputable(trace: Trace, packs: dict[int, list[int]]) -> list[bool]:
 
 
 def _stable_sources(trace: Trace, packs: dict[int, list[int]]) -> dict[int, int]:
-    """Saved value -> the slot after which its readers may be rerun from it.
+    """Returns, for each saved value, the slot after which ops that read it may be run again from it.
 
-    A reader older than the last unpack before the value's pack could be rerun when nothing holds the value yet; an
-    overwritten value is no source at all.
+    An op before the last unpack that precedes the value's pack might have to run again before the value is held. An
+    overwritten value cannot be a source at all.
     """
     overwritten = _overwritten_after_pack(trace, packs)
     unpack_slots = [tick.slot for tick in trace.ticks if tick.kind == "unpack"]

@@ -17,7 +17,7 @@ from outcore.planning.settings import WORKER
 
 
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
-    """Answers one request after the other until there are no more."""
+    """Answers requests, one after the other, until the input ends."""
     while True:
         try:
             function, args, kwargs = pickle.load(requests)
@@ -36,7 +36,7 @@ def main() -> None:
     with suppress(OSError):
         os.nice(WORKER.niceness)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever prints must not mix with the answers
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # printed text must not mix with the answers
     with suppress(BrokenPipeError, KeyboardInterrupt):
         serve(sys.stdin.buffer, answers)
 

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from outcore.memory.home import flat
+from outcore.state.settings import STATE
 from outcore.state.optimizers import Splitting
 from outcore.state.unit import TEMPORARIES, Unit, can_move
 from outcore.state.window import Item
 
-ALIGN_NUMBERS = 4096  # spans begin at multiples of this many numbers, so that kernels see them aligned
+ALIGN_NUMBERS = STATE.align_numbers
 
 
 class Piece:

@@ -106,7 +106,7 @@ def test_asking_for_cuda_is_found_however_it_is_written() -> None:
 # Numbers that are no tunables: identities, halves, unit conversions, and digits below which floats are rounded.
 PLAIN_NUMBERS = {0, 1, 2, 0.5, 1000, 1024, 1e6}
 ROUNDING = 1e-6
-FACTS = {  # file -> numbers that are facts of somebody else's, or any would do: why
+FACTS: dict[str, tuple[set[float], str]] = {  # file -> numbers that are facts of somebody else's, or any would do: why
     "values/machine.py": ({10e-6}, "a machine file of an older release tells no fixed cost of a copy"),
     "planning/families/sizes.py": ({3}, "terms of an op's seconds: constant, linear, squared"),
     "planning/planners/hybrid.py": ({3}, "a flip changes one, two or three values; the odds are a setting"),
@@ -136,7 +136,10 @@ def numbers_in(tree: ast.AST) -> list[tuple[int, float]]:
     return [
         (node.lineno, node.value)
         for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and type(node.value) in (int, float) and id(node) not in inside
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, int | float)
+        and not isinstance(node.value, bool)
+        and id(node) not in inside
     ]
 
 
@@ -145,7 +148,7 @@ def numbers_in(tree: ast.AST) -> list[tuple[int, float]]:
 )
 def test_tunable_numbers_of_the_core_are_in_settings(path: Path) -> None:
     """A number that somebody may want to change has a name, a unit and an origin, and stands in its room's settings."""
-    facts, _ = FACTS.get(str(path.relative_to(PACKAGE)), (set[float](), ""))
+    facts, _ = FACTS.get(str(path.relative_to(PACKAGE)), (set(), ""))
     found = [
         (line, number)
         for line, number in numbers_in(ast.parse(path.read_text()))

@@ -53,8 +53,9 @@ def search_placement(
     keeps_places: bool = True,
 ) -> Placement:
     """Returns the plan, one of the `others` for the same step and budget, or a neighbour of these. `memory_bytes` is
-    what may be mapped; plans allocate their own budget of it. `there` says where the weights are; without it they count
-    as one block. Only plans of the hybrid planner have neighbours: the other planners are there for comparison."""
+    what may be mapped; plans allocate their own budget of it. `there` holds the addresses of the weights; without it
+    they count as one block. Only plans of the hybrid planner have neighbours: the other planners are there for
+    comparison."""
     search = _Search(trace, machine, plan, memory_bytes, there, keeps_places)
     search.begin_with(others)
     if plan.planner == "hybrid" and search.has_hope:
@@ -67,7 +68,7 @@ def search_placement(
 
 
 class _Search:
-    """Local searches from one plan and others. `best_s`: the expected time of the best so far, restarts included."""
+    """Local searches from one plan and others. `best_s` is the expected time of the best plan, restarts included."""
 
     def __init__(
         self, trace: Trace, machine: Machine, plan: Plan, memory_bytes: int, there: Places, keeps_places: bool
@@ -128,12 +129,12 @@ class _Search:
                 return
 
     def _height(self, scored: Scored, page_bytes: int, price: float) -> float:
-        """Time and pages together; as time alone, at least this."""
+        """Returns the objective: step time plus the price of excess pages."""
         over = max(0, page_bytes - self.safe_bytes) / self.memory_bytes
         return scored.step_s + price * over * self.first.step_s
 
     def _draw(self, here: Scored, height: float) -> Scored | None:
-        """A neighbour that fits and may still lead down or be the best."""
+        """Returns a neighbour that fits and may improve the objective or the best time, or None."""
         self.num_draws += 1
         changed = self.flips.draw(here)
         if changed is None:
@@ -145,7 +146,7 @@ class _Search:
     def _note(self, tried: Scored, page_bytes: int) -> None:
         self.least_bytes = min(self.least_bytes, page_bytes)
         if page_bytes > self.safe_bytes and tried.step_s + FRAGMENTATION.doubt * FRAGMENTATION.restart_s >= self.best_s:
-            return  # whatever else it may lose, that is too much
+            return  # even with the fewest restarts it would be slower than the best
         tried_s = tried.step_s + self._lost_s(tried, page_bytes)
         if tried_s < self.best_s:
             self.best, self.best_s = tried, tried_s
@@ -155,7 +156,7 @@ class _Search:
         return wanted_bytes(self.trace_index.trace, events, self._hints(events, scored.peak_bytes), self.there)
 
     def _lost_s(self, scored: Scored, page_bytes: int) -> float:
-        """Expected seconds of allocator restarts in a step; infinite where memory runs out."""
+        """Returns the expected seconds of allocator restarts in a step, infinite if memory runs out."""
         if page_bytes <= self.safe_bytes:
             return 0.0
         events = self._events(scored)

@@ -19,7 +19,7 @@ from outcore.planning.trace_index import index_of
 from outcore.values import Schedule, Trace
 
 T = TypeVar("T")
-SMALLEST_BYTES = ALLOCATOR.small_bytes  # PyTorch itself keeps smaller blocks apart
+SMALLEST_BYTES = ALLOCATOR.small_bytes  # PyTorch allocates smaller blocks from a pool of their own
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,15 @@ class Placeholder:
 
 @dataclass(frozen=True)
 class AllocatorHints:
-    """What a step does for the allocator: placeholders, or gradients (by storage) in the gradient pool."""
+    """What a step does against fragmentation: it allocates placeholders, or moves gradients to the gradient pool."""
 
     placeholders: tuple[Placeholder, ...] = ()
     pooled: frozenset[int] = frozenset()
 
 
 def small_gradients(trace: Trace, budget_bytes: int) -> frozenset[int]:
-    """Storages that the backward pass makes and leaves: gradients, the smallest first, as many as the pool may hold."""
+    """Returns the storages of gradients that the backward pass leaves, the smallest first, as many as the pool
+    holds."""
     first = min((op.slot for op in trace.ops if op.phase == "backward"), default=trace.num_slots)
     gradients = [
         (number, storage.bytes)
@@ -53,8 +54,8 @@ def small_gradients(trace: Trace, budget_bytes: int) -> frozenset[int]:
 
 
 def smallest_in_pool(gradients: Iterable[tuple[T, int]], budget_bytes: int) -> list[T]:
-    """Which of some gradients, given with their bytes, the gradient pool holds: the smallest, up to its size. Blocks
-    below `SMALLEST_BYTES` are free of charge."""
+    """Returns the gradients that the gradient pool holds: the smallest ones, up to its size. Each is given with its
+    bytes. Blocks below `SMALLEST_BYTES` do not count."""
     left_bytes, found = min(int(ALLOCATOR.pool_share * budget_bytes), ALLOCATOR.pool_bytes), []
     for gradient, num_bytes in sorted(gradients, key=lambda item: item[1]):
         left_bytes -= num_bytes if num_bytes >= SMALLEST_BYTES else 0
@@ -65,7 +66,7 @@ def smallest_in_pool(gradients: Iterable[tuple[T, int]], budget_bytes: int) -> l
 
 
 def storage_ends(trace: Trace, schedule: Schedule) -> dict[int, int]:
-    """Storage made in the step -> the last slot in which the program or one of our holds keeps it where it was made."""
+    """Returns, for each storage made in the step, the last slot in which the program or a handle holds it."""
     trace_index, decisions = index_of(trace), schedule.decisions
     reached = held_until(trace_index, decisions)
     ends = {number: storage.dies for number, storage in enumerate(trace.storages) if not storage.external}

@@ -27,22 +27,22 @@ from outcore.values import Action, Schedule, Trace
 PAGE_BYTES, SMALL_BYTES, ROUND_BYTES = ALLOCATOR.page_bytes, ALLOCATOR.small_bytes, ALLOCATOR.round_bytes
 STEP_BYTES, NUM_STEPS, NUM_NEIGHBOURS = ALLOCATOR.step_bytes, ALLOCATOR.num_steps, ALLOCATOR.num_neighbours
 Event = tuple[Literal["take", "give", "end", "pool"], object, int]  # who, bytes; "end" is a slot's
-Places = Sequence[tuple[int, int]]  # address and bytes of blocks that lie there before the step
+Places = Sequence[tuple[int, int]]  # address and bytes of blocks that exist before the step
 NO_HINTS = AllocatorHints()
 
 
 @dataclass(frozen=True)
 class Mapped:
-    """What the allocator makes of a schedule, step after step."""
+    """The result of simulating the allocator for some steps."""
 
-    num_restarts: int  # per step, when it has found its way
+    num_restarts: int  # per step, once the blocks keep their places
     num_bytes: int  # most
 
 
 def mapped(
     trace: Trace, events: Sequence[Event], budget_bytes: int, hints: AllocatorHints = NO_HINTS, there: Places = ()
 ) -> Mapped | None:
-    """A few steps of `allocations` under a cap of `budget_bytes`; None where memory runs out."""
+    """Simulates a few steps under a cap of `budget_bytes`. Returns None if memory runs out."""
     device = Device(int(ALLOCATOR.used_share * budget_bytes), there)
     try:
         restarts = _play(device, trace, events, hints)
@@ -52,8 +52,8 @@ def mapped(
 
 
 def wanted_bytes(trace: Trace, events: Sequence[Event], hints: AllocatorHints, there: Places = ()) -> int:
-    """The cap that the same steps would need never to start over. Up to there the cap plays no part; a step that has to
-    start over lands somewhere else with any small change, in the model as on the device."""
+    """Returns the cap with which these steps need no restart. A larger cap changes nothing. With a smaller one, any
+    small change leads to another result, in the model as on the device."""
     device = Device(ENDLESS_BYTES, there)
     _play(device, trace, events, hints)
     return device.asked_bytes
@@ -70,7 +70,7 @@ def safe_bytes(trace: Trace, hints: AllocatorHints, budget_bytes: int) -> int:
 
 
 def _play(device: Device, trace: Trace, events: Sequence[Event], hints: AllocatorHints) -> list[int]:
-    """Some steps; how often it had started over before each and after the last."""
+    """Simulates some steps. Returns the number of restarts before each one and after the last."""
     played, restarts = _large(with_placeholders(events, hints), hints.pooled), [0]
     if trace.before_bytes > SMALL_BYTES and not device.mapped_bytes:
         device.take("before", trace.before_bytes)
@@ -87,13 +87,13 @@ def _play(device: Device, trace: Trace, events: Sequence[Event], hints: Allocato
         restarts.append(device.num_restarts)
         after = device.state()
         if after == before:
-            break  # and so would every step to come
+            break  # further steps would do the same
         before = after
     return restarts
 
 
 def with_placeholders(events: Iterable[Event], hints: AllocatorHints) -> Iterator[Event]:
-    """The same step with its placeholders: given back and taken as a slot begins, in this order."""
+    """Yields the events with placeholders: at the start of a slot these are freed first, then allocated."""
     if not hints.placeholders:
         yield from events
         return
@@ -114,7 +114,8 @@ def with_placeholders(events: Iterable[Event], hints: AllocatorHints) -> Iterato
 
 
 def _large(events: Iterable[Event], pooled: Collection[int]) -> list[Event]:
-    """The events of large blocks; gradients are moved to their pool at the end of the slot that made them."""
+    """Returns the events of large blocks. Gradients move to their pool at the end of the slot in which they are
+    made."""
     found, there, new = list[Event](), set[object](), list[object]()
     for kind, who, num_bytes in events:
         if kind == "take" and num_bytes > SMALL_BYTES:
@@ -131,12 +132,12 @@ def _large(events: Iterable[Event], pooled: Collection[int]) -> list[Event]:
 
 
 class Device:
-    """Pages up to a cap, shared by two rows of blocks: pooled gradients have pages of their own."""
+    """A device with a cap on mapped pages, which two rows share: pooled gradients have pages of their own."""
 
     def __init__(self, cap_bytes: int, there: Places = ()) -> None:
         self.cap_bytes = cap_bytes
         self.num_restarts = 0
-        self.asked_bytes = 0  # most, mapped and to be mapped, by the allocator's own count
+        self.asked_bytes = 0  # the most that was mapped or requested, as the allocator counts
         row, self.mapped_bytes = _laid(tuple(there))
         self.most_bytes = self.mapped_bytes
         self._rows = (row.copy(), Row())
@@ -156,14 +157,14 @@ class Device:
             row.open(address, num_bytes)
 
     def move_to_pool(self, who: object) -> None:
-        """A copy first: a pooled gradient is made among the other blocks."""
+        """Moves a gradient: it is made among the other blocks and copied to the pool."""
         if who in self._owned:
             row, address, num_bytes = self._owned.pop(who)
             self.take(who, num_bytes, pooled=True)
             row.open(address, num_bytes)
 
     def state(self) -> object:
-        """Where the holes are, to be compared."""
+        """Returns the free blocks, to compare states."""
         return [(list(row._holes), dict(row._gaps)) for row in self._rows]
 
     def give_all(self, but: object) -> None:
@@ -188,23 +189,23 @@ class Device:
 
 @functools.lru_cache(maxsize=2)
 def _laid(there: tuple[tuple[int, int], ...]) -> tuple[Row, int]:
-    """The row before a step, and what is mapped of it: the same for hundreds of plans."""
+    """Returns the row before a step and its mapped bytes; cached, because hundreds of plans start from it."""
     row = Row()
     return row, sum(row.lay(*place) for place in there)
 
 
 def _asked(num_bytes: int) -> int:
-    """What a block counts as against the cap: whole steps, and more than it needs where it is not that large."""
+    """Returns what the allocator counts for a block against the cap: its size rounded up, at least a page."""
     return PAGE_BYTES if num_bytes < PAGE_BYTES // 2 else -(-num_bytes // STEP_BYTES) * STEP_BYTES
 
 
 class Row:
-    """Addresses in a row: blocks, holes (mapped and free) and gaps (not mapped)."""
+    """The address range of one segment: blocks, holes (mapped and free) and gaps (not mapped)."""
 
     def __init__(self) -> None:
         self._holes: list[tuple[int, int]] = []  # bytes, address; sorted
         self._starts: dict[int, int] = {}  # a hole's address -> its bytes
-        self._ends: dict[int, int] = {}  # where a hole ends -> its address
+        self._ends: dict[int, int] = {}  # the end of a hole -> its address
         self._gaps: dict[int, int] = {0: ENDLESS_BYTES}  # address -> bytes
 
     def copy(self) -> Row:
@@ -214,8 +215,8 @@ class Row:
         return row
 
     def best_fit(self, num_bytes: int) -> int | None:
-        """The smallest hole, where one before a gap counts as long as it could grow: the allocator would rather cut a
-        larger hole than one that it can still lengthen."""
+        """Returns the smallest sufficient hole. A hole before a gap counts as large as it could grow, because the
+        allocator prefers to split a larger hole to one that it can still extend."""
         holes, at = self._holes, bisect.bisect_left(self._holes, (num_bytes, -1))
         if at == len(holes):
             return None
@@ -231,14 +232,14 @@ class Row:
         return self._holes[at][0] + self._room_after(at)
 
     def cut(self, address: int, num_bytes: int) -> None:
-        """A block from the beginning of a hole."""
+        """Allocates a block at the start of a hole."""
         hole_bytes = self._starts[address]
         self._close(address, hole_bytes)
         if hole_bytes > num_bytes:
             self._open(address + num_bytes, hole_bytes - num_bytes)
 
     def lay(self, address: int, num_bytes: int) -> int:
-        """A block where one was before the step, and pages under it; how many bytes of them are new."""
+        """Allocates a block that existed before the step. Returns the bytes of pages that had to be mapped."""
         end, new_bytes = address + num_bytes, 0
         for page in range(address // PAGE_BYTES * PAGE_BYTES, end, PAGE_BYTES):
             gap = next((gap for gap, gap_bytes in self._gaps.items() if gap <= page < gap + gap_bytes), None)
@@ -258,7 +259,7 @@ class Row:
         return new_bytes
 
     def open(self, address: int, num_bytes: int) -> None:
-        """A hole where a block was, or a gap; it joins its neighbours."""
+        """Adds a hole, and merges it with its neighbours."""
         after = self._starts.get(address + num_bytes)
         if after is not None:
             self._close(address + num_bytes, after)
@@ -271,7 +272,7 @@ class Row:
         self._open(address, num_bytes)
 
     def lowest_room(self, num_bytes: int) -> tuple[int, list[tuple[int, int]]]:
-        """Where `num_bytes` would go if pages were mapped, and which gaps that takes."""
+        """Returns the lowest address for `num_bytes` if pages were mapped, and the gaps that must be mapped."""
         for gap in sorted(self._gaps):
             start = at = self._ends.get(gap, gap)
             missing, left_bytes = [], num_bytes
@@ -292,7 +293,7 @@ class Row:
         self.open(gap, num_bytes)
 
     def unmap(self) -> int:
-        """Every page that nothing lies on; how many bytes."""
+        """Unmaps every page without a block. Returns their bytes."""
         num_bytes = 0
         for hole_bytes, address in list(self._holes):
             first, end = -(-address // PAGE_BYTES) * PAGE_BYTES, (address + hole_bytes) // PAGE_BYTES * PAGE_BYTES
@@ -319,13 +320,12 @@ class Row:
 
 
 def allocations(trace: Trace, schedule: Schedule) -> Iterator[Event]:
-    """A schedule as the allocator sees it: what is taken and given back, in the order of the program. Storages go by
-    their number."""
+    """Yields what a schedule allocates and frees, in program order. Storages are identified by their numbers."""
     return _Walk(trace, schedule).events()
 
 
 def asked_by_ops(trace: Trace) -> dict[int, tuple[int, ...]]:
-    """By op, bytes of the large blocks that it takes, its workspace at last."""
+    """Returns, for each op, the sizes of the large blocks that it allocates, its workspace last."""
     slots: dict[int, list[int]] = {}
     for storage in trace.storages:
         if not storage.external:
@@ -337,8 +337,9 @@ def asked_by_ops(trace: Trace) -> dict[int, tuple[int, ...]]:
 
 
 def _workspaces(trace: Trace) -> dict[int, int]:
-    """By slot. What a recorder cannot name (a library's own buffer, bytes that are rounded up) lives on and shows as a
-    workspace of every op from then on: the least of an op's neighbours' is not its own."""
+    """Returns the workspace of each slot. Memory that a recorder cannot attribute (a library's buffer, rounding) stays
+    allocated and appears in the workspace of every later op. So the smallest workspace among an op's neighbours is
+    subtracted from its own."""
     found = [op.workspace_bytes for op in trace.ops]
     around = [found[max(0, at - NUM_NEIGHBOURS) : at + NUM_NEIGHBOURS + 1] for at in range(len(found))]
     unnamed = [min(near) if len(near) > NUM_NEIGHBOURS else 0 for near in around]
@@ -354,7 +355,7 @@ class _Walk:
             self.actions.setdefault(action.tick, []).append(action)
         self.ends = storage_ends(trace, schedule)
         self.copies: dict[int, int] = {}  # value -> its copy
-        self.late: dict[int, list[int]] = {}  # slot -> copies autograd holds until then
+        self.late: dict[int, list[int]] = {}  # slot -> copies that autograd holds until then
         self.num_copies = 0
         self.workspaces = remembered(trace, _workspaces)
 
@@ -380,7 +381,7 @@ class _Walk:
             yield "end", None, 0
 
     def _passing(self, workspace_bytes: int) -> Iterator[Event]:
-        """cuDNN asks for it when the output is there."""
+        """Allocates and frees a workspace. cuDNN asks for it after the output was allocated."""
         if workspace_bytes:
             yield "take", "workspace", workspace_bytes
             yield "give", "workspace", 0

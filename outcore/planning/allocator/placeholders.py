@@ -1,4 +1,4 @@
-"""Schedule -> whose places to keep, so that the largest blocks find theirs.
+"""Schedule -> Placeholders: memory that is reserved so that the largest blocks find space.
 
 A language model's loss wants a fifth of the budget in one piece, three times. The bytes are there, but not in one
 piece: between the holes lies what was allocated on the way and stays, weights cast for the whole forward, values kept
@@ -35,8 +35,9 @@ def arrange(
     *,
     keeps_places: bool = True,
 ) -> AllocatorHints:
-    """The hints with which a step maps the fewest pages: placeholders for what is in the way of giants, or a pool for
-    small gradients. Placeholders do not raise the step's peak above `peak_bytes`."""
+    """Returns the hints with which a step maps the fewest pages: placeholders for blocks that would split the space of
+    the largest ones (*giants*), or a pool for small gradients. Placeholders do not raise the peak above
+    `peak_bytes`."""
     events = list(allocations(trace, schedule))
     share = best_share(trace, events, memory_bytes, peak_bytes, there) if keeps_places else None
     return arranged(trace, events, memory_bytes, peak_bytes, share)
@@ -45,7 +46,7 @@ def arrange(
 def best_share(
     trace: Trace, events: Sequence[Event], memory_bytes: int, peak_bytes: int, there: Places = ()
 ) -> float | None:
-    """From which share of `memory_bytes` on a block counts as a giant; None: pooling gradients is as good."""
+    """Returns the share of `memory_bytes` from which on a block counts as a giant, or None if pooling is as good."""
 
     def too_much(share: float | None) -> tuple[int, bool, int]:
         hints = arranged(trace, events, memory_bytes, peak_bytes, share)
@@ -63,15 +64,16 @@ def arranged(
 
 
 def placeholders(trace: Trace, events: Sequence[Event], giant_bytes: int, peak_bytes: int) -> tuple[Placeholder, ...]:
-    """For a step's `allocations`, which takes no more than `peak_bytes` with them."""
+    """Returns the placeholders for a step with these `allocations`, which needs at most `peak_bytes` with them."""
     if remembered(trace, _is_left_alone):
         return ()
     return _Keeping(trace, events, giant_bytes, peak_bytes).found()
 
 
 def _is_left_alone(trace: Trace) -> bool:
-    """Convolutions that want a workspace: cuDNN, refused it, would go on with another algorithm, whose sums round
-    otherwise. And what nobody sees made (by compiled code, say): it is there before its place is given back."""
+    """Whether a step gets no placeholders. They might take the memory of a convolution's workspace, and cuDNN would
+    choose another algorithm with other rounding. And tensors that compiled code makes are allocated before their
+    placeholders could be freed."""
     unseen = {value.storage for value in trace.values if value.producer < 0}
     made = (storage for number, storage in enumerate(trace.storages) if number in unseen and not storage.external)
     if any(storage.bytes > SMALLEST_BYTES for storage in made):
@@ -81,7 +83,7 @@ def _is_left_alone(trace: Trace) -> bool:
 
 @dataclass(frozen=True)
 class _Block:
-    """`at` and `end` count events; `gate` is the slot in which its placeholder can be given back, -1: nowhere."""
+    """`at` and `end` are numbers of events. `gate` is the slot in which its placeholder can be freed, or -1."""
 
     num_bytes: int
     at: int
@@ -103,7 +105,7 @@ class _Keeping:
         self.begins.append(0)
         for at, (kind, who, num_bytes) in enumerate(events):
             if kind == "take":
-                there[who] = num_bytes, at, slot if isinstance(who, tuple) else gates[slot]  # copies: a tick's own
+                there[who] = num_bytes, at, slot if isinstance(who, tuple) else gates[slot]  # copies are made in a tick
                 live_bytes += num_bytes
             elif kind == "give" and who in there:
                 block_bytes, since, gate = there.pop(who)
@@ -123,8 +125,9 @@ class _Keeping:
         return (*(Placeholder(block.num_bytes, -1, block.gate) for block in side_by_side), *self._for_larger(kept))
 
     def _order(self, kept: Sequence[_Block]) -> Callable[[_Block], tuple[bool, int, int]]:
-        """Two that are given back together must not be neighbours: the hole would fit neither. Nor should what goes
-        before the last giant comes lie among what stays."""
+        """Returns the order of placeholders in memory. Two that are freed together must not be neighbours, because the
+        merged hole would fit neither block. Those that are freed before the last giant should not lie among those that
+        stay."""
         last = max(giant.at for giant in self.giants) if self.giants else 0
         ranks, seen = dict[int, int](), dict[int, int]()
         for block in kept:
@@ -132,15 +135,15 @@ class _Keeping:
         return lambda block: (block.end < last, ranks[block.at], block.at)
 
     def _in_the_way(self) -> list[_Block]:
-        """What is there already when a giant is asked for; from the beginning of the step on, where that never takes
-        more than the step does anyway."""
+        """Returns the blocks that exist when a giant is allocated and for which memory can be reserved from the start
+        of the step on without raising its peak."""
         asked, kept, at, held_bytes = [giant.at for giant in self.giants], list[_Block](), 0, 0
         for block in sorted(self.others, key=lambda block: block.gate):
             num_giants = bisect.bisect_left(asked, block.end) - bisect.bisect_right(asked, block.at)
             if block.gate < 0 or num_giants == 0:
                 continue
             until = self.begins[block.gate]
-            held_bytes = max(held_bytes, *self.live[at:until], 0)  # most so far, with the placeholders there were
+            held_bytes = max(held_bytes, *self.live[at:until], 0)  # the most so far, with the placeholders before
             at = max(at, until)
             if held_bytes + block.num_bytes <= self.most_bytes:
                 held_bytes += block.num_bytes
@@ -150,7 +153,7 @@ class _Keeping:
     def _for_larger(self, kept: Sequence[_Block]) -> Iterator[Placeholder]:
         """`kept` by gate."""
         until = [self.begins[block.gate] for block in kept]
-        held = [0, *itertools.accumulate(block.num_bytes for block in reversed(kept))][::-1]  # from each on
+        held = [0, *itertools.accumulate(block.num_bytes for block in reversed(kept))][::-1]  # suffix sums
         for one, other in itertools.pairwise(self.giants):
             if one.end < other.at or one.num_bytes >= other.num_bytes or not 0 <= one.gate < other.gate:
                 continue
@@ -162,8 +165,8 @@ class _Keeping:
 
 
 def _gates(trace: Trace) -> list[int]:
-    """Slot -> where the program can act for the last time before an op there makes something: at the op itself while
-    Python looks at ops, in a forward after which something is still saved; else where autograd saves or asks."""
+    """Returns, for each slot, the last slot in which placeholders can be freed before an op there allocates. In the
+    forward that is the op itself, because ops are watched up to the last save; otherwise it is the last tick."""
     backward = next((op.slot for op in trace.ops if op.phase == "backward"), trace.num_slots)
     watched = max((tick.slot for tick in trace.ticks if tick.kind == "pack" and tick.slot < backward), default=-1)
     ops, ticks = {op.slot for op in trace.ops}, {tick.slot for tick in trace.ticks}

@@ -1,9 +1,9 @@
 """Traces of one step at a few batch sizes -> its trace at any other batch size.
 
-A training step does the same ops in the same order whatever its batch; what changes is how long an op takes and how
-many bytes a storage has, and both are (constant + slope x batch) between two batches that are not far apart. So every
-number of a trace is put on the line through the two nearest recorded ones, and beyond the largest on the line through
-the last two. Two kinds of numbers are treated with care:
+A training step does the same ops in the same order for every batch size. Only the seconds of ops and the bytes of
+storages change, and both are nearly linear between two batch sizes that are not far apart. So every number of a trace
+is interpolated between the two nearest recorded batches, or extrapolated from the last two. Two kinds of numbers need
+care:
 
 - *Bytes* are exact, but on CUDA the allocator rounds them up, and a library may take another workspace at another size:
   a workspace that shrinks while the batch grows stays at the last one seen. The recorder lets autograd keep tensors
@@ -64,7 +64,7 @@ class Family:
         return self.recorded[-1].batch
 
     def at(self, batch: int) -> Trace:
-        """The trace of a step of `batch` samples, as it would be recorded."""
+        """Returns the trace of a step of `batch` samples, as it would be recorded."""
         for recorded in self.recorded:
             if recorded.batch == batch:
                 return recorded.trace
@@ -72,13 +72,14 @@ class Family:
         return _between(self.recorded[at - 1], self.recorded[at], batch, self.step_s(batch))
 
     def step_s(self, batch: int) -> float:
-        """Seconds of the step with everything kept: in the middle of what is possible where there is a bend."""
+        """Returns the seconds of the step with everything kept, the middle of the possible range near a bend."""
         least_s, most_s = self.bounds_s(batch)
         return most_s if most_s < (1 + FAMILIES.bend_share) * least_s else (least_s + most_s) / 2
 
     def bounds_s(self, batch: int) -> tuple[float, float]:
-        """Of a step that never falls and bends upward: the lines of the batches beside the nearest two, or the smaller
-        of these, and the chord between them. Both are the line where there is nothing on both sides."""
+        """Returns bounds on the seconds of the step, which is assumed to be increasing and convex in the batch size.
+        The lower bound continues the lines of neighbouring batches, the upper bound is the chord between the nearest
+        two."""
         at = self._above(batch)
         chord_s = self._line_s(at, batch)
         if not 2 <= at < len(self.recorded) - 1 or batch in (recorded.batch for recorded in self.recorded):
@@ -91,13 +92,13 @@ class Family:
         return _Line(low.batch, high.batch, batch).seconds(low.total_s, high.total_s)
 
     def _above(self, batch: int) -> int:
-        """The higher one of the nearest two; the last beyond it."""
+        """Returns the position of the upper one of the nearest two batches, or the last."""
         return next((at for at, high in enumerate(self.recorded) if at and batch <= high.batch), len(self.recorded) - 1)
 
 
 @dataclass(frozen=True)
 class _Line:
-    """Through the numbers of two batches, read at a third."""
+    """The line through the numbers of two batches, evaluated at a third."""
 
     low: int
     high: int
@@ -107,7 +108,7 @@ class _Line:
         return high + (high - low) * (self.batch - self.high) / (self.high - self.low)
 
     def whole(self, low: int, high: int) -> int:
-        """Exact where the slope is whole, as it is for shapes and bytes."""
+        """Returns an integer, exactly if the slope is an integer, as for shapes and bytes."""
         return high + ((high - low) * (self.batch - self.high)) // (self.high - self.low)
 
     def seconds(self, low: float, high: float) -> float:
@@ -158,12 +159,12 @@ def _tick(line: _Line, low: Tick, high: Tick) -> Tick:
 
 
 def stretched(ops: Sequence[Op], factor: float) -> list[Op]:
-    """The same ops, all of them slower (or faster) by one factor."""
+    """Returns the ops with all seconds multiplied by one factor."""
     return [op.at(factor) for op in ops]
 
 
 def fastest(traces: Sequence[Trace]) -> Trace:
-    """Recordings of one step -> its trace with the least seconds seen of each op: noise only ever adds."""
+    """Returns the trace with the smallest measured seconds of each op, because noise only adds."""
     first = traces[0]
     alike = [trace for trace in traces if not difference(first, trace)]
     ops = [
@@ -174,7 +175,7 @@ def fastest(traces: Sequence[Trace]) -> Trace:
 
 
 def difference(one: Trace, other: Trace) -> str:
-    """In a few words, the first thing two traces do differently; "" when they do the same."""
+    """Returns the first difference between the work of two traces in a few words, or an empty string."""
     for at, (op, op2) in enumerate(zip(one.ops, other.ops)):
         if op.name != op2.name:
             return f"op {at} is {op.name}, then {op2.name}"

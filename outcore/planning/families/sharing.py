@@ -21,7 +21,8 @@ from outcore.values import Budget, Machine, Trace
 def plan_shared(
     trace: Trace, machine: Machine, budget: Budget, planner: str, usable_share: float, there: Places
 ) -> Planned:
-    """Plans for at most `usable_share` of the budget. `there`: where the weights lie. Raises BudgetTooSmall."""
+    """Makes a plan for at most `usable_share` of the budget. `there` holds the addresses of the weights. Raises
+    BudgetTooSmall."""
     best: Planned | None = None
     best_s = math.inf
     for share in (share for share in FAMILIES.shares if share <= usable_share):
@@ -33,7 +34,7 @@ def plan_shared(
                 raise
             break
         if best is not None and planned.predicted.step_s >= best_s:
-            break  # and smaller ones take longer
+            break  # plans for less memory take longer still
         lost_s = restarts_s(planned, trace, budget.device_bytes, there)
         if best is None or planned.predicted.step_s + lost_s < best_s:
             best, best_s = planned, planned.predicted.step_s + lost_s
@@ -45,7 +46,7 @@ def plan_shared(
 
 
 def restarts_s(planned: Planned, trace: Trace, memory_bytes: int, there: Places) -> float:
-    """Seconds per step that allocator restarts should take; infinite where the model runs out of memory."""
+    """Returns the expected seconds of allocator restarts in a step, infinite if the model runs out of memory."""
     step = planned.with_trace(trace).trace
     events = list(allocations(step, planned.schedule))
     if wanted_bytes(step, events, NO_HINTS, there) <= safe_bytes(step, NO_HINTS, memory_bytes):

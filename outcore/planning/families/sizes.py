@@ -58,7 +58,8 @@ class TimedAt:
 
 
 class Family:
-    """Steps that do the same work on other sizes: at least two recorded members. `timed`: steps timed apart."""
+    """Steps that do the same work on inputs of different sizes: at least two recorded members. `timed` are steps that
+    were timed without the recorder."""
 
     def __init__(self, members: Sequence[Member], timed: Sequence[TimedAt] = ()) -> None:
         assert len(members) > 1
@@ -66,22 +67,22 @@ class Family:
         self.members = tuple(sorted(members, key=lambda member: (math.prod(member.sizes), member.sizes)))
         self._columns = tuple(zip(*(member.sizes for member in self.members), strict=True))
         varying = [column for column in self._columns if len(set(column)) > 1]
-        self._variables = tuple(dict.fromkeys(varying))  # each by its values at the members
+        self._variables = tuple(dict.fromkeys(varying))  # each variable is given by its values at the members
         self._points = tuple(zip(*self._variables, strict=True)) if self._variables else ((),) * len(self.members)
         self._forms: dict[tuple[int, ...], Form] = {}
 
     def admits(self, member: Member) -> str:
-        """Why a recorded step is no member of this family; an empty string if it is one."""
+        """Returns why a recorded step is not a member of this family, or an empty string if it is."""
         if len(member.sizes) != len(self._columns):
             return f"its inputs have {len(member.sizes)} dimensions, not {len(self._columns)}"
         return difference(self.members[0].trace, member.trace)
 
     def knows(self, sizes: Sizes) -> bool:
-        """Whether only dimensions differ that differ among the members, in the same way."""
+        """Whether these sizes vary only in dimensions that vary among the members, and in the same way."""
         return self._point(sizes) is not None
 
     def at(self, sizes: Sizes) -> Trace:
-        """The trace of a step with inputs of these sizes, as it would be recorded."""
+        """Returns the trace of a step with inputs of these sizes, as it would be recorded."""
         for member in self.members:
             if member.sizes == sizes:
                 return member.trace
@@ -108,7 +109,7 @@ class Family:
     # -- sizes --------------------------------------------------------------------------------------------------------
 
     def _point(self, sizes: Sizes) -> Sizes | None:
-        """The variables' values; None where a constant differs or two dimensions of one variable do."""
+        """Returns the values of the variables, or None if a constant dimension differs or two dimensions disagree."""
         if len(sizes) != len(self._columns):
             return None
         found: dict[tuple[int, ...], int] = {}
@@ -121,7 +122,8 @@ class Family:
         return tuple(found[column] for column in self._variables)
 
     def _nearest(self, sizes: Sizes) -> Trace:
-        """The smallest member that is at least as large, whose lifetimes are the most reliable; else the largest."""
+        """Returns the smallest member that is at least as large, whose lifetimes are the most reliable, else the
+        largest."""
         work = math.prod(sizes)
         larger = [member for member in self.members if math.prod(member.sizes) >= work]
         return (larger[0] if larger else self.members[-1]).trace
@@ -129,7 +131,7 @@ class Family:
     # -- numbers ------------------------------------------------------------------------------------------------------
 
     def _number(self, recorded: tuple[int, ...], grain: int, point: Sizes) -> int:
-        """What a recorded number is at another point. With a grain it was rounded up to a multiple of that."""
+        """Returns a recorded number at another point. It is a multiple of `grain`, to which it was rounded up."""
         if len(set(recorded)) == 1:
             return recorded[0]
         return self._form(recorded, grain)(point)
@@ -159,7 +161,7 @@ class Family:
 
     @property
     def _grain(self) -> int:
-        """Bytes of storages are multiples of it."""
+        """The unit to which the bytes of storages are rounded up."""
         return 1 if self.members[0].trace.device == "cpu" else ALLOCATOR.round_bytes
 
     def _storages(self, nearest: Trace, point: Sizes) -> tuple[Storage, ...]:
@@ -177,7 +179,7 @@ class Family:
 
     @cached_property
     def _agreed(self) -> tuple[_Agreed, ...]:
-        """What all members say of each op."""
+        """Returns what is common to all members, for each op."""
         return tuple(
             _Agreed(
                 norm_replay=all(op.norm_replay for op in group),
@@ -207,7 +209,8 @@ class Family:
 
     @cached_property
     def _costs(self) -> tuple[Floats, Floats]:
-        """Per op the coefficients of a constant, of its moved bytes and of their square, and the scale of the bytes."""
+        """Returns, for each op, the coefficients of a constant, of its moved bytes and of their square, and the scale
+        of the bytes."""
         traces = [member.trace for member in self.members]
         steps = [(_moved_bytes(trace, trace.storages), [op.seconds for op in trace.ops]) for trace in traces]
         timed = [(self._moved_bytes_at(step.sizes), list(step.seconds)) for step in self.timed]
@@ -234,7 +237,7 @@ class Family:
 
 @dataclass(frozen=True)
 class _Agreed:
-    """What all members of a family say of one op."""
+    """What is common to all members of a family, for one op."""
 
     norm_replay: bool
     is_fused: bool  # with the same ops
@@ -260,7 +263,7 @@ def _moved_bytes(trace: Trace, storages: Sequence[Storage]) -> Floats:
 
 
 def _without_first_calls(work: Floats, seconds: Floats, squared: npt.NDArray[np.bool_]) -> Floats:
-    """An op takes no longer than at another size, times the work where it has more: whatever was longer also loaded a
+    """Limits the seconds of an op to its seconds at any other size, scaled by the work. What was longer also loaded a
     library, compiled a kernel or waited for memory."""
     power = np.where(squared, 2.0, 1.0)[:, None, None]
     ratio = work[:, :, None] / np.maximum(work[:, None, :], 1e-12)  # op, member, another
@@ -270,8 +273,8 @@ def _without_first_calls(work: Floats, seconds: Floats, squared: npt.NDArray[np.
 
 
 def _explain(work: Floats, seconds: Floats, squared: npt.NDArray[np.bool_]) -> Floats:
-    """Least squares with coefficients that are not negative, for all ops at once: every subset of the three terms is
-    solved, and the best one without a negative coefficient counts. Only ops that are `squared` have the third term."""
+    """Solves least squares with non-negative coefficients, for all ops at once. Every subset of the three terms is
+    solved, and the best one without a negative coefficient is used. Only ops that are `squared` have the third term."""
     num_ops, num_members = work.shape
     terms = np.stack([np.ones_like(work), work, work**2], axis=2)  # op, member, term
     best, best_error = np.zeros((num_ops, _NUM_TERMS)), np.full(num_ops, np.inf)
@@ -292,7 +295,7 @@ def _explain(work: Floats, seconds: Floats, squared: npt.NDArray[np.bool_]) -> F
 
 
 def _form_of(recorded: Sequence[int], points: Sequence[Sizes], grain: int) -> Form:
-    """The simplest form that gives every recorded number, or a line through the nearest members."""
+    """Returns the simplest form that gives every recorded number, or a line through the nearest members."""
     for form in _products(len(points[0])):
         factor = _factor_of(form, recorded, points, grain)
         if factor is not None:
@@ -313,7 +316,7 @@ def _volume(sides: Sequence[Form]) -> Form:
 
 
 def _factor_of(form: Form, recorded: Sequence[int], points: Sequence[Sizes], grain: int) -> int | None:
-    """The whole number that makes `form` give every recorded number; the largest, where rounding leaves a choice."""
+    """Returns the integer factor with which `form` gives every recorded number, the largest if there are several."""
     values = [form(point) for point in points]
     at = max(range(len(values)), key=values.__getitem__)
     if values[at] <= 0:
@@ -331,7 +334,7 @@ def _round_up(number: int, grain: int) -> int:
 
 
 def _line(recorded: Sequence[int], points: Sequence[Sizes], grain: int) -> Form:
-    """Along the product of all variables, through the two members that lie nearest to a point."""
+    """Returns a form that interpolates along the product of all variables, between the two nearest members."""
     known = sorted({math.prod(point): number for point, number in zip(points, recorded, strict=True)}.items())
 
     def form(point: Sizes) -> int:
@@ -348,7 +351,8 @@ def _line(recorded: Sequence[int], points: Sequence[Sizes], grain: int) -> Form:
 
 @lru_cache(maxsize=FAMILIES.num_forms_kept)
 def _products(num_variables: int) -> tuple[Form, ...]:
-    """Products of the variables, simple ones first: powers, then neighbours, then strided sizes."""
+    """Returns products of the variables, the simple ones first: powers, then powers with one factor shifted by one,
+    then strided sizes."""
     powers = itertools.product(range(FAMILIES.largest_power + 1), repeat=num_variables)
     kept = sorted(
         (power for power in powers if 0 < sum(power) <= FAMILIES.largest_degree), key=lambda power: (sum(power), power)
@@ -365,7 +369,7 @@ def _shifted(powers: Sequence[Sizes]) -> Iterator[Form]:
 
 
 def _shifted_product(power: Sizes, at: int, shift: int) -> Form:
-    """One factor of one variable is its neighbour: a sequence without its last token, or with one more."""
+    """Returns a product in which one factor is shifted by one: a sequence without its last token, or with one more."""
     whole = _product(tuple(exponent - (index == at) for index, exponent in enumerate(power)), _as_it_is)
     return lambda point: whole(point) * (point[at] + shift)
 

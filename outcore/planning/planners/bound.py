@@ -1,12 +1,12 @@
-"""Trace + Machine + Budget -> seconds no plan can beat.
+"""Trace + Machine + Budget -> a step time that no plan can beat.
 
-Look at one slot. Everything evictable that the program has let go and autograd has not yet asked for must be kept,
-copied out by then, or remade later. Room for keeping is the budget less what every plan holds there. Copies out are
-bounded by the lane's rate times the clock. The rest costs seconds: of remaking (at least its share of the ops it
-reruns, cheapest bytes first), or of waiting for the lane. The dearest slot is the bound.
+Consider one slot. Every evictable value that the program has released and autograd has not unpacked yet must be kept,
+swapped out by then, or recomputed later. The memory for keeping is the budget less what every plan holds in this slot.
+The bytes swapped out are at most the lane's rate times the clock. The rest costs seconds: those of recomputing it, the
+cheapest bytes first, or of waiting for the lane. The slot with the highest cost gives the bound.
 
-An op's seconds are shared among the values whose remaking needs it, so that any set of values costs at least the sum
-of their shares; sharing evenly per byte, op after op, makes the bound tight where segments overlap.
+The seconds of an op are shared among the values whose recomputation needs it, so that any set of values costs at least
+the sum of their shares. Sharing evenly per byte makes the bound tight where values need the same ops.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROUNDING = 1 - 1e-9  # the simulator adds the same seconds in another order, so 
 
 
 def bound_step_s(trace_index: TraceIndex, machine: Machine, budget: Budget) -> float:
-    """A lower bound on the step time of every plan for this budget."""
+    """Returns a lower bound on the step time of every plan for this budget."""
     op_s = trace_index.total_s / machine.speed
     if not trace_index.evictable:
         return op_s * ROUNDING
@@ -46,7 +46,7 @@ def bound_step_s(trace_index: TraceIndex, machine: Machine, budget: Budget) -> f
 
 
 def _over_bytes(trace_index: TraceIndex, budget: Budget) -> Int64s:
-    """Per slot, how far keeping everything evictable would go over the budget; ticks are left out (0)."""
+    """Returns, for each slot of an op, by how many bytes keeping everything would exceed the budget; 0 at ticks."""
     swapped: Decisions = dict.fromkeys(trace_index.evictable, "swap")
     change = np.zeros(trace_index.trace.num_slots + 1, dtype=np.int64)
     for value, (first, end) in trace_index.spans.items():
@@ -54,7 +54,7 @@ def _over_bytes(trace_index: TraceIndex, budget: Budget) -> Int64s:
             change[first] += trace_index.value_bytes[value]
             change[end] -= trace_index.value_bytes[value]
     kept: Decisions = dict.fromkeys(trace_index.evictable, "keep")
-    # Two saved versions of one storage have two spans and one block: keeping all of them tells how much that really is.
+    # Two saved versions of one storage have two spans but one block. The memory with everything kept counts it once.
     held = np.minimum(
         lean_bytes(trace_index, budget, swapped) + np.cumsum(change)[:-1], lean_bytes(trace_index, budget, kept)
     )
@@ -64,7 +64,7 @@ def _over_bytes(trace_index: TraceIndex, budget: Budget) -> Int64s:
 
 
 def _slot_clock(trace_index: TraceIndex) -> NDArray[np.float64]:
-    """Op seconds before each slot."""
+    """Returns the seconds of all ops before each slot."""
     seconds = np.zeros(trace_index.trace.num_slots + 1)
     for op in trace_index.trace.ops:
         seconds[op.slot + 1] = op.seconds
@@ -79,7 +79,7 @@ def _fastest_out(machine: Machine, budget: Budget) -> float:
 
 
 def _shares(trace_index: TraceIndex) -> dict[int, float]:
-    """Value -> seconds of remaking it that nobody else is charged with."""
+    """Returns each value's share of the seconds of recomputing it."""
     segments = {value: ops for value, ops in segments_of(trace_index).items() if trace_index.unpacks[value]}
     users: dict[int, list[int]] = {}
     for value, ops in segments.items():
@@ -102,7 +102,7 @@ def _shares(trace_index: TraceIndex) -> dict[int, float]:
 
 
 def _level(trace_index: TraceIndex, values: list[int], share_s: dict[int, float], seconds: float) -> dict[int, float]:
-    """Give `seconds` to the values whose seconds per byte are lowest, until they are level."""
+    """Distributes `seconds` to the values with the fewest seconds per byte, until these are equal."""
     by_density = sorted(values, key=lambda value: share_s[value] / trace_index.value_bytes[value])
     num_bytes, held_s = 0, 0.0
     for at, value in enumerate(by_density):
@@ -112,7 +112,7 @@ def _level(trace_index: TraceIndex, values: list[int], share_s: dict[int, float]
         after = by_density[at + 1] if at + 1 < len(by_density) else None
         if after is None or level <= share_s[after] / trace_index.value_bytes[after]:
             break
-    return {one: level * trace_index.value_bytes[one] - share_s[one] for one in by_density[: at + 1]}
+    return {value: level * trace_index.value_bytes[value] - share_s[value] for value in by_density[: at + 1]}
 
 
 def _delay_at(
@@ -124,11 +124,11 @@ def _delay_at(
     clock_s: float,
     shares_s: dict[int, float],
 ) -> float:
-    """The least extra seconds with which this slot fits: remake the cheapest bytes, or wait for the lane."""
+    """Returns the least extra seconds with which this slot fits: recompute the cheapest bytes, or wait for the lane."""
     rate, stored_bytes = _fastest_out(machine, budget), budget.host_bytes + budget.disk_bytes
     remade = _remake_offers(trace_index, machine, slot, shares_s)
     first_unpack = min((ticks[0] for ticks in trace_index.unpacks.values() if ticks), default=0)
-    if slot < trace_index.tick_slots[first_unpack]:  # no rerun has run yet: only waiting gives the lane more time
+    if slot < trace_index.tick_slots[first_unpack]:  # no op has run again yet, so only waiting gives the lane more time
         copied_bytes = min(rate * clock_s, stored_bytes)
         wait = [(1 / rate, max(stored_bytes - copied_bytes, 0.0))] if rate > 0 else []
         return _cheapest(sorted(remade + wait), over_bytes - copied_bytes)
@@ -144,7 +144,7 @@ def _delay_at(
 def _remake_offers(
     trace_index: TraceIndex, machine: Machine, slot: int, shares_s: dict[int, float]
 ) -> list[tuple[float, float]]:
-    """(seconds per byte, bytes) of what may be remade instead of being there in this slot, cheapest first."""
+    """Returns (seconds per byte, bytes) of the values that need not exist in this slot, the cheapest first."""
     offers = []
     for value, (first, end) in trace_index.spans.items():
         if first <= slot < end and trace_index.recomputable[value]:
@@ -154,7 +154,7 @@ def _remake_offers(
 
 
 def _cheapest(offers: list[tuple[float, float]], num_bytes: float) -> float:
-    """Seconds to get rid of `num_bytes` by the cheapest offers, in part where that is enough."""
+    """Returns the seconds to free `num_bytes` with the cheapest offers; the last one may be used in part."""
     seconds = 0.0
     for density, offered_bytes in offers:
         if num_bytes <= 0:

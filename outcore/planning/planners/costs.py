@@ -1,8 +1,9 @@
-"""TraceIndex -> what evicting each value costs: seconds to remake it, seconds to copy it.
+"""TraceIndex -> what evicting each value costs: the seconds to recompute it.
 
-Remaking a value reruns its producer and, through inputs that nobody saved, the producers of those; it stops at saved
-values, because each of them is obtained anyway. So an op runs again at most once, its seconds are shared by all values
-that need it, and the cost of a set of values is the seconds of the union of their segments.
+Recomputing a value runs its producer again and, for inputs that were not saved, their producers. It stops at saved
+values, because these are available anyway. The ops that run form the value's *segment*. Each op runs again at most
+once, so its seconds are shared by all values that need it, and a set of values costs the seconds of the union of their
+segments.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from outcore.planning.trace_index import TraceIndex
 
 
 def segments_of(trace_index: TraceIndex) -> dict[int, tuple[int, ...]]:
-    """Evictable value that can be recomputed -> the ops its rerun needs when every saved value is there: none where
-    nobody asks for it."""
+    """Returns the segment of each recomputable evictable value: the ops that run again if every saved value is
+    available. It is empty for a value that is never unpacked."""
     reads, producer, packs = trace_index.reads, trace_index.producer, trace_index.packs
     segments = {}
     for value in trace_index.evictable:
@@ -34,9 +35,10 @@ def segments_of(trace_index: TraceIndex) -> dict[int, tuple[int, ...]]:
 
 
 def remake_density(trace_index: TraceIndex, segments: dict[int, tuple[int, ...]]) -> dict[int, float]:
-    """Value -> seconds per byte to remake it, cheapest first, paying only for ops nobody before it pays for.
+    """Returns the seconds per byte of recomputing each value. Starting with the cheapest value, each one is charged
+    only for ops that no value before it was charged for.
 
-    Values that share ops are also offered together: alone, the first of them would have to pay for all.
+    Values that share ops are also considered as a group; otherwise the first of them would be charged for all ops.
     """
     ops, value_bytes = trace_index.trace.ops, trace_index.value_bytes
     paid: set[int] = set()
@@ -65,7 +67,7 @@ def remake_density(trace_index: TraceIndex, segments: dict[int, tuple[int, ...]]
 
 
 def _bundles(segments: dict[int, tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Every value alone, and all values that share an op together."""
+    """Returns each value alone, and each group of values that share an op."""
     sharing: dict[int, list[int]] = {}
     for value, segment in segments.items():
         for op in segment:

@@ -1,15 +1,16 @@
-"""TraceIndex + Machine + Budget -> decisions by a mixed-integer program: for judging the others, not for speed.
+"""TraceIndex + Machine + Budget -> decisions by a mixed-integer program, to judge other planners.
 
 Small steps (up to `EXACT.max_enumerated` combinations) are enumerated: every combination of decisions is lowered and
 simulated, and the fastest that fits is the answer. That is the definition of exact.
 
-Larger ones are modelled, as Checkmate (MLSys 2020) and POET (ICML 2022) do, and solved by HiGHS through SciPy. The
-model assumes perfect overlap: one re-execution per op, pulled in by inputs nobody saved; memory at every slot, with
-each value on the device while it is asked for; both copy lanes able to carry what is swapped before the turn and after
-it. What the model leaves out the simulator sees: where a segment held early does not fit, a cut asks for one value of
-it to be kept or swapped and the program is solved again; for copies in flight it is also solved with a reserve of
-memory, for about a minute in all. The hybrid's plan is the incumbent; the fastest that really fits is returned. So for
-large steps `exact` is the best of a model's optimum and the hybrid, and no proof: the proof is `bound`.
+Larger ones are modelled, as in Checkmate (MLSys 2020) and POET (ICML 2022), and solved by HiGHS through SciPy. The
+model assumes perfect overlap. An op runs again at most once, and also runs the producers of its unsaved inputs again.
+Memory is limited in every slot, with each value on the device while it is in use. Both lanes must be able to copy what
+is swapped. The simulator checks what the model leaves out. If a segment does not fit, a cut demands that one of its
+values is kept or swapped, and the program is solved again. It is also solved with a reserve of memory for copies in
+flight. All of this takes about a minute. The hybrid's plan is the first incumbent, and the fastest plan that fits is
+returned. So for large steps `exact` returns the better of the model's optimum and the hybrid's plan. It is no proof of
+optimality; `bound` is.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from outcore.values import Budget, Decision, Machine
 
 
 def exact(trace_index: TraceIndex, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
-    """Enumeration where that is possible, else the mixed-integer optimum of the model."""
+    """Enumerates all decisions if there are few, else returns the optimum of the model."""
     kept = keep_all(trace_index, machine, budget, progress)
     if int(lean_bytes(trace_index, budget, kept).max(initial=0)) <= budget.device_bytes:
         return kept
@@ -123,7 +124,8 @@ class Model:
         return rows
 
     def cut(self, decisions: Decisions) -> bool:
-        """Segments that do not fit when they are remade: one of each must not be. False: everything fits."""
+        """Adds a constraint for each segment that does not fit: one of its values must not be recomputed. Returns
+        whether there are any."""
         offer = offer_of(self.trace_index, self.budget, decisions)
         over_bytes = offer.slot_bytes - self.budget.device_bytes
         worst = segments_over(self.trace_index, offer, over_bytes)

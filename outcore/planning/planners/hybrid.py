@@ -97,9 +97,12 @@ def _ends(
 
 
 def priced(trace_index: TraceIndex, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
-    """The first offer of `Pricing` that fits, without local search: the step is a few percent slower than the hybrid
-    planner's, and planning is several times faster. It serves the step in which ops are timed. In little memory that
-    offer may make the same values again and again; checkpointing by blocks is the better one then."""
+    """Returns the first offer of `Pricing` that fits, without local search.
+
+    The step is a few percent slower than with the hybrid planner, and planning is several times faster. It serves the
+    step in which ops are timed. In very little memory the offer may recompute the same values many times; checkpointing
+    by blocks is used if it is faster then.
+    """
     if (kept := _kept_if_it_fits(trace_index, machine, budget, progress)) is not None:
         return kept
     pricing = Pricing(trace_index, machine, budget)
@@ -124,7 +127,8 @@ def _kept_if_it_fits(trace_index: TraceIndex, machine: Machine, budget: Budget, 
 def smallest_fit(
     trace_index: TraceIndex, machine: Machine, budget: Budget, high_bytes: int
 ) -> tuple[int, Decisions] | None:
-    """A device budget below `high_bytes` that the hybrid fits, and how: where host and disk cannot hold everything."""
+    """Returns a device budget below `high_bytes` that is enough, and decisions for it. Called if host and disk cannot
+    hold everything."""
     low_bytes = int(lean_bytes(trace_index, budget, dict.fromkeys(trace_index.evictable, "swap")).max(initial=0))
     best = None
     for _ in range(HYBRID.num_halvings):
@@ -148,8 +152,8 @@ def smallest_fit(
 def _offers(
     trace_index: TraceIndex, machine: Machine, budget: Budget, enough_s: float, progress: Progress
 ) -> list[Scored]:
-    """Different ones, those that fit before the others and the faster before the slower. The leanest is among them, but
-    where it is enough, too, an offer may be better."""
+    """Returns different offers, those that fit first and the faster before the slower. The leanest decisions are among
+    them, but are not examined for `enough_s`, since an offer may be better."""
     found = [score(trace_index, machine, budget, leanest(trace_index, machine, budget, progress))]
     pricing = Pricing(trace_index, machine, budget)
 
@@ -184,20 +188,21 @@ def _offers(
 
 
 def _with_blocks(trace_index: TraceIndex, machine: Machine, budget: Budget, offers: list[Scored]) -> list[Scored]:
-    """The offers, and checkpointing block by block where that fits and is faster than the best of them."""
+    """Returns the offers, and checkpointing by blocks if it fits and is faster than the best of them."""
     checkpointed = [score(trace_index, machine, budget, decisions) for decisions in block_offers(trace_index)]
     faster = [scored for scored in checkpointed if scored.fits and _merit(scored) < _merit(offers[0])]
     return sorted((*offers, *faster), key=_merit)
 
 
 def _merit(scored: Scored) -> tuple[bool, float]:
-    """The better, the less."""
+    """Returns a key that is smaller for better decisions."""
     return not scored.fits, scored.step_s
 
 
 def _keep_what_fits(trace_index: TraceIndex, machine: Machine, budget: Budget, best: Scored) -> Scored:
-    """A copy that is free in the simulator may not be on the machine: what memory has room for stays, if that is no
-    slower. The shortest stays first; room for copies in flight is left where they need it."""
+    """Keeps more values where memory is left, if the step does not become slower: a copy that is hidden in the
+    simulator may not be hidden on the machine. Values with the shortest spans come first. Some memory is left for
+    copies."""
     lean = lean_bytes(trace_index, budget, best.decisions)
     away = [value for value in trace_index.evictable if best.decisions[value] != "keep"]
     away.sort(key=lambda value: trace_index.spans[value][1] - trace_index.spans[value][0])
@@ -215,7 +220,7 @@ def _keep_what_fits(trace_index: TraceIndex, machine: Machine, budget: Budget, b
 
 
 class Walk:
-    """Flips, drawn with a fixed seed, while they make the simulated step faster."""
+    """Local search: accepts random flips, drawn with a fixed seed, that make the simulated step faster."""
 
     def __init__(
         self,
@@ -233,8 +238,8 @@ class Walk:
         self.flips = Flips(trace_index, budget)
 
     def improved(self, offers: list[Scored], known: list[Scored]) -> list[Scored]:
-        """Where walks from promising offers and from what is known end, each as far as it goes, and walks from near
-        the best of these; the best first."""
+        """Returns the results of walks, the best first. Walks start from promising offers and from known plans, and
+        then from near the best result so far."""
         num_values, fitting = len(self.trace_index.evictable), [scored for scored in offers if scored.fits]
         patience, ends = (
             max(HYBRID.first_patience, HYBRID.patience_per_value * num_values),
@@ -250,8 +255,9 @@ class Walk:
         return sorted(ends, key=_merit)
 
     def _raced(self, here: list[Scored], patience: int) -> list[Scored]:
-        """Some flips for each, and the better half goes on. The best offer often leads nowhere: of ResNet-50's for
-        11 GiB the fastest, at +54 %, ends at +20 %, and four at +70 % end at +12 to +13 %."""
+        """Tries some flips on each and continues with the better half. The best offer often does not lead to the best
+        plan: for ResNet-50 in 11 GiB the fastest offer (+54 %) ends at +20 %, and four offers at +70 % end at +12 to
+        +13 %."""
         here = here[: max(HYBRID.num_finalists, min(HYBRID.num_starts, self.num_flips // HYBRID.least_each))]
         while len(here) > HYBRID.num_finalists:
             most = self.num_flips // HYBRID.round_parts // len(here)
@@ -272,7 +278,7 @@ class Walk:
         return here
 
     def _kicked(self, here: Scored) -> Scored:
-        """Some flips further, if that many fit."""
+        """Takes some flips that fit, whatever they cost."""
         num_taken, until = 0, max(0, self.num_left - HYBRID.later_patience)
         while num_taken < HYBRID.num_kicks and self.num_left > until:
             tried = self._flipped(here)
@@ -301,7 +307,7 @@ class Flips:
         self.weights = list(itertools.accumulate(trace_index.value_bytes[value] for value in trace_index.evictable))
 
     def draw(self, scored: Scored) -> Decisions | None:
-        """One that memory may have room for."""
+        """Returns a flip that may fit into memory, or None."""
         if scored is not self._known:
             self._known, self._early = scored, self._read_early(scored)
         drawn = (self._draw(scored.decisions) for _ in range(HYBRID.max_draws))
@@ -315,7 +321,7 @@ class Flips:
         return {value for tick, value in passed if value in scored.decisions and unpacks[value][:1] > [tick]}
 
     def _draw(self, decisions: Mapping[int, Decision]) -> Decisions:
-        """Some values decided anew, or two of them each as the other was."""
+        """Returns new decisions for one to three values, or the exchanged decisions of two."""
         num = self.random.choices((1, 2, 3), HYBRID.num_values)[0]
         values = list(dict.fromkeys(self._pick() for _ in range(num)))
         changed = {value: self.random.choice(self._others(value, decisions[value])) for value in values}

@@ -22,7 +22,7 @@ from outcore.values import Budget, Machine
 
 
 def pooch(trace_index: TraceIndex, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
-    """Stage one: keep or swap. Stage two: swap or recompute."""
+    """Decides between keep and swap, then between swap and recompute."""
     best = score(trace_index, machine, budget, swap_all(trace_index, machine, budget, progress))
     best = _keep_critical(trace_index, machine, budget, best, progress)
     best = _keep_from_output(trace_index, machine, budget, best, progress)
@@ -32,7 +32,7 @@ def pooch(trace_index: TraceIndex, machine: Machine, budget: Budget, progress: P
 def _keep_critical(
     trace_index: TraceIndex, machine: Machine, budget: Budget, best: Scored, progress: Progress
 ) -> Scored:
-    """Every combination of the values whose swap-in stalls most."""
+    """Tries every combination of the values whose swap-ins stall longest."""
     stalls_s = best.clocked.in_stall_s
     critical = sorted(stalls_s, key=lambda value: stalls_s[value], reverse=True)[: PEERS.num_critical]
     start: Decisions = dict(best.decisions)
@@ -48,7 +48,7 @@ def _keep_critical(
 def _keep_from_output(
     trace_index: TraceIndex, machine: Machine, budget: Budget, best: Scored, progress: Progress
 ) -> Scored:
-    """Newest first, the values still swapped while some swap-out stalls; stop where memory is full."""
+    """Keeps swapped values, the newest first, while any swap-out stalls and memory lasts."""
     for value in reversed(trace_index.evictable):
         if not best.clocked.out_stall_s:
             break

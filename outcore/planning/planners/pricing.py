@@ -31,7 +31,7 @@ NEVER_S = 1e12  # later than any step ends; finite, so that differences of it ar
 
 @dataclass(frozen=True)
 class Early:
-    """A copy held before it is asked for, because the remaking of `goal` at tick `made` needed it."""
+    """A recomputed value that is held before it is unpacked, because recomputing `goal` at tick `made` needed it."""
 
     value: int
     goal: int
@@ -41,7 +41,7 @@ class Early:
 
 @dataclass(frozen=True)
 class Cures:
-    """Of segments that do not fit: values that are never made again, and values that are let go in between."""
+    """Remedies for segments that do not fit: values that are never recomputed, and values that are freed in between."""
 
     anchors: frozenset[int] = frozenset()
     remade: frozenset[int] = frozenset()
@@ -66,14 +66,18 @@ class Pricing:
         self.segments = segments_of(trace_index)
         self.density = remake_density(trace_index, self.segments)
         known = sorted({price for price in self.density.values() if price > 0}) or [1.0]
-        self.prices = [known[0] / 2, *known, known[-1] * 2]  # from nothing remade that costs, to everything
+        # from a price at which only free reruns happen to one at which everything is recomputed
+        self.prices = [known[0] / 2, *known, known[-1] * 2]
         self.lanes = LaneRoom(trace_index, machine, budget)
-        self._hint = 0  # where the price was that was found last
-        self.work = 0  # slots looked at so far
+        self._hint = 0  # the position of the last price that was found
+        self.work = 0  # slots examined so far
 
     def cheapest_fit(self, share: float, device_bytes: int, *, remakes: bool = False) -> Decisions | None:
-        """The lowest price at which the lean program fits, with the anchors its segments need, or, if it `remakes`,
-        with what they make early let go where that is enough; None: there is none."""
+        """Returns the decisions at the lowest price at which the lean program fits, or None.
+
+        Segments that do not fit get anchors. With `remakes`, values that they make early are freed instead, if that is
+        enough.
+        """
         cures = Cures()
         price_at = 0
         for _ in range(HYBRID.max_anchor_rounds):
@@ -108,8 +112,8 @@ class Pricing:
         return offer_of(self.trace_index, self.budget, self._decide(self.prices[price_at], share, cures), price_at)
 
     def _lowest_price(self, share: float, device_bytes: int, cures: Cures, start: int) -> Offer | None:
-        """Fits but for what could be cured. Prices below `start` were too low already: gallop up or down from
-        where the last one was found, then bisect."""
+        """Returns the offer at the lowest price that fits, not counting excess that can be remedied. Prices below
+        `start` are too low. The search starts where the last one ended, doubles its stride, and then bisects."""
         low, high, stride = start, max(start, self._hint), 1
         best = self._offer(high, share, cures)
         if self._fits_but_for_segments(best, device_bytes):
@@ -148,7 +152,7 @@ class Pricing:
         return int(level.max(initial=0)) <= device_bytes
 
     def _remade_for(self, offer: Offer, over_bytes: Int64s) -> frozenset[int]:
-        """For every segment that does not fit, what it makes early, the largest first, until that is enough."""
+        """Returns values to free early for each segment that does not fit, the largest first, until that is enough."""
         slots, remade = self.trace_index.tick_slots, set[int]()
         for tick, (over, slot) in segments_over(self.trace_index, offer, over_bytes).items():
             early = [copy.value for copy in offer.early if copy.made == tick and slots[copy.asked] > slot]
@@ -159,7 +163,7 @@ class Pricing:
         return frozenset(remade)
 
     def _anchors_for(self, offer: Offer, over_bytes: Int64s) -> frozenset[int]:
-        """For every segment that does not fit, the value whose keeping costs least and makes enough of it late."""
+        """Returns an anchor for each segment that does not fit: the cheapest value to keep that delays enough of it."""
         worst = segments_over(self.trace_index, offer, over_bytes)
         return frozenset(self._anchor(offer, tick, slot, over) for tick, (over, slot) in worst.items())
 
@@ -187,7 +191,7 @@ def offer_of(trace_index: TraceIndex, budget: Budget, decisions: Decisions, pric
 
 
 def segments_over(trace_index: TraceIndex, offer: Offer, over_bytes: Int64s) -> dict[int, tuple[int, int]]:
-    """Tick of a segment that does not fit -> (bytes it is over, in which slot)."""
+    """Returns (excess bytes, slot) for the tick of each segment that does not fit."""
     worst: dict[int, tuple[int, int]] = {}
     slots = np.array(trace_index.tick_slots)
     for slot in _tops(over_bytes):
@@ -198,7 +202,7 @@ def segments_over(trace_index: TraceIndex, offer: Offer, over_bytes: Int64s) -> 
 
 
 def _segment_at(trace_index: TraceIndex, offer: Offer, slot: int, slots: NDArray[np.int64]) -> int | None:
-    """The tick whose reruns hold most at this slot."""
+    """Returns the tick whose reruns hold the most memory in this slot."""
     held: dict[int, int] = {}
     for copy in offer.early:
         if slots[copy.made] <= slot < slots[copy.asked]:
@@ -211,14 +215,14 @@ def _segment_at(trace_index: TraceIndex, offer: Offer, slot: int, slots: NDArray
 
 
 def _tops(over_bytes: Int64s) -> list[int]:
-    """The highest slot of every stretch of slots that are over."""
+    """Returns the highest slot of every run of slots that exceed the budget."""
     inside = np.concatenate(([False], over_bytes > 0, [False]))
     edges = np.flatnonzero(inside[1:] != inside[:-1])
     return [int(first + over_bytes[first:end].argmax()) for first, end in zip(edges[::2], edges[1::2])]
 
 
 def early_copies(trace_index: TraceIndex, decisions: Decisions, unrolled: Unrolled) -> list[Early]:
-    """What segments hold ahead of its own need, in the order it is made."""
+    """Returns the values that segments hold before their own unpack, in the order in which they are made."""
     copies: list[Early] = []
     ticks = trace_index.trace.ticks
     for tick in sorted(unrolled.steps):
@@ -232,10 +236,10 @@ def early_copies(trace_index: TraceIndex, decisions: Decisions, unrolled: Unroll
 
 
 class LaneRoom:
-    """Which sets of values both copy lanes can carry in time, and host and disk can hold.
+    """Decides which values can be swapped: both lanes must copy them in time, and host and disk must hold them.
 
-    Going out, everything packed after some moment must be copied between then and the turn, when the step next asks
-    for something back; coming in, everything needed before some moment must be copied between the turn and then.
+    Everything that is packed after a moment must be copied out before the next unpack, which is called the turn.
+    Everything that is needed before a moment must be copied in between the turn and that moment.
     """
 
     def __init__(self, trace_index: TraceIndex, machine: Machine, budget: Budget) -> None:
@@ -260,7 +264,7 @@ class LaneRoom:
         self.in_room = np.array([needed_s[at] - turn_s[at] for at in by_need])
 
     def admit(self, worth: Mapping[int, float], share: float) -> set[int]:
-        """Values by falling worth per byte, while both lanes keep up; of equal worth, the first packed first."""
+        """Returns the values to swap: by decreasing worth per byte, in order of packs, while both lanes keep up."""
         stored_bytes = self.budget.host_bytes + self.budget.disk_bytes
         scale = min(share, HYBRID.most_lane_times)
         out_room, in_room = self.out_room * scale, self.in_room * scale

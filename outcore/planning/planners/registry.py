@@ -1,6 +1,7 @@
-"""Trace + Machine + Budget -> Plan: the front door of planning.
+"""Trace + Machine + Budget -> Plan: the entry to planning.
 
-`plan` runs one planner, lowers and simulates what it decided, and refuses what does not fit with a number that does.
+`plan` runs one planner, lowers and simulates its decisions, and raises BudgetTooSmall, with a budget that is enough, if
+they do not fit.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ PLANNERS: dict[str, Planner] = {
     "hybrid": hybrid,
     "exact": exact,
 }
-AS_IT_IS = ("keep-all", "swap-all", "swap")  # nothing is run again and no ops are merged
-PURE = ("keep-all", "swap-all", "recompute-all")  # what they decide does not depend on the device budget
+AS_IT_IS = ("keep-all", "swap-all", "swap")  # planners that run nothing again and merge no ops
+PURE = ("keep-all", "swap-all", "recompute-all")  # planners whose decisions do not depend on the device budget
 
 
 def plan(
@@ -43,8 +44,10 @@ def plan(
     *,
     brief: bool = False,
 ) -> Plan:
-    """Keep, swap or recompute each saved value so that the step fits `budget`. Raises BudgetTooSmall. `brief`: the
-    default planner searches no longer than to tell about what the step will take, as for a curve of many.
+    """Decides for each saved value whether to keep, swap or recompute it, so that the step fits into `budget`.
+
+    Raises BudgetTooSmall if there is no such plan. With `brief`, the default planner searches only until the step time
+    is roughly known, for example to draw a curve over many budgets.
 
     ```python
     import outcore
@@ -71,8 +74,8 @@ def plans(
     starts: Sequence[Plan] = (),
     brief: bool = False,
 ) -> list[Plan]:
-    """`plan`, and behind it others that are nearly as fast, where the planner found some; `most` in all. `starts`:
-    plans for about as much memory, from which the default planner's search may begin."""
+    """Returns what `plan` returns, followed by other plans that are nearly as fast, if the planner found any; `most` in
+    all. `starts` are plans for a similar budget, from which the default planner's search may start."""
     if planner not in PLANNERS:
         raise OutcoreError(f"there is no planner {planner!r}; choose one of {', '.join(PLANNERS)}")
     tell = progress or _say_nothing
@@ -119,7 +122,7 @@ def _say_nothing(what: str, part: float) -> None:
 def _too_small(
     trace_index: TraceIndex, machine: Machine, budget: Budget, decisions: Decisions, planner: str
 ) -> BudgetTooSmall:
-    """With the lean peak of these decisions, or a lower one that a planner which searches would find."""
+    """Returns the error, with the least memory that these decisions need, or less if a search finds a better plan."""
     searches = planner in ("priced", "hybrid", "exact")
     slot_bytes = lean_bytes(trace_index, budget, decisions)
     needed_bytes = int(slot_bytes.max(initial=trace_index.trace.before_bytes))

@@ -1,4 +1,4 @@
-"""Decisions -> Scored: lowered and simulated, the judge of every planner.
+"""Decisions -> Scored: the step time and memory by which all planners compare decisions.
 
 A planner is a plain function from (TraceIndex, Machine, Budget, Progress) to decisions, one per evictable value.
 """
@@ -22,7 +22,7 @@ Planner = Callable[[TraceIndex, Machine, Budget, Progress], Decisions]
 
 @dataclass(frozen=True)
 class Scored:
-    """Decisions with what lowering and simulating them gave."""
+    """Decisions, and the result of lowering and simulating them."""
 
     decisions: Mapping[int, Decision]
     steps: list[Step]
@@ -46,7 +46,7 @@ def score(
     decisions: Mapping[int, Decision],
     lean: Lean | None = None,
 ) -> Scored:
-    """Lower and simulate: the judge of every planner."""
+    """Lowers and simulates decisions."""
     decisions = trace_index.binding(decisions)
     lean = lean or lean_of(trace_index, decisions, budget)
     steps = lower_steps(trace_index, decisions, machine, budget, lean)
@@ -62,8 +62,8 @@ def score_if_it_can_fit(
     decisions: Mapping[int, Decision],
     below_s: float = math.inf,
 ) -> Scored | None:
-    """None where not even the leanest program of these decisions fits, or takes `below_s` without any wait: both are
-    known sooner."""
+    """Returns what `score` returns, or None if even the leanest program of these decisions does not fit or takes
+    `below_s` without any stalls. Both are known without a simulation."""
     decisions = trace_index.binding(decisions)
     unrolled = unroll(trace_index, decisions)
     if (trace_index.total_s + unrolled.rerun_s(trace_index)) / machine.speed >= below_s:
@@ -73,13 +73,13 @@ def score_if_it_can_fit(
 
 
 def lean_bytes(trace_index: TraceIndex, budget: Budget, decisions: Mapping[int, Decision]) -> Int64s:
-    """Device bytes per slot of the leanest program these decisions have."""
+    """Returns the device bytes per slot of the leanest program for these decisions."""
     return lean_of(trace_index, decisions, budget).slot_bytes
 
 
 def stored_fits(trace_index: TraceIndex, budget: Budget, decisions: Mapping[int, Decision]) -> bool:
-    """What is swapped fits into host and disk. What must be swapped anyway is no reason to refuse a plan: where there
-    is no room for it, it stays, and the runtime says so."""
+    """Whether swapped values fit into host and disk. Values that are always swapped do not count: if there is no space
+    for them, they stay on the device and the runtime warns."""
     tiers = tiers_of(trace_index, decisions, budget)
     on_disk = [value for value, tier in tiers.items() if tier == "disk" and value not in trace_index.always_swapped]
     return sum(trace_index.value_bytes[value] for value in on_disk) <= budget.disk_bytes

@@ -1,7 +1,6 @@
-"""TraceIndex + Budget -> decisions that do one thing only, and the leanest there is.
+"""TraceIndex + Budget -> decisions that do one thing only, and the decisions that need the least memory.
 
-Their value is as the ends of the scale: what fits without any of it, what each means alone, and what is the least
-memory the step can run in.
+They mark the ends of the scale: what fits without any of it, what each does alone, and the least memory for a step.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from outcore.values import Budget, Machine
 
 
 def keep_all(trace_index: TraceIndex, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
-    """Nothing is evicted."""
+    """Keeps everything."""
     return dict.fromkeys(trace_index.evictable, "keep")
 
 
 def swap_all(trace_index: TraceIndex, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
-    """Everything is swapped, oldest first; what neither host nor disk can hold is kept."""
+    """Swaps everything, the oldest first. Values that neither host nor disk can hold are kept."""
     decisions: Decisions = keep_all(trace_index, machine, budget, progress)
     host_bytes, disk_bytes = budget.host_bytes, budget.disk_bytes
     for value in trace_index.evictable:
@@ -34,15 +33,15 @@ def swap_all(trace_index: TraceIndex, machine: Machine, budget: Budget, progress
 
 
 def recompute_all(trace_index: TraceIndex, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
-    """Everything that can be recomputed is, and what outlives the step swapped; the rest is kept."""
+    """Recomputes everything that can be recomputed, swaps values that outlive the step, and keeps the rest."""
     swapped = swap_all(trace_index, machine, budget, progress)
     rest = {value: swapped[value] if value in trace_index.left_behind else "keep" for value in trace_index.evictable}
     return {value: "recompute" if trace_index.recomputable[value] else decision for value, decision in rest.items()}
 
 
 def leanest(trace_index: TraceIndex, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
-    """The decisions with the least memory we know: mostly everything swapped, waited for at once. Where host and disk
-    cannot hold it, everything remade, in steps that are not too deep: that reruns ops as often as there are values."""
+    """Returns the decisions that need the least memory: usually everything is swapped. If host and disk cannot hold it,
+    values are remade at each use, in steps that are small enough: ops may run as often as there are values."""
     swapped = swap_all(trace_index, machine, budget, progress)
     again = recompute_all(trace_index, machine, budget, progress)
     choices = [swapped, again, keep_all(trace_index, machine, budget, progress)]

@@ -16,7 +16,8 @@ from outcore.values import Budget, Machine
 
 
 def swap(trace_index: TraceIndex, machine: Machine, budget: Budget, progress: Progress) -> Decisions:
-    """All swapped, then kept where the model says a swap is not hidden, the dearest first, while it fits."""
+    """Starts with everything swapped, and keeps values whose copies are not hidden, the most expensive first, while
+    they fit."""
     best = score(trace_index, machine, budget, swap_all(trace_index, machine, budget, progress))
     num_taken = max(len(trace_index.evictable) // PEERS.swap_part, 1)
     for at in range(PEERS.swap_rounds):
@@ -33,7 +34,7 @@ def swap(trace_index: TraceIndex, machine: Machine, budget: Budget, progress: Pr
 
 
 def _keep_dearest(trace_index: TraceIndex, budget: Budget, scored: Scored, num_taken: int) -> Decisions:
-    """Up to `num_taken` more values kept, by falling stall, each only if everything still fits."""
+    """Keeps up to `num_taken` more values, those with the longest stalls first, each only if everything still fits."""
     stalls_s = {
         value: scored.clocked.out_stall_s.get(value, 0.0) + scored.clocked.in_stall_s.get(value, 0.0)
         for value, decision in scored.decisions.items()

@@ -1,7 +1,7 @@
 """Copies -> the seconds at which they end: the two copy lanes.
 
-Each direction is first in, first out. While both run, each keeps the machine's `duplex_share` of its rate: a fluid
-model, advanced from event to event. With a share of one the lanes do not feel each other.
+Copies of one direction run in the order in which they are issued. While both lanes run, each keeps the machine's
+`duplex_share` of its rate. The model advances from event to event. With a share of one the lanes are independent.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ OUT, IN = 0, 1
 
 
 class Lanes:
-    """Issue copies in order of time; ask when one ends. Time never runs backwards."""
+    """Simulates both lanes. Copies are issued in order of time; `finish` returns when one ends."""
 
     def __init__(self, duplex_share: float) -> None:
         self._share = min(max(duplex_share, LOWERING.least_duplex_share), 1.0)
@@ -29,20 +29,21 @@ class Lanes:
         self._queues[lane].append([key, ready_s, work_s])
 
     def advance(self, until_s: float) -> None:
-        """Run both lanes up to `until_s`."""
+        """Runs both lanes up to `until_s`."""
         while self._now_s < until_s:
             if not self._step(until_s):
                 self._now_s = until_s
 
     def finish(self, lane: int, key: int) -> float:
-        """Run both lanes until the copy has ended; the second at which it did."""
+        """Runs both lanes until the copy has ended, and returns the time at which it ended."""
         while key not in self.end_s[lane]:
             if not self._step(float("inf")):
                 raise KeyError(key)
         return self.end_s[lane][key]
 
     def _step(self, until_s: float) -> bool:
-        """One event: something becomes ready, ends, or `until_s` is reached. False: the lanes are empty."""
+        """Advances to the next event: a copy becomes ready or ends, or `until_s` is reached. Returns False if both
+        lanes are empty."""
         now_s, heads = self._now_s, [queue[0] if queue else None for queue in self._queues]
         active = [head is not None and head[1] <= now_s for head in heads]
         rate = self._share if all(active) else 1.0

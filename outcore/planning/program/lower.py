@@ -1,14 +1,14 @@
 """Trace + Plan + Machine -> Schedule.
 
-`unroll` gives the lean program. One sweep over the ticks, with the simulated clock running along, then gives copies
-time to hide:
+`unroll` makes the lean program. One pass over the ticks, with a simulated clock, then gives copies time to overlap with
+compute:
 
-- A swapped-out storage is freed at the first tick at which its copy has ended; earlier, with a stall, where the bytes
-  up to the next tick would not fit otherwise.
-- A swap-in starts as late as the copy lane allows for being there in time (planned backwards from the last need, with
-  some slack), in order of need, and later still where some slot up to its need has no room for it.
+- A swapped-out storage is freed at the first tick at which its copy has ended, or earlier, with a stall, if memory up
+  to the next tick would not be enough otherwise.
+- A swap-in starts as late as the lane allows (computed backwards from the last need, with some slack), in order of
+  need. It starts later if a slot before its need has no space for it.
 
-The lean program is the floor: where even that does not fit, the schedule goes over the budget by no more than it does.
+The schedule never needs more memory than the budget, unless the lean program does; then it needs no more than that.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from outcore.values import Action, Budget, Decision, Machine, Plan, Schedule, Tr
 
 
 def lower(trace: Trace, plan: Plan, machine: Machine) -> Schedule:
-    """The plan as a program for this machine. `trace` is the step as planned, see `outcore.planning.preparing`."""
+    """Returns the program for this machine. `trace` is the step as planned, see `outcore.planning.preparing`."""
     if plan.fingerprint != trace.fingerprint:
         raise PlanMismatch(
             f"this plan was made for step {plan.fingerprint}, this step is {trace.fingerprint}; plan this step"
@@ -64,8 +64,8 @@ def lower_steps(
 
 @dataclass(frozen=True)
 class Lean:
-    """The leanest program of some decisions: every swap-out waited for where it is packed, every swap-in where it is
-    needed."""
+    """The program that needs the least memory: every copy is waited for at once, swap-outs where the value is packed
+    and swap-ins where it is needed."""
 
     unrolled: Unrolled
     tiers: Mapping[int, str]
@@ -88,7 +88,8 @@ def lean_of(
 
 
 def tiers_of(trace_index: TraceIndex, decisions: Mapping[int, str], budget: Budget) -> dict[int, str]:
-    """Swapped value -> tier: the host while its budget lasts, then the disk. Beyond both it is still called disk."""
+    """Returns the tier of each swapped value: the host while its budget lasts, then the disk, also beyond its
+    budget."""
     tiers, host_bytes = {}, budget.host_bytes
     for value in trace_index.evictable:
         if decisions.get(value) == "swap":
@@ -126,22 +127,22 @@ def _release(tick: int, value: int) -> list[Step]:
 
 @dataclass
 class _Flight:
-    """A swap-out under way: its device storage is still held."""
+    """A swap-out that has started, whose device storage is still held."""
 
     value: int
     num_bytes: int
-    dies: int  # the last slot in which something else holds the storage anyway
+    dies: int  # the last slot in which something else holds the storage
 
 
 class _Flights:
-    """The swap-outs under way, the oldest first."""
+    """The swap-outs that have started, the oldest first."""
 
     def __init__(self) -> None:
         self.queue: deque[_Flight] = deque()
         self.values: set[int] = set()
         self.num_bytes = 0
-        self.shared: list[_Flight] = []  # those whose storage something else still held at the tick before
-        self.alone_bytes = 0  # of those that only we hold
+        self.shared: list[_Flight] = []  # those whose storage something else still held at the previous tick
+        self.alone_bytes = 0  # bytes of those that nothing else holds
 
     def add(self, flight: _Flight) -> None:
         self.queue.append(flight)
@@ -160,22 +161,22 @@ class _Flights:
         return flight
 
     def note_deaths(self, slot: int) -> None:
-        """Notes whose storage nothing else holds any more in this slot."""
+        """Notes which storages nothing else holds from this slot on."""
         for flight in [flight for flight in self.shared if flight.dies < slot]:
             self.shared.remove(flight)
             self.alone_bytes += flight.num_bytes
 
 
 class _Space:
-    """Bytes of the device per slot and tick: the lean program's, and those of swap-ins that begin before their need."""
+    """Device bytes per slot and tick: those of the lean program, and those of swap-ins that start before their need."""
 
     def __init__(self, trace_index: TraceIndex, lean: Lean) -> None:
         self._trace_index = trace_index
         self._slot_bytes, self._before_in = lean.slot_bytes.copy(), lean.before_in
         starts = np.array(trace_index.tick_slots, dtype=np.int64)
         self._range_bytes: Int64s = np.maximum.reduceat(self._slot_bytes, starts)  # from a tick up to the next one
-        self._ahead_bytes: Int64s = np.zeros(len(starts), dtype=np.int64)  # swap-ins started before their need
-        self._early_bytes: dict[int, int] = {}  # tick -> those needed in it that are there before
+        self._ahead_bytes: Int64s = np.zeros(len(starts), dtype=np.int64)  # swap-ins that started before their need
+        self._early_bytes: dict[int, int] = {}  # tick -> bytes of swap-ins that are needed in it and started earlier
 
     def until_next(self, tick: int, flights: _Flights, budget_bytes: int) -> int:
         """The highest memory from this tick up to the next, with what is in flight. It is not looked at closely where
@@ -193,8 +194,7 @@ class _Space:
         return int(level.max())
 
     def with_copy(self, tick: int, need: int, value: int) -> int:
-        """The highest memory with a copy that is there from one tick on, and not only when it is needed: before that in
-        its tick, too."""
+        """Returns the highest memory if a copy exists from one tick on and not only when it is needed."""
         taken = self._range_bytes[tick:need] + self._ahead_bytes[tick:need]
         most_bytes = int(taken.max(initial=0))
         if tick < need:
@@ -203,7 +203,7 @@ class _Space:
         return most_bytes + self._trace_index.value_bytes[value]
 
     def take(self, tick: int, need: int, value: int) -> None:
-        """A copy of `value` is there from one tick on, for its need in a later one."""
+        """Adds a copy of `value` that exists from one tick on, for its need in a later one."""
         num_bytes = self._trace_index.value_bytes[value]
         self._ahead_bytes[tick:need] += num_bytes
         if tick < need:
@@ -215,7 +215,7 @@ class _Space:
 
 
 class _Sweep:
-    """Walks the ticks once, deciding where copies are waited for and where swap-ins start."""
+    """Visits the ticks once, and decides where copies are waited for and where swap-ins start."""
 
     def __init__(
         self,
@@ -252,7 +252,7 @@ class _Sweep:
                 self._perform(step)
             if self.queue and self.queue[0][0] <= tick:
                 self._begin_swap_ins(tick)
-        while flights.queue:  # nobody asks for these again
+        while flights.queue:  # values that are not needed again
             self._release(len(self.trace_index.tick_slots) - 1)
         return self.steps
 
@@ -276,7 +276,7 @@ class _Sweep:
             self._release(tick)
 
     def _release(self, tick: int) -> None:
-        """Wait for the oldest swap-out and free its storage."""
+        """Waits for the oldest swap-out and frees its storage."""
         flight = self.flights.pop()
         self.delay_s += max(0.0, self.lanes.finish(OUT, flight.value) - self._now_s(tick))
         self.steps += _release(tick, flight.value)
@@ -290,12 +290,12 @@ class _Sweep:
     # --- swap-ins
 
     def _join_stays(self) -> list[tuple[int, int]]:
-        """(tick of need, value) of every swap-in: a value stays from one need to the next where there is room."""
+        """Returns (tick of need, value) of every swap-in. A value stays from one need to the next if there is space."""
         gaps, first_needs = [], []
         for value, stays in self.unrolled.stays.items():
             first_needs.append((stays[0][0], value))
             gaps += [(after[0] - before[1], before[1], after[0], value) for before, after in pairwise(stays)]
-        for _, last, need, value in sorted(gaps):  # the shortest first: they cost least
+        for _, last, need, value in sorted(gaps):  # the shortest gaps first, which cost the least memory
             if self._has_room(last, need, value):
                 self.space.take(last, need, value)
                 self.kept_on |= {("free", value, last), ("wait_in", value, need)}
@@ -307,7 +307,7 @@ class _Sweep:
         return self.space.with_copy(tick, need, value) + self.flights.num_bytes <= self.budget_bytes
 
     def _plan_swap_ins(self) -> deque[tuple[int, int, int]]:
-        """(tick to start at, tick of need, value) in order of need, as late as the lane allows."""
+        """Returns (tick to start at, tick of need, value) in order of need, as late as the lane allows."""
         ends_s = self._tick_ends()
         queue: deque[tuple[int, int, int]] = deque()
         free_s = float("inf")
@@ -320,13 +320,14 @@ class _Sweep:
         return queue
 
     def _gone_at(self, value: int, need: int) -> int:
-        """The tick from which on it is not on the device before this need: its pack, or the stay before."""
+        """Returns the tick from which on a value is not on the device before this need: its pack, or an earlier
+        need."""
         stays = self.unrolled.stays[value]
         at = next(place for place, stay in enumerate(stays) if stay[0] == need)
         return stays[at - 1][1] if at else self.trace_index.packs[value][0]
 
     def _tick_ends(self) -> list[float]:
-        """The clock after each tick's reruns, without stalls."""
+        """Returns the clock after each tick's reruns, without stalls."""
         ops, speed, delay_s, ends_s = self.trace_index.trace.ops, self.machine.speed, 0.0, []
         for tick, clock_s in enumerate(self.trace_index.clock_s):
             for step in self.unrolled.steps.get(tick, ()):
@@ -336,7 +337,7 @@ class _Sweep:
         return ends_s
 
     def _begin_swap_ins(self, tick: int) -> None:
-        """Start what is due, first come first served; what finds no room waits for the next tick."""
+        """Starts the swap-ins that are due, in order. Those without space wait for the next tick."""
         while self.queue and self.queue[0][0] <= tick:
             _, need, value = self.queue[0]
             if (value, need) not in self.begun:
@@ -353,7 +354,7 @@ class _Sweep:
         self.lanes.issue(IN, value, self._now_s(tick), work_s)
 
     def _perform(self, step: Step) -> None:
-        """One step of the lean program, with the clock running along."""
+        """Performs one step of the lean program and advances the clock."""
         tick, kind, subject = step[:3]
         if (kind, subject, tick) in self.kept_on:
             return

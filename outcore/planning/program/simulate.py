@@ -1,11 +1,12 @@
 """Schedule + Machine -> Timeline (predicted).
 
-Two walks over the actions. *Memory* follows program order, because the device's allocator does: natural memory per
-slot, plus what our handles hold beyond it, plus the copies that swap-ins and reruns make, with the peak inside every
-tick. *Time* follows the device: compute in slot order, the two copy lanes, and the stalls where compute waits.
+There are two passes over the actions. *Memory* is simulated in program order, as the device's allocator works: what the
+program itself holds in each slot, what handles hold beyond that, and the copies that swap-ins and reruns make, with the
+peak inside every tick. *Time* is simulated as on the device: compute in slot order, two copy lanes, and stalls where
+compute waits for a copy.
 
-PoocH (arXiv 1907.05013) scores a classification of layers by such a timeline; here the timeline interprets the very
-actions the runtime executes, per op and storage, so the two can differ in seconds only.
+PoocH (arXiv 1907.05013) compares plans by such a timeline, too. Here the simulated actions are the same ones that the
+runtime executes, for single ops and storages, so simulation and run can differ only in seconds.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from outcore.planning.program.traffic import Traffic
 from outcore.planning.trace_index import Int64s, TraceIndex, index_of
 from outcore.values import MADE_AGAIN, Machine, Residency, Schedule, Span, Timeline, Trace
 
-# tick, kind, value or op, tier, values held, in place: an Action as the planners' inner loops handle it
+# (tick, kind, value or op, tier, values held, in place): an Action as a tuple, for the planners' inner loops
 Step = tuple[int, str, int, str, tuple[int, ...], bool]
 
 
 @dataclass
 class Clocked:
-    """What the time walk found."""
+    """The result of simulating time."""
 
     step_s: float = 0.0
     stall_s: float = 0.0
     recompute_s: float = 0.0
-    out_stall_s: dict[int, float] = field(default_factory=dict)  # value -> seconds compute waited for its copy
+    out_stall_s: dict[int, float] = field(default_factory=dict)  # value -> seconds that compute waited for its swap-out
     in_stall_s: dict[int, float] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
 
@@ -92,7 +93,7 @@ def _tier_bytes(trace_index: TraceIndex, steps: Sequence[Step], tier: str) -> in
 
 
 def _memory_curve(trace_index: TraceIndex, level_bytes: Int64s, machine: Machine) -> tuple[tuple[float, int], ...]:
-    """Bytes over op seconds (reruns and stalls are not stretched in: a curve over the program, not over the clock)."""
+    """Returns memory over the seconds of the recorded ops. Reruns and stalls do not stretch the curve."""
     curve, now_s = [], 0.0
     for op in trace_index.trace.ops:
         curve.append((now_s, int(level_bytes[op.slot])))
@@ -104,14 +105,15 @@ def _memory_curve(trace_index: TraceIndex, level_bytes: Int64s, machine: Machine
 
 
 def memory_of(trace_index: TraceIndex, steps: Sequence[Step], decisions: Mapping[int, str]) -> Int64s:
-    """Device bytes per slot; at a tick, the highest inside it."""
+    """Returns the device bytes per slot; at a tick, the highest inside it."""
     return _MemoryWalk(trace_index, decisions).run(steps)
 
 
 def memory_with_ins(
     trace_index: TraceIndex, steps: Sequence[Step], decisions: Mapping[int, str]
 ) -> tuple[Int64s, dict[tuple[int, int], int]]:
-    """The same, and per swap-in (value, tick) the highest inside its tick before it begins."""
+    """Returns the device bytes per slot, and for each swap-in (value, tick) the highest memory in its tick before it
+    starts."""
     walk = _MemoryWalk(trace_index, decisions)
     level_bytes = walk.run(steps)
     peaks = np.array(walk.tick_peak, dtype=np.int64)
@@ -122,8 +124,8 @@ def memory_with_ins(
 
 
 def held_until(trace_index: TraceIndex, decisions: Mapping[int, str]) -> dict[int, int]:
-    """Value -> the last slot in which a recipe reaches it: recomputed values hold what they will be made from, and so
-    do the tensors in between that nobody saved, as long as the program holds them."""
+    """Returns, for each value, the last slot in which a recipe refers to it. Recomputed values refer to the inputs of
+    their producers, which may be unsaved values that refer to further inputs."""
     producer, ops, packs = trace_index.producer, trace_index.trace.ops, trace_index.packs
     until: dict[int, int] = {}
     pending: list[int] = []
@@ -143,7 +145,7 @@ def held_until(trace_index: TraceIndex, decisions: Mapping[int, str]) -> dict[in
     for value, decision in decisions.items():
         if decision in MADE_AGAIN:
             reach(value, trace_index.handle_end[value])
-    while pending:  # newest op first: everything that reads its outputs was seen before
+    while pending:  # the newest op first, so that all readers of its outputs were visited before
         op = -heappop(pending)
         end = max(
             until[value]
@@ -156,31 +158,31 @@ def held_until(trace_index: TraceIndex, decisions: Mapping[int, str]) -> dict[in
 
 
 def recipe_ops(trace_index: TraceIndex, decisions: Mapping[int, str]) -> set[int]:
-    """The ops that recipes are kept of: those that make what is made again, also where no tick of the step asks for
-    it. Somebody may, in a step that turns out otherwise, and then it must be possible."""
+    """Returns the ops whose recipes are kept: the producers of all recomputed values, also of values that are not
+    unpacked in the recorded step. A step that leaves its plan may unpack them."""
     reached, packs, producer = held_until(trace_index, decisions), trace_index.packs, trace_index.producer
     made = (value for value in reached if value not in packs or decisions.get(value) in MADE_AGAIN)
     return {producer[value] for value in made if producer[value] >= 0}
 
 
 class _MemoryWalk:
-    """Bytes beyond natural memory: changes at the start of slots, and changes inside ticks in the order of actions."""
+    """Collects changes of memory, at the start of slots and inside ticks, beyond what the program itself holds."""
 
     def __init__(self, trace_index: TraceIndex, decisions: Mapping[int, str]) -> None:
         num_slots = trace_index.trace.num_slots
         self.trace_index = trace_index
         self.at_slot = [0] * (num_slots + 1)  # change when the slot begins
-        self.in_tick = [0] * (num_slots + 1)  # change by the tick's actions, felt from the next slot on
+        self.in_tick = [0] * (num_slots + 1)  # change by the tick's actions, effective from the next slot on
         self.tick_peak = [0] * num_slots  # highest point inside the tick, above its beginning
-        self.copies: dict[int, int] = {}  # value -> tick at which the copy we hold was made
+        self.copies: dict[int, int] = {}  # value -> tick at which the copy that is held was made
         self.held_end = self._hold_kept(decisions)
-        self.originals: set[int] = set()  # swapped values whose device storage we still hold
+        self.originals: set[int] = set()  # swapped values whose device storage is still held
         self.before_in: dict[tuple[int, int], int] = {}  # (value, tick) of a swap-in -> highest point before it
         self.level = 0  # inside the current tick, above its beginning
         self.peak = 0
 
     def _hold_kept(self, decisions: Mapping[int, str]) -> dict[int, int]:
-        """Kept values hold their storage beyond its natural life. Storage -> the last slot."""
+        """Returns the last slot up to which kept values hold each storage, beyond the program's own use."""
         trace_index, storages = self.trace_index, self.trace_index.trace.storages
         reached = held_until(trace_index, decisions)
         held_end: dict[int, int] = {}
@@ -248,7 +250,7 @@ class _MemoryWalk:
         self.originals.remove(value)
         storage, slot = self.trace_index.storage[value], self.trace_index.tick_slots[tick]
         alive_until = max(self.trace_index.dies[storage], self.held_end.get(storage, -1))
-        if alive_until >= slot:  # the program or a kept version holds it longer than we do
+        if alive_until >= slot:  # the program or a kept version holds it longer
             self.at_slot[alive_until + 1] -= self.trace_index.value_bytes[value]
         else:
             self.level -= self.trace_index.value_bytes[value]
@@ -278,7 +280,7 @@ class _MemoryWalk:
         if in_place:
             overwritten = {storage[read]: read for read in self.trace_index.overwrites[op_index] if read in self.copies}
         fresh = [value for value in op.writes if storage[value] not in overwritten]
-        for value in op.writes:  # the block goes over from the old version to the new one
+        for value in op.writes:  # an in-place op: the block belongs to the new version from now on
             if storage[value] in overwritten:
                 del self.copies[overwritten[storage[value]]]
         self._grow(sum(value_bytes[value] for value in fresh) + op.workspace_bytes)
@@ -301,7 +303,8 @@ def clock_of(
     detail: bool = False,
     traffic: Traffic | None = None,
 ) -> Clocked:
-    """Compute in slot order, two copy lanes, stalls where compute waits for them. `traffic`: of the training state."""
+    """Simulates time: compute in slot order, two copy lanes, and stalls. `traffic` adds copies of the training
+    state."""
     found, lanes = Clocked(), Lanes(machine.duplex_share)
     ops, value_bytes, clock_s, speed = (
         trace_index.trace.ops,
@@ -351,7 +354,7 @@ def _waits_for_state(seconds: float, found: Clocked) -> float:
 
 
 def _op_spans(trace_index: TraceIndex, extra: Sequence[Span], speed: float) -> list[Span]:
-    """The recorded ops, each moved by the stalls and reruns before it."""
+    """Returns the spans of the recorded ops, each delayed by the stalls and reruns before it."""
     delays = sorted((span.start_s, span.end_s - span.start_s) for span in extra if span.stream == "compute")
     spans, now_s, at = [], 0.0, 0
     for op in trace_index.trace.ops:

@@ -1,4 +1,4 @@
-"""Trace + Residency -> the copies of the training state in one step, in the lanes that activations use, too: Traffic.
+"""Trace + Residency -> Traffic: the copies of the training state in one step, which share the lanes with activations.
 
 The simulator follows what `outcore.state` does. A streamed weight comes before its first reader, together with its
 gradient and the optimizer's state where its update waits until then; weight and state go home afterwards. It comes once
@@ -25,9 +25,9 @@ from outcore.values import Machine, Residency, StateUnit
 
 @dataclass(frozen=True)
 class _Use:
-    """A moment at which a streamed unit is needed, or its gradient leaves."""
+    """A moment at which a streamed unit is needed, or at which its gradient is sent home."""
 
-    key: int  # of its copies: below zero, those of activations are not
+    key: int  # identifies its copies; negative, unlike those of activations
     slot: int
     in_bytes: int
     out_bytes: int
@@ -38,7 +38,7 @@ class _Use:
 
 
 class Traffic:
-    """The state's copies of one step, while the simulator walks through it."""
+    """The copies of the training state during one simulated step."""
 
     def __init__(self, trace_index: TraceIndex, machine: Machine, residency: Residency) -> None:
         self._machine, self._residency = machine, residency
@@ -57,7 +57,8 @@ class Traffic:
         self._levels: list[tuple[int, int]] = [(0, 0)]  # slots, and bytes that are used from there on
 
     def reach(self, lanes: Lanes, slot: int, delay_s: float) -> float:
-        """Walks up to `slot`, `delay_s` behind the ops' own seconds. Returns how long compute waits on the way."""
+        """Advances to `slot`, where compute is `delay_s` behind the seconds of its ops. Returns how long compute
+        waits."""
         waited_s = 0.0
         while self._uses and self._uses[0].slot <= slot:
             use = self._uses[0]
@@ -76,7 +77,7 @@ class Traffic:
         return np.minimum(level_bytes, self._residency.window_bytes)
 
     def finish(self, lanes: Lanes, now_s: float) -> float:
-        """The step is over: how long until all of it is at home, and updates that do not wait have run."""
+        """Returns the seconds from the end of the step until everything is at home and updates have run."""
         ended_s = max((lanes.finish(OUT, key) for key, _ in self._going), default=now_s)
         tier = self._residency.tier
         update_s = max(self._machine.in_s(self.update_bytes, tier), self._machine.out_s(self.update_bytes, tier))

@@ -1,4 +1,4 @@
-"""Trace + decisions -> the lean program: what every tick must do, at the latest moment it can be done.
+"""Trace + decisions -> the lean program, in which everything happens at the latest possible moment.
 
 Each unpack of a recomputed value becomes the reruns that make it, inputs first; each need of a swapped value becomes a
 swap-in at that very tick, and its swap-out is waited for and freed where it was packed. No schedule for the same

@@ -1,8 +1,8 @@
 """Trace + Schedule -> nothing, or ScheduleError: no use after free, no unordered access between streams.
 
-An abstract walk over slots and actions that knows nothing of how `lower` decides. Per value it follows the original
-storage (held, being copied, safe to free, freed), the copy outside the device, and the copy brought back or remade; at
-every read it asks whether the bytes are there and ordered before the reader.
+The checker visits slots and actions without knowing how `lower` decides. For each value it follows the original storage
+(held, being copied, safe to free, freed), the copy outside the device, and the copy that was fetched or recomputed. At
+every read it checks that the bytes exist and are ordered before the reader.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outcore.values import MADE_AGAIN, Action, Op, Schedule, Tick, Trace
 
 
 def verify(trace: Trace, schedule: Schedule) -> None:
-    """Raise ScheduleError at the first action that could read or overwrite the wrong bytes."""
+    """Raises ScheduleError at the first action that could read or overwrite the wrong bytes."""
     _Checker(trace, schedule).run()
 
 
@@ -24,17 +24,17 @@ class _Checker:
         self.trace, self.schedule = trace, schedule
         self.decisions = schedule.decisions
         self.saved: set[int] = set()  # values packed so far
-        self.newest: dict[int, int] = {}  # storage -> version it has by now
+        self.newest: dict[int, int] = {}  # storage -> its present version
         for value in self.trace.values:
             if value.producer < 0:
                 self.newest[value.storage] = max(value.version, self.newest.get(value.storage, 0))
         self.out: dict[int, str] = {}  # swapped value -> "copying" or "done"
-        self.original: set[int] = set()  # swapped values whose device storage we hold
-        self.held_storages: dict[int, int] = {}  # their storages -> those values
+        self.original: set[int] = set()  # swapped values whose device storage is held
+        self.held_storages: dict[int, int] = {}  # their storages -> the values
         self.last_asked = {tick.value: at for at, tick in enumerate(self.trace.ticks) if tick.kind == "unpack"}
         self.dropped: set[int] = set()
         self.copy: dict[int, str] = {}  # value -> "loading" or "ready"
-        self.given: set[int] = set()  # freed in this tick while ready: our hold ends, autograd still gets it
+        self.given: set[int] = set()  # freed in this tick after it was ready: autograd still gets it
 
     def run(self) -> None:
         if self.schedule.fingerprint != self.trace.fingerprint:
@@ -95,7 +95,7 @@ class _Checker:
         if tick.kind == "pack":
             self._pack_is_covered(index, tick.value)
         elif self.decisions.get(tick.value, "keep") == "keep":
-            return  # autograd gets what it saved; if the program overwrote it, autograd says so
+            return  # autograd gets what it saved, and itself raises an error if that was overwritten
         elif not self._there(tick.value) and tick.value not in self.given:
             raise ScheduleError(
                 f"value {tick.value} is asked for at tick {index} and is not there; lower the plan again"
@@ -109,12 +109,12 @@ class _Checker:
             raise ScheduleError(f"value {value} is to be recomputed, its pack at tick {index} keeps it; lower again")
 
     def _current(self, value: int) -> bool:
-        """The storage still has the bytes of this version."""
+        """Whether the storage still has the bytes of this version."""
         known = self.trace.values[value]
         return self.newest.get(known.storage, 0) == known.version
 
     def _there(self, value: int) -> bool:
-        """A reader on the compute stream may read it now."""
+        """Whether a kernel on the compute stream may read the value now."""
         if self.copy.get(value) == "ready":
             return True
         if self.trace.storages[self.trace.values[value].storage].external:
@@ -181,7 +181,7 @@ class _Checker:
         for read in self.trace.rerun_reads[action.op]:
             own_external = self.trace.storages[self.trace.values[read].storage].external
             if own_external and self.trace.values[read].storage in storages and self._overwritten_by(op, read):
-                continue  # the op's own next version of a buffer: the runtime gives the rerun a copy
+                continue  # the op overwrites its input: the runtime passes a copy to the rerun
             if not self._there(read):
                 self._refuse(action, f"reads value {read}, which is not there")
         if action.in_place:
@@ -194,7 +194,7 @@ class _Checker:
             self.copy[value] = "ready"
 
     def _overwritten_by(self, op: Op, read: int) -> bool:
-        """The storage's newest version is the one this op made of what it read."""
+        """Whether the newest version of the storage is the one that this op made from its input."""
         before = self.trace.values[read]
         versions = [
             self.trace.values[value].version
@@ -204,8 +204,8 @@ class _Checker:
         return self.newest.get(before.storage, 0) == max(versions)
 
     def _consume(self, action: Action, storages: set[int]) -> None:
-        """In place: what it overwrites must be a copy of ours that no unpack will ask for again. Nothing is overwritten
-        but by its last op: another one of a pass may have been given what somebody still needs."""
+        """Checks a rerun in place: it may overwrite only a copy of ours that no later unpack needs. In a fused pass
+        only the last op may overwrite its input, because an input of the others may still be needed."""
         reads = [read for read in self.trace.rerun_reads[action.op] if self.trace.values[read].storage in storages]
         if not reads:
             self._refuse(action, "is in place, and overwrites nothing")

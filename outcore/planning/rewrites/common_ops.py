@@ -7,13 +7,13 @@ or recomputed once, and the storage of the repeated op is freed when the program
 every step that a merged op still repeats the first one (`outcore.eager.execution`).
 
 Only values that can be evicted are merged: a value that the program holds until autograd asks for it, or a small one,
-is in memory anyway. The first op must also be the one whose result is saved first, because the runtime holds what is
-saved.
+is in memory anyway. The first op must also be the one whose result is saved first, because the runtime holds saved
+tensors.
 
-A recomputed value stays in memory until autograd has asked for it for the last time, so repeated ops whose results are
-needed far apart are not merged. Where everything can be kept, plans merge nothing, and no op has to be watched. The
-planners that recompute nothing merge nothing either: they are the fallback for steps in which something writes into
-tensors unseen. The rewritten step keeps the fingerprint of the recorded one.
+A recomputed value stays in memory until autograd has unpacked it for the last time, so repeated ops whose results are
+needed far apart are not merged. If everything can be kept, plans merge nothing, and no op has to be watched. The
+planners that recompute nothing merge nothing either: they are the fallback for steps in which code writes into tensors
+without an op. The rewritten step keeps the fingerprint of the recorded one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Recorded step -> the same step as it runs when nobody looks at the gradients of its backward.
+"""Recorded step -> the same step with gradients added in place, as autograd does while ops are not watched.
 
-Where gradients meet, autograd adds the second into the first if nobody else holds that one; under a dispatch mode, or
-where Python refers to its storage, as it does in the recorded step, it makes a third. So a recorded step needs up to
-one gradient more than the steps that follow its plan, and a plan made for them has that much more room. It is the same
-step: its fingerprint stays.
+Where two gradients of a tensor are added, autograd writes the sum into the first one if nothing else refers to it.
+Under a dispatch mode, or if Python refers to its storage, as in a recorded step, autograd allocates a third tensor. So
+a recorded step needs up to one gradient more than the steps that follow its plan. The rewritten step keeps its
+fingerprint.
 """
 
 from __future__ import annotations
