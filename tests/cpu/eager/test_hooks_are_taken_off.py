@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -83,9 +84,14 @@ def test_what_was_entered_in_the_step_and_not_left_stays() -> None:
     assert top_hooks() is None
 
 
-def test_a_start_that_was_interrupted_is_undone() -> None:
+def test_a_start_that_was_interrupted_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
     interception = Interception()
-    interception._on_first = nothing  # the first line of `start`
+    monkeypatch.setattr(intercept, "switches", interrupt)  # asked for in the second line of `start`
+    with pytest.raises(KeyboardInterrupt):
+        interception.start(nothing)
     interception.stop()
     assert top_hooks() is None
     assert not is_watched()

@@ -253,10 +253,8 @@ def test_who_leaves_or_dies_is_missed_in_the_window() -> None:
     assert not mine.is_gone(1)
     mine._lines[1, 0] = 2
     child.kill()  # and not waited for: a process that nobody has buried is dead all the same
-    began_s = time.monotonic()
-    assert mine.meet(0, 20) == 2
+    assert mine.meet(0, 3600) == 2  # found dead long before the limit, or this test runs into its own
     assert mine.is_gone(2)
-    assert time.monotonic() - began_s < 10
     mine._lines[1:, 0] = 3
     assert mine.meet(0, 20) is None  # who came and then went was here
     assert child.wait(5) != 0

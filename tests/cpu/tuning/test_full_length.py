@@ -234,12 +234,10 @@ def test_the_probability_is_that_of_the_right_class() -> None:
     with torch.no_grad():
         model.weight.zero_()
         model.bias.copy_(torch.tensor([0.5, 0.3, 0.2]).log())
-    data = [(torch.zeros(2), label) for label in (0, 1, 2, -100)] * 4
-    samples = Samples(data, CPU)
-    trial = Trial(
-        model, F.cross_entropy, samples, make_sgd(model.parameters()), TrialSetting(2, 1), Target(PROBABILITY, 1.0)
-    )
-    trial._held_out = [0, 1, 2, 3]
+    data = [(torch.zeros(2), label) for label in (0, 1, 2, -100)]
+    optimizer, setting = make_sgd(model.parameters()), TrialSetting(2, 1)
+    samples, validation = Samples(data * 4, CPU), Samples(data, CPU)
+    trial = Trial(model, F.cross_entropy, samples, optimizer, setting, Target(PROBABILITY, 1.0), validation=validation)
     assert trial.evaluate() == pytest.approx(1.0 / 4)  # who is to be ignored counts as wrong, as in an accuracy
 
 

