@@ -88,9 +88,8 @@ class Preparer:
     def plan(
         self, trace: Trace, headroom: Headroom | None, *, same_size: bool = False, search: Search | None = None
     ) -> Plan | None:
-        """Makes a plan, or returns the given one if it is for this step. Returns None if no plan can be better than
-        those that were tried. With a `search`, the planning process makes it, and StillSearching is raised until it is
-        done."""
+        """Returns a plan, or None if those that were tried cannot be beaten. The given plan is used if it is for this
+        step. With a `search`, the planning process plans, and StillSearching is raised until it is done."""
         return self._plan(trace, headroom, self.planner, same_size=same_size, search=search)
 
     def _plan(
@@ -184,8 +183,7 @@ class Preparer:
     def choose_residency(
         self, trace: Trace, least: Residency, budget: Budget, early: Collection[int] = ()
     ) -> Residency:
-        """Returns which training state should stay on the device during this step. `early` holds the parameters that
-        may be updated in the backward."""
+        """Returns where to keep the training state. Parameters in `early` may be updated in the backward."""
         planner = self.planner if self.planner in AS_IT_IS else "priced"
 
         def plan(step: Trace, machine: Machine, budget: Budget) -> Plan:
@@ -196,8 +194,7 @@ class Preparer:
     # -- from a plan to a program -------------------------------------------------------------------------------------
 
     def as_run(self, trace: Trace, *, in_place: bool) -> Trace:
-        """Returns the step to plan for. `in_place` says that autograd adds gradients in place, unlike in the recorded
-        step."""
+        """Returns the step to plan for, where autograd adds gradients in place if `in_place`."""
         step = with_gradients(trace, self.residency)
         return sums_in_place(step) if in_place else step
 

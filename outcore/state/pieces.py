@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from outcore.memory.home import flat
-from outcore.state.settings import STATE
 from outcore.state.optimizers import Splitting
+from outcore.state.settings import STATE
 from outcore.state.unit import TEMPORARIES, Unit, can_move
 from outcore.state.window import Item
 

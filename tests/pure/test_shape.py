@@ -124,7 +124,7 @@ FACTS: dict[str, tuple[set[float], str]] = {  # file -> numbers that are facts o
     "eager/signatures.py": ({3, 4, 5}, "positions of arguments of batch norm"),
     "state/optimizers.py": ({3}, "two parts of unequal length"),
     "state/state.py": ({4}, "frames between a warning and the user's line"),
-    "state/updates.py": ({3}, "references to an object that nobody else holds"),
+    "state/unit.py": ({3}, "references to an object that nobody else holds"),
     "state/watched.py": ({3}, "references to an object that nobody else holds"),
     "state/loading.py": ({8}, "the alignment that safetensors files have"),
 }
