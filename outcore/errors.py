@@ -23,7 +23,7 @@ from types import FrameType
 
 from outcore.formats import format_bytes
 
-_NOT_THE_USERS = {"outcore", "torch", "contextlib"}  # packages whose lines say nothing to a user
+_NOT_THE_USERS = {"outcore", "torch", "contextlib"}  # packages whose frames are skipped in warnings
 
 
 class OutcoreError(Exception):
@@ -92,8 +92,8 @@ class BudgetTooSmall(OutcoreError):
         at_op: str,
         *,
         where: str = "device",
-        before_bytes: int = 0,  # of what is needed: there before the step
-        planner: str = "",  # the one that cannot, where another may
+        before_bytes: int = 0,  # of `needed_bytes`: in use before the step
+        planner: str = "",  # the planner that found no plan, if another one may
     ) -> None:
         self.needed_bytes, self.budget_bytes, self.before_bytes = needed_bytes, budget_bytes, before_bytes
         self.at_op, self.where, self.planner = at_op, where, planner
@@ -116,7 +116,7 @@ class BudgetTooSmall(OutcoreError):
             )
 
     def on(self, where: str, *, needed_bytes: int | None = None, budget_bytes: int | None = None) -> BudgetTooSmall:
-        """The same, of a machine and a budget that the planner was not told of."""
+        """Returns the same error for a device and a budget of which the planner did not know."""
         return BudgetTooSmall(
             self.needed_bytes if needed_bytes is None else needed_bytes,
             self.budget_bytes if budget_bytes is None else budget_bytes,
@@ -128,7 +128,7 @@ class BudgetTooSmall(OutcoreError):
 
     @classmethod
     def for_model(cls, there_bytes: int, budget_bytes: int, *, where: str) -> BudgetTooSmall:
-        """The parameters are larger than the budget, before any step."""
+        """Returns the error for a model whose parameters alone exceed the budget."""
         error = cls(there_bytes, budget_bytes, "the model", where=where)
         error.args = (
             f"the model's parameters and buffers take {format_bytes(there_bytes)} on {where}, more than the "
@@ -235,7 +235,7 @@ class TuningError(OutcoreError):
 
 
 def warn(message: str) -> None:
-    """Warns with the nearest line of code that is the user's own."""
+    """Issues a warning that points to the nearest line of the user's own code."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and _package_of(frame) in _NOT_THE_USERS:
         level, frame = level + 1, frame.f_back

@@ -1,10 +1,10 @@
-"""Quantities -> text. It lies below errors, whose messages have sizes in them; others use `outcore.units`."""
+"""Quantities -> text. This file is below `errors`, whose messages contain sizes; other code uses `outcore.units`."""
 
 from __future__ import annotations
 
 
 def two_digits(number: float) -> str:
-    """Of what is known no better: `two_digits(1234.5) == "1200"`."""
+    """Formats a number that is known to two digits only: `two_digits(1234.5) == "1200"`."""
     return f"{float(f'{number:.2g}'):.0f}" if 10 <= number < float("inf") else f"{number:.2g}"
 
 

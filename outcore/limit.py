@@ -74,7 +74,7 @@ def limit(
     folder = default_folder() if cache is True else Path(cache) if cache else None
     options: dict[str, Any] = {"planner": planner, "plan": plan, "measure": measure, "cache": folder}
     for loop in [loop for loop in earlier if loop.beside is not None]:
-        loop.retire()  # two cannot bring the same weights
+        loop.retire()  # two limits cannot fetch the same weights
     limited = Limited(model, memory, host=host, disk=disk, optimizer=optimizer, **options)
     if optimizer is None and limited.budget.device_bytes < (there_bytes := weight_bytes(model)):
         limited.close()
@@ -131,7 +131,8 @@ class Limited(LoopView):
         self.store = Store(device, budget.host_bytes, budget.disk_bytes, folder)
         self.device_memory = memory_of(model, device, memory_bytes)
         options: dict[str, Any] = {} if settings is None else {"settings": settings}
-        remembers = cache if state is None else None  # what is remembered is of steps whose state stays
+        # the cache holds only plans of steps whose training state stays on the device
+        remembers = cache if state is None else None
         options |= {"planner": planner, "given": given, "measure": measure, "state": state, "cache": remembers}
         self._loop = Loop(model, self.device_memory, self.store, machine, budget, **options)
 
@@ -148,14 +149,14 @@ class Limited(LoopView):
         return self._loop.step(self, name, batch)
 
     def expect(self, trace: Trace) -> None:
-        """The next step of a new kind will do what `trace` says: it is planned at once, without recording it first.
+        """Plans the next step of a new kind from `trace`, without recording it first.
 
         A step that turns out otherwise leaves the plan safely, like any other, and is recorded when it comes again.
         """
         self._loop.expect(trace)
 
     def close(self) -> None:
-        """Takes the hooks off the model and gives host memory and the swap file back."""
+        """Removes the hooks from the model and frees host memory and the swap file."""
         self._loop.close()
 
     def __enter__(self) -> Self:

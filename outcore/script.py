@@ -1,4 +1,4 @@
-"""A user's file -> the names it defines, for the verbs that try out what is in it."""
+"""A user's file -> the names it defines, for commands that run a function of it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from outcore.errors import BadFile, OutcoreError
 
 
 def names_in(path: Path, arguments: Sequence[str] = ()) -> dict[str, Any]:
-    """The names a script defines when it is called with `arguments`. It runs as a module, so what is behind `__main__`
-    does not."""
+    """Runs a script with `arguments` and returns the names that it defines. Code behind `if __name__ == "__main__"`
+    does not run."""
     if not path.is_file():
         raise BadFile(f"cannot read {path} (no such file); check the path")
     before = sys.argv
@@ -25,7 +25,7 @@ def names_in(path: Path, arguments: Sequence[str] = ()) -> dict[str, Any]:
         return runpy.run_path(str(path), run_name=path.stem)
     except SyntaxError as error:
         raise BadFile(f"{path} is no Python ({error}); correct it") from None
-    except SystemExit as error:  # a parser of arguments that were not given
+    except SystemExit as error:  # for example an argument parser without its arguments
         raise OutcoreError(
             f"{path} ended itself (exit code {error.code}) before it defined a step; give its arguments after --, "
             "as in outcore record train.py:step -- --lr 0.1"
@@ -45,7 +45,7 @@ def names_in(path: Path, arguments: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def file_and_function(step: str) -> tuple[Path, str]:
-    """`"train.py:step"` -> the file and the name."""
+    """Splits `"train.py:step"` into the file and the name of the function."""
     path, colon, name = step.rpartition(":")
     if not colon or not path or not name.isidentifier():
         raise OutcoreError(f"{step!r} names no function; write FILE.py:FUNCTION, for example train.py:step")
@@ -53,7 +53,7 @@ def file_and_function(step: str) -> tuple[Path, str]:
 
 
 def step_in(names: dict[str, Any], path: Path, function_name: str) -> Callable[[], Any]:
-    """The function that is a training step: one that can be called with nothing."""
+    """Returns the function of that name, which must be callable without arguments."""
     step = names.get(function_name)
     if not callable(step):
         raise OutcoreError(f"{path} defines no function {function_name!r}; define it or name another after the colon")

@@ -1,4 +1,5 @@
-"""What flows: Machine, Trace, Budget, Plan, Schedule, Timeline; PreparedStep holds four of them. Frozen, no torch."""
+"""The data that rooms exchange: Machine, Trace, Budget, Plan, Schedule, Timeline; PreparedStep holds four of them. All
+are frozen dataclasses, and need no torch."""
 
 from outcore.values.machine import Machine, OpRates
 from outcore.values.plan import MADE_AGAIN, Budget, Decision, Plan

@@ -1,4 +1,4 @@
-"""What a machine can hold and how fast it moves bytes: Machine."""
+"""Machine: how many bytes each tier of a machine holds, and how fast it copies them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from outcore.values.codec import Saved
 
 @dataclass(frozen=True)
 class OpRates:
-    """How fast a device computes and reaches its own memory. Each op is taken to be bound by one of the two."""
+    """How fast a device computes and accesses its own memory. Each op is assumed to be bound by one of the two."""
 
     float64_flops_per_s: float
     float32_flops_per_s: float
-    tf32_flops_per_s: float  # convolutions of float32, as PyTorch runs them by default; where there is none: float32
+    tf32_flops_per_s: float  # float32 convolutions, as PyTorch runs them by default; without TF32 the same as float32
     half_flops_per_s: float  # bfloat16 and float16, summed in float32
     memory_bytes_per_s: float
-    launch_s: float  # the least that an op takes
+    launch_s: float  # the least time that an op takes
 
     def op_s(self, num_flops: float, flops_per_s: float, num_bytes: float) -> float:
-        """Seconds of an op."""
+        """Returns the seconds of an op."""
         return self.launch_s + max(num_flops / flops_per_s, num_bytes / self.memory_bytes_per_s)
 
 
@@ -49,25 +49,25 @@ class Machine(Saved):
     swap_in_bytes_per_s: float  # host -> device
     disk_write_bytes_per_s: float  # device (or host) -> disk
     disk_read_bytes_per_s: float
-    duplex_share: float = 1.0  # the part of its rate each direction keeps while both run
-    copy_latency_s: float = 10e-6  # one copy's fixed cost
-    speed: float = 1.0  # op seconds of a trace are divided by this: 1 on the machine that recorded it
+    duplex_share: float = 1.0  # the share of its rate that each direction keeps while both run
+    copy_latency_s: float = 10e-6  # the fixed cost of a copy
+    speed: float = 1.0  # the seconds of a trace's ops are divided by this; 1 on the machine that recorded it
     name: str = ""
-    measured_at: str = ""  # date, or "" when nothing here was measured
+    measured_at: str = ""  # date, or "" if nothing was measured
     given: tuple[str, ...] = ()  # fields that were given, not measured
-    op_rates: OpRates | None = None  # to estimate the seconds of ops that were never run
+    op_rates: OpRates | None = None  # for estimates of ops that were not run
 
     def out_s(self, num_bytes: int, tier: str) -> float:
-        """Seconds to swap `num_bytes` out to `tier`."""
+        """Returns the seconds to swap `num_bytes` out to `tier`."""
         rate = self.swap_out_bytes_per_s if tier == "host" else self.disk_write_bytes_per_s
         return self.copy_latency_s + num_bytes / rate
 
     def in_s(self, num_bytes: int, tier: str) -> float:
-        """Seconds to swap `num_bytes` in from `tier`."""
+        """Returns the seconds to swap `num_bytes` in from `tier`."""
         rate = self.swap_in_bytes_per_s if tier == "host" else self.disk_read_bytes_per_s
         return self.copy_latency_s + num_bytes / rate
 
     def with_copies_at(self, share: float) -> Self:
-        """The same machine with copies to and from the host at this share of their rates."""
+        """Returns the machine with copies to and from the host at this share of their rates."""
         out, back = share * self.swap_out_bytes_per_s, share * self.swap_in_bytes_per_s
         return replace(self, swap_out_bytes_per_s=out, swap_in_bytes_per_s=back)

@@ -1,4 +1,4 @@
-"""What may be used, and what becomes of each saved value: Budget, Plan."""
+"""Budget: how many bytes of each tier a step may use. Plan: what happens to each saved value."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from outcore.values.codec import Saved
 
 Decision = Literal["keep", "swap", "recompute", "remake"]
-MADE_AGAIN: tuple[Decision, ...] = ("recompute", "remake")  # made again: once, and then held; each time it is needed
+MADE_AGAIN: tuple[Decision, ...] = ("recompute", "remake")  # recomputed once and then held; recomputed at each use
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,18 @@ class Plan(Saved):
 
     KIND: ClassVar[str] = "plan"
 
-    fingerprint: str  # of the trace it was made for
+    fingerprint: str  # of the trace for which the plan was made
     planner: str
     budget: Budget
-    decisions: dict[int, Decision]  # value -> decision; a saved value that is not here is kept
-    before_bytes: int  # what the plan assumes is allocated when the step begins
+    decisions: dict[int, Decision]  # value -> decision; a saved value without a decision is kept
+    before_bytes: int  # bytes that the plan assumes to be allocated when the step begins
     predicted_step_s: float = 0.0
     predicted_peak_bytes: int = 0
     in_core_step_s: float = 0.0
     in_core_peak_bytes: int = 0
     bound_step_s: float = 0.0  # no plan for this budget can be faster
-    merges_ops: bool = False  # made for the step with common ops merged (`outcore.planning.rewrites.common_ops`)
+    # whether common ops are merged in the planned step (`outcore.planning.rewrites.common_ops`)
+    merges_ops: bool = False
     reasons: dict[int, str] | None = None  # value -> why, in a few words, for `explain`
 
     def count(self, *decisions: Decision) -> int:

@@ -1,4 +1,4 @@
-"""What is ready to run: PreparedStep."""
+"""PreparedStep: a plan that is ready to run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from outcore.values.trace import Trace
 
 @dataclass(frozen=True)
 class PreparedStep:
-    """A plan and everything that follows from it. `trace` is the step as it was planned: the recorded one, rewritten
-    (`outcore.planning.rewrites`). Whoever needs the trace of a plan or schedule takes it from here."""
+    """A plan and everything that follows from it.
+
+    `trace` is the step as it was planned: the recorded one, rewritten (`outcore.planning.rewrites`). Code that needs
+    the trace of a plan or schedule uses this one.
+    """
 
     trace: Trace
     plan: Plan
     schedule: Schedule
     predicted: Timeline
-    residency: Residency | None = None  # of the training state beside which it runs
+    residency: Residency | None = None  # of the training state, if that may leave the device

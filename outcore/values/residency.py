@@ -19,8 +19,8 @@ class StateUnit:
 
     name: str
     weight_bytes: int
-    gradient_bytes: int = 0  # 0: it is frozen
-    kept_bytes: int = 0  # by the optimizer
+    gradient_bytes: int = 0  # 0 for a frozen parameter
+    kept_bytes: int = 0  # of optimizer state
 
     @property
     def all_bytes(self) -> int:
@@ -29,14 +29,14 @@ class StateUnit:
 
 @dataclass(frozen=True)
 class Residency:
-    """Which units stay on the device, and what the others may take of it at a time."""
+    """Which units stay on the device, and how much of the device the others may use at a time."""
 
     units: tuple[StateUnit, ...]
     resident: frozenset[int] = field(default_factory=frozenset)  # positions in `units`
     window_bytes: int = 0
     is_late: bool = True  # updates run when their weight is read next, else all of them inside `optimizer.step()`
     early: frozenset[int] = field(default_factory=frozenset)  # streamed ones that are updated in the backward
-    tier: str = "host"  # where streamed units lie
+    tier: str = "host"  # where streamed units are kept
     link_share: float = 1.0  # of the links' seconds, that the state leaves to activations
 
     @property

@@ -33,11 +33,11 @@ ActionKind = Literal["drop", "swap_out", "wait_out", "free", "swap_in", "wait_in
 class Action:
     tick: int
     kind: ActionKind
-    value: int = -1  # every kind but rerun
+    value: int = -1  # of all kinds except rerun
     op: int = -1  # rerun
     tier: Literal["", "host", "disk"] = ""  # swap_out, swap_in
-    values: tuple[int, ...] = ()  # rerun: the outputs to hold
-    in_place: bool = False  # rerun of an in-place op: it may overwrite the value it reads, which nobody needs again
+    values: tuple[int, ...] = ()  # of a rerun: the outputs to hold
+    in_place: bool = False  # a rerun of an in-place op may overwrite its input, which is not needed again
 
     @property
     def stream(self) -> Literal["compute", "swap_out", "swap_in"]:

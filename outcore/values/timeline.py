@@ -1,4 +1,4 @@
-"""What a step did to time and memory: Timeline. Predicted and measured are one type, so that they can be compared."""
+"""Timeline: the time and memory of a step. Predictions and measurements have the same type, to be compared."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class Timeline(Saved):
 
     measured: bool
     step_s: float
-    peak_bytes: int  # device, everything included
-    peak_at: str  # the op or tick of the peak, in words
-    stall_s: float = 0.0  # compute waited for copies
+    peak_bytes: int  # of the device, everything included
+    peak_at: str  # the op at the peak, in words
+    stall_s: float = 0.0  # that compute waited for copies
     recompute_s: float = 0.0
-    swapped_bytes: int = 0  # one way
+    swapped_bytes: int = 0  # in one direction
     recomputed_bytes: int = 0
     kept_bytes: int = 0
     host_peak_bytes: int = 0
     disk_peak_bytes: int = 0
-    state_in_bytes: int = 0  # weights, gradients and optimizer state that come to the device
-    state_out_bytes: int = 0  # and go home
-    reserved_bytes: int = 0  # what the allocator held at its peak; 0: not known
+    state_in_bytes: int = 0  # weights, gradients and optimizer state that are copied to the device
+    state_out_bytes: int = 0  # and from it
+    reserved_bytes: int = 0  # the peak of what the allocator held; 0 if unknown
     actions: tuple[str, ...] = ()  # in the order they were executed: "tick kind value-or-op"
     spans: tuple[Span, ...] = ()
     memory: tuple[tuple[float, int], ...] = ()  # (seconds since the step began, device bytes)

@@ -1,4 +1,4 @@
-"""What one training step did, op by op: Trace.
+"""Trace: what one training step did, op by op.
 
 A step is a sequence of *slots*, numbered from 0: every slot is one op or one tick. Ticks are the step's clock: `pack`,
 when autograd saves a tensor, and `unpack`, when it asks for it back. Lifetimes are given in slots: a storage is alive
@@ -18,12 +18,13 @@ from typing import ClassVar, Literal
 
 from outcore.values.codec import Saved
 
-Replay = Literal["no", "pure", "random"]  # may an op be run again: never, as it is, with its generator's state
+# whether an op may run again: never; as it is; or with the state of its generator
+Replay = Literal["no", "pure", "random"]
 
 
 @dataclass(frozen=True)
 class Op:
-    """One kernel call as the dispatcher saw it."""
+    """One call of a kernel, as the dispatcher saw it."""
 
     SECONDS: ClassVar[tuple[str, ...]] = ("seconds", "norm_replay_s", "fused_s")
 
@@ -31,30 +32,30 @@ class Op:
     name: str  # "aten.relu_.default"
     phase: Literal["forward", "backward"]
     seconds: float
-    reads: tuple[int, ...]  # values; a value the op overwrites is among them
-    writes: tuple[int, ...]  # values it makes: fresh storages, and next versions of what it overwrote
-    workspace_bytes: int = 0  # allocated at the op's peak beyond every storage that lives during its slot
+    reads: tuple[int, ...]  # values, including those that the op overwrites
+    writes: tuple[int, ...]  # values it makes: in new storages, or the next versions of what it overwrote
+    workspace_bytes: int = 0  # allocated at the op's peak, beyond all storages that are alive in its slot
     replay: Replay = "no"
     module: str = ""  # "layer1.0.conv2"
     norm_replay: bool = (
         False  # a norm applied again from its saved statistics has the same bits: checked while recording
     )
     norm_replay_s: float = 0.0  # how long that takes
-    fused: tuple[int, ...] = ()  # ops that a rerun of this one does in the same pass: nobody else reads what they make
-    fused_s: float = 0.0  # how long that takes, this one included
-    repeats: int = -1  # the op before it, if any, that called the same operator on the same values
-    is_merged: bool = False  # planned as the result of that op (`outcore.planning.rewrites.common_ops`)
-    joins: bool = False  # autograd's own sum where two gradients meet: in place when Python looks at no op
+    fused: tuple[int, ...] = ()  # ops that run in the same pass when this one runs again; only it reads their outputs
+    fused_s: float = 0.0  # seconds of that pass, this op included
+    repeats: int = -1  # an earlier op that called the same operator on the same values, or -1
+    is_merged: bool = False  # whether plans use that op's result instead (`outcore.planning.rewrites.common_ops`)
+    joins: bool = False  # autograd's sum of two gradients, which is in place unless ops are watched
 
     @property
     def rerun_s(self) -> float:
-        """Seconds to make its outputs again."""
+        """Seconds to recompute its outputs."""
         if self.fused:
             return self.fused_s
         return self.norm_replay_s if self.norm_replay else self.seconds
 
     def at(self, factor: float) -> Op:
-        """The same op, slower (or faster) by a factor, whichever way it runs."""
+        """Returns the op with all its seconds multiplied by a factor."""
         return replace(self, **{name: factor * getattr(self, name) for name in self.SECONDS})
 
 
@@ -64,23 +65,23 @@ class Value:
 
     storage: int
     version: int
-    producer: int  # index of the op that wrote it; -1: it was there before the step (parameter, buffer, input)
+    producer: int  # index of the op that wrote it; -1 if it existed before the step (parameter, buffer, input)
 
 
 @dataclass(frozen=True)
 class Storage:
-    """One block of device memory. What was there before the step (`external`) is in the trace's `before_bytes`."""
+    """One block of device memory. `external` ones existed before the step and count in the trace's `before_bytes`."""
 
     bytes: int  # as the allocator counts it
     born: int
     dies: int
     external: bool = False
-    movable: bool = True  # False: a subclass, sparse, or otherwise nothing we may swap or recompute
+    movable: bool = True  # False for subclasses, sparse tensors and others that cannot be swapped or recomputed
 
 
 @dataclass(frozen=True)
 class Tick:
-    """Autograd saves a tensor (`pack`) or asks for one back (`unpack`)."""
+    """Autograd saves a tensor (`pack`) or asks for a saved tensor (`unpack`)."""
 
     slot: int
     kind: Literal["pack", "unpack"]
@@ -93,13 +94,13 @@ class Tick:
 
 @dataclass(frozen=True)
 class StateUse:
-    """The training state that lies beside the device moves: a weight is needed on the device, or a gradient leaves it
-    (`outcore.state`). `unit` counts the parameters that have a home there."""
+    """Training state is moved (`outcore.state`): a weight is needed on the device, or a gradient leaves it. `unit` is
+    the number of the parameter among those with a home outside the device."""
 
     slot: int
     kind: Literal["weight", "gradient"]
     unit: int
-    storage: int = -1  # of the gradient, where the step made it
+    storage: int = -1  # of the gradient, if it was made in the step
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Trace(Saved):
     storages: tuple[Storage, ...]
     ticks: tuple[Tick, ...]
     before_bytes: int  # allocated on the device when the step began: parameters, optimizer state, inputs
-    asked_late: tuple[int, ...] = ()  # values that autograd asked for when the step was over, in one like it
+    asked_late: tuple[int, ...] = ()  # values that autograd asked for after the end of such a step
     state: tuple[StateUse, ...] = ()  # in order
     device: str = ""
     torch: str = ""
@@ -135,7 +136,7 @@ class Trace(Saved):
 
     @cached_property
     def has_unseen(self) -> bool:
-        """Something made storages in it without an op: compiled code, NumPy, a loader's other process."""
+        """Whether storages were made in it without an op: by compiled code, NumPy, or a data loader's process."""
         return any(value.producer < 0 and not self.storages[value.storage].external for value in self.values)
 
     @cached_property
@@ -143,9 +144,9 @@ class Trace(Saved):
         return any(op.is_merged for op in self.ops)
 
     def at(self, factor: float) -> Trace:
-        """The same step with every op slower (or faster) by a factor."""
+        """Returns the step with the seconds of all ops multiplied by a factor."""
         slower = replace(self, ops=tuple(op.at(factor) for op in self.ops))
-        vars(slower)["fingerprint"] = self.fingerprint  # also of one that was rewritten
+        vars(slower)["fingerprint"] = self.fingerprint  # a rewritten step keeps its fingerprint, too
         return slower
 
     def bytes_of(self, value: int) -> int:
@@ -164,7 +165,7 @@ class Trace(Saved):
 
     @cached_property
     def fingerprint(self) -> str:
-        """The same for every step that runs the same ops on the same shapes with the same wiring, however fast."""
+        """A hash that is equal for steps with the same ops on the same shapes with the same data flow, at any speed."""
         digest = hashlib.sha256()
         for op in self.ops:
             digest.update(f"{op.slot} {op.name} {op.reads} {op.writes}\n".encode())
