@@ -14,8 +14,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -25,10 +26,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from outcore.eager.known_contents import content_of, follow_contents, know_content
 from outcore.eager.module_names import ModuleNames
 from outcore.eager.recorded_ops import EngineSums
+from outcore.eager.recorded_saves import RecordedTick
 from outcore.eager.restoring import SMALL_BYTES
 from outcore.eager.settings import EAGER
 from outcore.eager.signatures import UNFILLED, outputs_of, reads_of, replay_kind, signature_of, tensors_in
-from outcore.values import Op, Storage, Tick, Trace, Value
+from outcore.values import Op, Storage, Trace, Value
 
 _MARK = "_outcore_fake"
 _ITEM = torch.ops.aten._local_scalar_dense.default
@@ -148,8 +150,8 @@ class FakeRecorder(TorchDispatchMode):
         self._device = device
         self._mode, self._seconds, self._is_cuda = mode, seconds, is_cuda
         self._storages = _Storages(grain_bytes)
-        self._ops: list[dict[str, Any]] = []
-        self._ticks: list[dict[str, Any]] = []
+        self._ops: list[Op] = []
+        self._ticks: list[RecordedTick] = []
         self._given: dict[int, torch.UntypedStorage] = {}  # of the user's tensors
         self._num_packs = 0
         self._unsaid: set[int] = set()  # values written by what does not say so: running statistics
@@ -212,20 +214,20 @@ class FakeRecorder(TorchDispatchMode):
         is_alone = forward and replay == "pure" and len(writes) == len(fresh) == 1
         normalises = bool(forward and scratch and self._is_cuda)
         self._ops.append(
-            {
-                "slot": self._storages.slot,
-                "name": signature_of(func).name,
-                "phase": "forward" if forward else "backward",
-                "seconds": seconds,
-                "reads": reads,
-                "writes": tuple(writes),
-                "replay": replay,
-                "module": self._modules.current,
-                "norm_replay": normalises,
-                "norm_replay_s": again_s if normalises else 0.0,
-                "repeats": self._first_call(index, func, args, kwargs) if is_alone else -1,
-                "joins": not forward and self._sums.joins(func, args, reads, writes),
-            }
+            Op(
+                self._storages.slot,
+                signature_of(func).name,
+                "forward" if forward else "backward",
+                seconds,
+                reads,
+                tuple(writes),
+                replay=replay,
+                module=self._modules.current,
+                norm_replay=normalises,
+                norm_replay_s=again_s if normalises else 0.0,
+                repeats=self._first_call(index, func, args, kwargs) if is_alone else -1,
+                joins=not forward and self._sums.joins(func, args, reads, writes),
+            )
         )
         return result
 
@@ -259,9 +261,9 @@ class FakeRecorder(TorchDispatchMode):
         if func is not _ADD or not isinstance(args[1], torch.Tensor) or args[1].dim() != 1 or not self._ops:
             return func
         producer = self._storages.values[self._value_of(args[0])].producer
-        if producer < len(self._ops) - 2 or producer < 0 or self._ops[producer]["name"] not in _PRODUCTS:
+        if producer < len(self._ops) - 2 or producer < 0 or self._ops[producer].name not in _PRODUCTS:
             return func
-        weight = self._ops[producer]["reads"][-1]
+        weight = self._ops[producer].reads[-1]
         is_layer = self._storages.of_value(weight).external
         return torch.ops.aten.add_.Tensor if is_layer and args[0].dtype is args[1].dtype else func
 
@@ -302,19 +304,19 @@ class FakeRecorder(TorchDispatchMode):
         is_held = storage.external or storage.bytes < SMALL_BYTES or self._is_unfilled(value)
         saved = _Saved(tensor, value, pack, is_held=is_held)
         tick = self._add_tick("pack", saved)
-        self._storages.watch(saved, partial(tick.__setitem__, "dies"))
+        self._storages.watch(saved, tick.end)
         return saved
 
     def _is_unfilled(self, value: int) -> bool:
         producer = self._storages.values[value].producer
-        return producer >= 0 and "::".join(self._ops[producer]["name"].split(".")[:2]) in UNFILLED
+        return producer >= 0 and "::".join(self._ops[producer].name.split(".")[:2]) in UNFILLED
 
     def _unpack(self, saved: _Saved | torch.Tensor) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
         self._storages.slot += 1
         tick = self._add_tick("unpack", saved)
-        tick["dies"] = self._storages.slot
+        tick.end(self._storages.slot)
         if saved.tensor is not None:
             return saved.tensor
         number = self._storages.values[saved.value].storage
@@ -322,13 +324,13 @@ class FakeRecorder(TorchDispatchMode):
         if storage is None:
             storage = torch.UntypedStorage(self._storages.all[number].num_bytes, device="meta")
             storage.__dict__[_MARK] = number
-            tick["dies"] = -1
-            self._storages.watch(storage, partial(tick.__setitem__, "dies"))
+            tick.dies = -1
+            self._storages.watch(storage, tick.end)
         return self._view(storage, saved, saved.device)
 
-    def _add_tick(self, kind: str, saved: _Saved) -> dict[str, Any]:
-        tick = {"slot": self._storages.slot, "kind": kind, "value": saved.value, "pack": saved.pack, "dies": -1}
-        tick |= {"shape": tuple(saved.shape), "dtype": str(saved.dtype).removeprefix("torch.")}
+    def _add_tick(self, kind: Literal["pack", "unpack"], saved: _Saved) -> RecordedTick:
+        shape, dtype = tuple(saved.shape), str(saved.dtype).removeprefix("torch.")
+        tick = RecordedTick(self._storages.slot, kind, saved.value, saved.pack, -1, shape, dtype)
         self._ticks.append(tick)
         return tick
 
@@ -341,17 +343,15 @@ class FakeRecorder(TorchDispatchMode):
     def finish(self, before_bytes: int, *, device: str, name: str) -> Trace:
         self._storages.close()
         last = max(self._storages.slot, 0)
-        for op in self._ops:
-            if not self._unsaid.isdisjoint(op["reads"]):
-                op |= {"replay": "no", "repeats": -1}
-        ticks = (tick | {"dies": last if tick["dies"] < 0 else tick["dies"]} for tick in self._ticks)
         return Trace(
-            ops=tuple(Op(**op) for op in self._ops),
+            ops=tuple(
+                op if self._unsaid.isdisjoint(op.reads) else replace(op, replay="no", repeats=-1) for op in self._ops
+            ),
             values=tuple(self._storages.values),
             storages=tuple(
                 Storage(s.bytes, s.born, last if s.dies < 0 else s.dies, s.external) for s in self._storages.all
             ),
-            ticks=tuple(Tick(**tick) for tick in ticks),
+            ticks=tuple(tick.finish(last) for tick in self._ticks),
             before_bytes=before_bytes,
             device=device,
             torch=torch.__version__,
