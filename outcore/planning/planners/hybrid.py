@@ -31,6 +31,7 @@ from outcore.planning.planners.scoring import (
 )
 from outcore.planning.planners.simple import keep_all, leanest
 from outcore.planning.planners.swap import swap
+from outcore.planning.program.simulate import KIND, SUBJECT, TICK
 from outcore.planning.settings import HYBRID, INF
 from outcore.planning.trace_index import TraceIndex
 from outcore.values import MADE_AGAIN, Budget, Decision, Machine
@@ -316,7 +317,7 @@ class Flips:
     def _read_early(self, scored: Scored) -> set[int]:
         """Or made, by reruns for others, before they are asked for: it matters whether these are held or remade."""
         ops, reads, unpacks = self.trace_index.trace.ops, self.trace_index.reads, self.trace_index.unpacks
-        reruns = ((step[0], step[2]) for step in scored.steps if step[1] == "rerun")
+        reruns = ((step[TICK], step[SUBJECT]) for step in scored.steps if step[KIND] == "rerun")
         passed = ((tick, value) for tick, op in reruns for value in (*reads[op], *ops[op].writes))
         return {value for tick, value in passed if value in scored.decisions and unpacks[value][:1] > [tick]}
 

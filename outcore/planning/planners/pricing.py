@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from outcore.planning.planners.costs import remake_density, segments_of
 from outcore.planning.planners.scoring import Decisions
 from outcore.planning.program.lower import lean_of
+from outcore.planning.program.simulate import HELD, KIND
 from outcore.planning.program.unroll import Unrolled
 from outcore.planning.settings import HYBRID, INF
 from outcore.planning.trace_index import Int64s, TraceIndex
@@ -210,7 +211,7 @@ def _segment_at(trace_index: TraceIndex, offer: Offer, slot: int, slots: NDArray
     if held:
         return max(held, key=lambda tick: held[tick])
     at = int(np.searchsorted(slots, slot))
-    reruns = any(step[1] == "rerun" for step in offer.unrolled.steps.get(at, ()))
+    reruns = any(step[KIND] == "rerun" for step in offer.unrolled.steps.get(at, ()))
     return at if at < len(slots) and slots[at] == slot and reruns else None
 
 
@@ -227,7 +228,7 @@ def early_copies(trace_index: TraceIndex, decisions: Decisions, unrolled: Unroll
     ticks = trace_index.trace.ticks
     for tick in sorted(unrolled.steps):
         for step in unrolled.steps[tick]:
-            for value in step[4]:
+            for value in step[HELD]:
                 if value in decisions and decisions[value] != "remake":
                     asked = next((at for at in trace_index.unpacks[value] if at >= tick), tick)
                     if asked > tick:

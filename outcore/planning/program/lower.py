@@ -23,7 +23,7 @@ import numpy as np
 
 from outcore.errors import PlanMismatch
 from outcore.planning.program.lanes import IN, OUT, Lanes
-from outcore.planning.program.simulate import Step, memory_with_ins
+from outcore.planning.program.simulate import KIND, SUBJECT, Step, memory_with_ins
 from outcore.planning.program.unroll import Unrolled, unroll
 from outcore.planning.settings import LOWERING
 from outcore.planning.trace_index import Int64s, TraceIndex, index_of
@@ -108,8 +108,8 @@ def _lean_steps(
         if tick in packs:
             steps += _pack_steps(tick, packs[tick], tiers.get(packs[tick]), wait=True)
         for step in unrolled.steps.get(tick, ()):
-            if step[1] == "wait_in":
-                steps.append((tick, "swap_in", step[2], tiers[step[2]], (), False))
+            if step[KIND] == "wait_in":
+                steps.append((tick, "swap_in", step[SUBJECT], tiers[step[SUBJECT]], (), False))
             steps.append(step)
     return steps
 
@@ -331,8 +331,8 @@ class _Sweep:
         ops, speed, delay_s, ends_s = self.trace_index.trace.ops, self.machine.speed, 0.0, []
         for tick, clock_s in enumerate(self.trace_index.clock_s):
             for step in self.unrolled.steps.get(tick, ()):
-                if step[1] == "rerun":
-                    delay_s += ops[step[2]].rerun_s / speed
+                if step[KIND] == "rerun":
+                    delay_s += ops[step[SUBJECT]].rerun_s / speed
             ends_s.append(clock_s / speed + delay_s)
         return ends_s
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from typing import Final
 
 import numpy as np
 
@@ -22,8 +23,14 @@ from outcore.planning.program.traffic import Traffic
 from outcore.planning.trace_index import Int64s, TraceIndex, index_of
 from outcore.values import MADE_AGAIN, Machine, Residency, Schedule, Span, Timeline, Trace
 
-# (tick, kind, value or op, tier, values held, in place): an Action as a tuple, for the planners' inner loops
+# (tick, kind, value or op, tier, values held, in place): an Action as a tuple, for the planners' inner loops. A named
+# tuple would be made several times slower than it is read.
 Step = tuple[int, str, int, str, tuple[int, ...], bool]
+TICK: Final = 0
+KIND: Final = 1
+SUBJECT: Final = 2
+TIER: Final = 3
+HELD: Final = 4
 
 
 @dataclass
@@ -66,7 +73,7 @@ def simulate(
         state_in_bytes=traffic.in_bytes + traffic.update_bytes if traffic is not None else 0,
         state_out_bytes=traffic.out_bytes + traffic.update_bytes if traffic is not None else 0,
         disk_peak_bytes=_tier_bytes(trace_index, steps, "disk"),
-        actions=tuple(f"{step[0]} {step[1]} {step[2]}" for step in steps),
+        actions=tuple(f"{step[TICK]} {step[KIND]} {step[SUBJECT]}" for step in steps),
         spans=tuple(clocked.spans),
         memory=_memory_curve(trace_index, level_bytes, machine) if detail else (),
     )
@@ -88,7 +95,7 @@ def _bytes_by_decision(trace_index: TraceIndex, decisions: Mapping[int, str]) ->
 
 
 def _tier_bytes(trace_index: TraceIndex, steps: Sequence[Step], tier: str) -> int:
-    values = {step[2] for step in steps if step[1] == "swap_out" and step[3] == tier}
+    values = {step[SUBJECT] for step in steps if step[KIND] == "swap_out" and step[TIER] == tier}
     return sum(trace_index.value_bytes[value] for value in values)
 
 
@@ -205,10 +212,10 @@ class _MemoryWalk:
             "rerun": self._rerun,
         }
         for step in steps:
-            if step[0] != tick:
+            if step[TICK] != tick:
                 self._close(slots[tick] if tick >= 0 else -1)
-                tick = step[0]
-            act = actions.get(step[1])
+                tick = step[TICK]
+            act = actions.get(step[KIND])
             if act is not None:
                 act(step)
         self._close(slots[tick] if tick >= 0 else -1)
@@ -233,14 +240,14 @@ class _MemoryWalk:
             self.peak = self.level
 
     def _swap_out(self, step: Step) -> None:
-        value = step[2]
+        value = step[SUBJECT]
         storage = self.trace_index.storage[value]
         alive_until = max(self.trace_index.dies[storage], self.held_end.get(storage, -1))
         self.at_slot[alive_until + 1] += self.trace_index.value_bytes[value]
         self.originals.add(value)
 
     def _free(self, step: Step) -> None:
-        tick, value = step[0], step[2]
+        tick, value = step[TICK], step[SUBJECT]
         if value in self.originals:
             self._free_original(tick, value)
         elif value in self.copies:
@@ -265,9 +272,9 @@ class _MemoryWalk:
             self.level -= self.trace_index.value_bytes[value]
 
     def _swap_in(self, step: Step) -> None:
-        self.before_in[step[2], step[0]] = self.peak
-        self.copies[step[2]] = step[0]
-        self._grow(self.trace_index.value_bytes[step[2]])
+        self.before_in[step[SUBJECT], step[TICK]] = self.peak
+        self.copies[step[SUBJECT]] = step[TICK]
+        self._grow(self.trace_index.value_bytes[step[SUBJECT]])
 
     def _rerun(self, step: Step) -> None:
         tick, _, op_index, _, held, in_place = step

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from outcore.planning.program.simulate import Step
+from outcore.planning.program.simulate import KIND, SUBJECT, Step
 from outcore.planning.trace_index import RECOMPUTED, SWAPPED, THERE, UNSAVED, TraceIndex
 from outcore.values import MADE_AGAIN
 
@@ -34,7 +34,9 @@ class Unrolled:
 
     def rerun_s(self, trace_index: TraceIndex) -> float:
         ops = trace_index.trace.ops
-        return sum(ops[step[2]].rerun_s for steps in self.steps.values() for step in steps if step[1] == "rerun")
+        return sum(
+            ops[step[SUBJECT]].rerun_s for steps in self.steps.values() for step in steps if step[KIND] == "rerun"
+        )
 
 
 def unroll(trace_index: TraceIndex, decisions: Mapping[int, str]) -> Unrolled:
