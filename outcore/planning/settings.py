@@ -160,8 +160,8 @@ class ResidencySettings:
     """How much of the training state stays on the device; each combination is planned."""
 
     windows: tuple[int, ...] = (1, 2, 4)  # sizes of the window, as multiples of the least one (guessed)
-    early_shares: tuple[float, ...] = (1.0,)  # of what may be updated in the backward (simulated: half was slower)
-    resident_shares: tuple[float, ...] = (0.5, 0.95)  # of what the window and the op at hand leave (guessed)
+    early_shares: tuple[float, ...] = (1.0,)  # of what may be updated in the backward (simulated: half is slower)
+    resident_shares: tuple[float, ...] = (0.5, 0.95)  # of what window and largest op leave (guessed)
     least_link_share: float = 0.25  # of the link that activations are planned with, at least (guessed)
 
 

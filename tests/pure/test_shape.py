@@ -109,6 +109,7 @@ ROUNDING = 1e-6
 FACTS: dict[str, tuple[set[float], str]] = {  # file -> numbers that are facts of somebody else's, or any would do: why
     "values/machine.py": ({10e-6}, "a machine file of an older release tells no fixed cost of a copy"),
     "planning/families/sizes.py": ({3}, "terms of an op's seconds: constant, linear, squared"),
+    "planning/program/simulate.py": ({3, 4}, "positions in a tuple"),
     "planning/planners/hybrid.py": ({3}, "a flip changes one, two or three values; the odds are a setting"),
     "planning/trace_index.py": ({4}, "the members of an enumeration"),
     "memory/op_rates.py": ({3}, "a product of square matrices takes the third power of their side"),

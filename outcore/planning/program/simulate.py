@@ -48,8 +48,8 @@ class Clocked:
 def simulate(
     trace: Trace, schedule: Schedule, machine: Machine, *, detail: bool = False, residency: Residency | None = None
 ) -> Timeline:
-    """What the schedule will do to time and memory; `detail` adds the spans and the memory curve. `residency`: of the
-    training state, whose copies share the lanes, and whose window is among the bytes that are there before the step."""
+    """Returns the predicted timeline. `detail` adds the spans and the memory curve. `residency` is that of the training
+    state, whose copies share the lanes and whose window counts as in use before the step."""
     trace_index = index_of(trace)
     steps = steps_of(schedule)
     level_bytes = memory_of(trace_index, steps, schedule.decisions)

@@ -53,8 +53,8 @@ class Traffic:
         self.update_bytes = 0 if residency.is_late else _update_bytes(trace_index, residency)
         self._used_bytes = self._staying_bytes = 0
         self._ahead: deque[_Use] = deque()  # fetched, and not needed yet
-        self._going: deque[tuple[int, int]] = deque()  # keys and bytes on their way home
-        self._levels: list[tuple[int, int]] = [(0, 0)]  # slots, and bytes that are used from there on
+        self._going: deque[tuple[int, int]] = deque()  # keys and bytes that are being sent home
+        self._levels: list[tuple[int, int]] = [(0, 0)]  # slots, and the bytes that are used from each slot on
 
     def reach(self, lanes: Lanes, slot: int, delay_s: float) -> float:
         """Advances to `slot`, where compute is `delay_s` behind the seconds of its ops. Returns how long compute
@@ -69,7 +69,7 @@ class Traffic:
         return waited_s
 
     def used_bytes(self, num_slots: int) -> Int64s:
-        """Of the device, what of the state is there in each slot. At most that is the window."""
+        """Returns the device bytes of the state in each slot, at most the window."""
         level_bytes = np.zeros(num_slots, dtype=np.int64)
         ends = [*(slot for slot, _ in self._levels[1:]), num_slots]
         for (slot, used_bytes), end in zip(self._levels, ends):
