@@ -18,6 +18,7 @@ from typing import Any
 import click
 import torch
 
+from benchmarks.slowdown import about
 from benchmarks.state import ROWS, Shape, build
 from outcore.errors import BudgetTooSmall
 from outcore.estimating.fake_step import record_fake
@@ -178,8 +179,8 @@ def main(
             head | told(trace, chosen, machine, budget) | {"planned_in_s": time.perf_counter() - began - made_s}
         )
         print(json.dumps(found[-1]), flush=True)
-    if out is not None:
-        out.write_text(json.dumps(found, indent=1))
+        if out is not None:
+            out.write_text(json.dumps({"question": "state, simulated", **about(), "rows": found}, indent=1))
 
 
 def told(trace: Trace, residency: Residency, machine: Machine, budget: Budget) -> dict[str, Any]:
