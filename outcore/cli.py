@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outcore.errors import BadFile, BudgetTooSmall, OutcoreError
+from outcore.errors import BudgetTooSmall, OutcoreError
 from outcore.reporting.comparison import predicted_figures
 from outcore.reporting.output import OutFile, show, write_file
 from outcore.script import file_and_function, names_in, step_in
@@ -298,7 +298,7 @@ def plan(
     from outcore.units import parse_bytes
     from outcore.values import Budget, Machine, Trace
 
-    target, recorded = load(Machine, machine_file), load(Trace, trace)
+    target, recorded = Machine.load(machine_file), Trace.load(trace)
     budget = Budget(
         parse_bytes(memory, of_bytes=target.device_bytes),
         target.host_bytes if host is None else parse_bytes(host, of_bytes=target.host_bytes),
@@ -371,8 +371,8 @@ def explain(
     from outcore.reporting.text import module_table, value_table
     from outcore.values import Machine, Plan, Trace
 
-    made, recorded = load(Plan, plan_file), load(Trace, trace_file)
-    target = load(Machine, machine_file) if machine_file is not None else None
+    made, recorded = Plan.load(plan_file), Trace.load(trace_file)
+    target = Machine.load(machine_file) if machine_file is not None else None
     explained = explain_values(as_planned(recorded, made), made, target)
     shares = by_module(explained)
     if html is not None or perfetto is not None:
@@ -427,15 +427,6 @@ def demo(
 
 
 # --- files, tables, progress ------------------------------------------------------------------------------------------
-
-
-def load(kind: Any, path: Path) -> Any:
-    """A saved value; what is wrong with the file is said with its name."""
-    try:
-        return kind.load(path)
-    except BadFile as error:
-        said = str(error)
-        raise BadFile(said if str(path) in said else f"{path}: {said}") from None
 
 
 def _save(value: Any, out: Path | None) -> None:

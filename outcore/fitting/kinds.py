@@ -283,12 +283,22 @@ class Kinds:
                 "these tensors are all swapped: correct, but slow (call backward() inside ooc.step())"
             )
 
+    def _tell_if_no_backward(self, trace: Trace) -> None:
+        """Warns once of a recorded step whose backward, if there is one, comes after its end."""
+        if trace.ticks and not trace.has_backward and not self._has_told_late:
+            self._has_told_late = True
+            warn(
+                "a step ended without a backward(): what it saved for one is all swapped, which is correct, but slow "
+                "(call backward() inside ooc.step(), and evaluate outside of it, under torch.no_grad())"
+            )
+
     # -- what a step showed -------------------------------------------------------------------------------------------
 
     def was_recorded(self, kind: Kind, scalars: Scalars, trace: Trace, asked_late: set[int]) -> Kind:
         """Stores a recording and returns the kind that the step belongs to. `asked_late` grows if autograd asks for
         saved tensors after the step."""
         self._recordings.note(recorded=True)
+        self._tell_if_no_backward(trace)
         branches = self._branches(kind.signature, scalars)
         if branches is not None and kind not in branches:
             return self._found_branch(branches, kind, scalars, trace, asked_late)

@@ -81,7 +81,16 @@ def _run(rates: Rates | None, options: dict[str, Any]) -> None:
     m, n, k = options["m"], options["n"], options["k"]
 
     def operand(path: str | None, rows: int, cols: int) -> Any:
-        return torch.randn(rows, cols).to(dtype) if path is None else FileMatrix(path, (rows, cols), dtype)
+        if path is not None:
+            return FileMatrix(path, (rows, cols), dtype)
+        try:
+            return torch.randn(rows, cols).to(dtype)
+        except RuntimeError:  # PyTorch's of a host without memory, which names an allocator and bytes
+            num_bytes = rows * cols * DTYPES["float32"]
+            raise OutcoreError(
+                f"a matrix of {rows} x {cols} takes {format_bytes(num_bytes)} of host memory to make, more than there "
+                "is; give files with --a, --b and --out, or take a smaller product"
+            ) from None
 
     a, b = operand(options["a_path"], m, k), operand(options["b_path"], k, n)
     out = None if options["out_path"] is None else FileMatrix.create(options["out_path"], (m, n), dtype)

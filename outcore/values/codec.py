@@ -53,7 +53,10 @@ class Saved:
             text = Path(path).read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise BadFile(f"cannot read {path} ({getattr(error, 'strerror', None) or error}); check the path") from None
-        return cls.from_json(text)
+        try:
+            return cls.from_json(text)
+        except BadFile as error:
+            raise BadFile(f"{path}: {error}") from None
 
 
 def _read_object(text: str, kind: str, version: int) -> dict[str, Any]:

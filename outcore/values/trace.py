@@ -140,6 +140,10 @@ class Trace(Saved):
         return any(value.producer < 0 and not self.storages[value.storage].external for value in self.values)
 
     @cached_property
+    def has_backward(self) -> bool:
+        return any(tick.kind == "unpack" for tick in self.ticks) or any(op.phase == "backward" for op in self.ops)
+
+    @cached_property
     def has_merged_ops(self) -> bool:
         return any(op.is_merged for op in self.ops)
 

@@ -86,7 +86,28 @@ def test_a_budget_below_the_model_and_what_is_no_module_are_refused_at_once() ->
 
 def test_auto_is_what_is_free_less_a_margin(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "outcore")
-    with outcore.limit(network(), "auto") as ooc:
+    with outcore.limit(network()) as ooc:  # the default
         assert MIB < ooc.budget.device_bytes < psutil.virtual_memory().total + GIB
     assert "memory='auto'" in caplog.text
     assert "stay free" in caplog.text
+
+
+def test_a_backward_that_comes_after_its_step_is_told_once() -> None:
+    model, x = network(), torch.randn(64, 128)
+    with outcore.limit(model, "16MiB") as ooc:
+        with pytest.warns(UserWarning, match="a step ended without a backward"), ooc.step():
+            loss = model(x).sum()
+        loss.backward()
+        model.zero_grad()
+        train(model, ooc, 1)  # of another size: nothing is said
+    with outcore.limit(model, "16MiB", cache=False) as ooc:
+        for number in range(2):
+            with ooc.step():
+                if number:
+                    with pytest.warns(UserWarning, match="after the end of ooc.step"):
+                        loss = model(x).square().sum()
+                else:
+                    loss = model(x).square().sum()
+                loss.backward(retain_graph=True)
+            loss.backward()
+            model.zero_grad()
