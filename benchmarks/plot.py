@@ -2,7 +2,8 @@
 
 A dot's place is the method's peak memory and what its step takes over plain PyTorch's. Axes are linear; what takes more
 than half as long again is not drawn but named above its panel. Blue is outcore: the budget of the README's table, with
-other budgets joined to it. Hollow dots compute other numbers. Every dot has its name beside it, over no other.
+other budgets joined to it. Hollow dots compute other numbers. Every dot has its name beside it, over no
+other, or a line to it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ COLUMNS, WIDTH, HEIGHT = 2, 420, 262  # of a panel, in pixels
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 46, 34  # around the axes
 LOWEST, HIGHEST = -50.0, 50.0  # percent over plain PyTorch
 SIZE, LETTER = 12, 7.2  # pixels: of the text, of a letter of it
+FAR = 20  # pixels: a name farther than this from its dot has a line to it
 
 
 class Box(NamedTuple):
@@ -60,7 +62,8 @@ def plot(result: Result) -> str:
         parts += [f'<g transform="translate({at % COLUMNS * WIDTH} {at // COLUMNS * HEIGHT + 4})">']
         parts += [*_panel(TITLES.get(name, name), methods, curve), "</g>"]
     note = (
-        "x: peak of allocated memory. y: step time over plain PyTorch. Blue: outcore's budgets. Hollow: other numbers."
+        "Across: peak of allocated memory. Up: step time over plain PyTorch. Blue: outcore's budgets. Hollow: other "
+        "numbers."
     )
     parts.append(_text(14, height - 12, note, fill=GREY))
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
@@ -117,6 +120,7 @@ def _dot(name: str, x: float, y: float) -> str:
 def labels(places: dict[str, tuple[float, float]], dots: list[tuple[float, float]], axes: Box) -> Iterator[str]:
     """Each name as near to its dot as there is room: inside the axes, over no dot and no other name."""
     taken = [Box(x - 6, y - 6, 12, 12) for x, y in dots]
+    taken.append(Box(axes.x, axes.y + axes.height / 2 - 1, axes.width, 2))  # the line of plain PyTorch
     for name, (x, y) in places.items():
         text = NAMES[name]
         boxes = list(_candidates(x, y, LETTER * len(text)))
@@ -124,6 +128,9 @@ def labels(places: dict[str, tuple[float, float]], dots: list[tuple[float, float
         box = next(free, boxes[0])
         taken.append(box)
         is_ours = name == "hybrid"
+        if abs(box.y + SIZE / 2 - y) > FAR:
+            end_x = min(max(x, box.x), box.x + box.width)
+            yield f'<path d="M{x:.1f} {y:.1f}L{end_x:.1f} {box.y if box.y > y else box.y + SIZE:.1f}" stroke="{GREY}"/>'
         fill, weight = (OURS, "600") if is_ours else (INK, "400")
         yield _text(box.x, box.y + SIZE - 1, text, fill=fill, weight=weight)
 

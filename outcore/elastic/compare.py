@@ -120,7 +120,7 @@ def draw(results: list[Result], path: Path) -> None:
     by_bytes.set(xlabel="MiB sent by one worker", xscale="symlog")
     for axis in (by_time, by_bytes):
         axis.grid(alpha=0.3)
-    by_time.legend(fontsize=8)
+    by_time.legend(fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -20,7 +20,7 @@ from outcore.values import Span, Timeline, Trace
 WIDE, NARROW = 1040, 372  # pixels that a page gives a picture on a screen, and on a phone of 420
 PLOT_HEIGHT, LANE_HEIGHT, LANE_GAP, AXIS_HEIGHT, TOP = 260, 30, 8, 24, 16
 JOIN_PX = 0.5  # neighbours of one colour closer than this are drawn as one
-MARK_PX = 105  # between two marks of the clock
+MARK_PX, FEWEST_MARKS = 105, 4  # between two marks of the clock; on a phone they stand closer
 LANES = (("compute", "compute"), ("swap_out", "swap out"), ("swap_in", "swap in"))
 Points = Sequence[tuple[float, int]]
 
@@ -43,7 +43,7 @@ class Clock:
 
     def marks_s(self) -> list[float]:
         end_s = self.end_s or 1.0
-        step_s = _round_step(end_s / max(1, self.span_px // MARK_PX))
+        step_s = _round_step(end_s / max(FEWEST_MARKS, self.span_px // MARK_PX))
         return [step_s * index for index in range(int(end_s / step_s + 1e-9) + 1)]
 
 

@@ -41,7 +41,7 @@ def draw(advice: Advice, path: Path) -> None:
         _mark(axes, advice)
     memory.set_xscale("log", base=2)
     batches = advice.curve.batches
-    memory.set_xticks(batches, [str(batch) for batch in batches], rotation=45, fontsize=8)
+    memory.set_xticks(batches, [str(batch) for batch in batches], rotation=45, fontsize=10)
     memory.minorticks_off()
     memory.set_xlabel("micro-batch (samples)")
     figure.suptitle(
@@ -67,7 +67,7 @@ def _draw_speed(axes: Any, advice: Advice) -> None:
         axes.plot(batches, good, "--", color=GOOD, label=f"goodput (against a batch of {advice.first_batch})")
     axes.set_ylim(bottom=0)
     axes.set_ylabel("samples per second")
-    axes.legend(loc="lower right", fontsize=8)
+    axes.legend(loc="lower right", fontsize=10)
 
 
 def _draw_memory(axes: Any, advice: Advice) -> None:
@@ -85,7 +85,7 @@ def _draw_memory(axes: Any, advice: Advice) -> None:
     axes.plot(batches, sizes(_peak_bytes), color=INK, marker=".", label="peak of the step")
     axes.axhline(advice.curve.memory_bytes / unit, color=INK, linestyle=":", label="memory")
     axes.set_ylabel(name)
-    axes.legend(loc="upper left", fontsize=8)
+    axes.legend(loc="upper left", fontsize=10)
 
 
 def _peak_bytes(point: Point) -> int:
@@ -100,4 +100,4 @@ def _mark(axes: Any, advice: Advice) -> None:
         marks.setdefault(advice.curve.largest_in_core, []).append("in-core ends")
     for at, (batch, names) in enumerate(sorted(marks.items())):
         axes.axvline(batch, color=INK, alpha=0.4, linewidth=1)
-        axes.text(batch, top * (0.97 - 0.07 * at), f" {', '.join(names)}", fontsize=8, va="top")
+        axes.text(batch, top * (0.97 - 0.07 * at), f" {', '.join(names)}", fontsize=10, va="top")
