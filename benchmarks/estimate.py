@@ -6,8 +6,9 @@
 
 Without `--measured`: eight small networks on this machine's CPU, estimated first, then trained in the same budgets. Of
 each: the in-core peak and the least budget, estimated and as planned from a recorded step; and for a budget half way
-between the two, the slowdown that was estimated and the one that was measured. Steps with everything kept and steps
-under the budget take turns; their fastest ones are compared, since others on the machine only ever slow a step down.
+between the two, the slowdown that was estimated and the one that was measured, once the plan has settled. Plain steps
+and steps under the budget take turns at going first; measured is the median of their ratios.
+Run one network at a time on a quiet machine; `--add` puts it beside those of the file.
 
 With `--measured`: the six networks of the README, estimated here, without a GPU, with the figures of the H200's vendor,
 against what was measured on an H200. It needs torchvision and transformers, no GPU, and a few minutes.
@@ -35,8 +36,8 @@ from outcore.planning import plan
 from outcore.units import GIB
 from outcore.values import Budget
 
-NUM_STEPS = 24  # that are compared, behind those that are recorded and watched
-NUM_FIRST = 5
+NUM_STEPS, MOST_S = 24, 40.0  # pairs that are compared, at least so many or for so long
+MOST_FIRST_S = 60.0  # until the plan is settled
 TIMES = 16
 MACHINE = "h200"
 
@@ -50,20 +51,24 @@ def measure(name: str, build: Build) -> dict[str, Any]:
     found = outcore.estimate(model, lambda: loss().backward(), budget_bytes, optimizer=optimizer)
     (wanted,) = [point for point in found.budgets if point.budget_bytes == budget_bytes]
     in_core_peak_bytes, least_bytes = _recorded(build)
-    plain_s, ours_s, predicted = _measured(build, budget_bytes)
-    pairs = statistics.median(ours / plain for plain, ours in zip(plain_s, ours_s, strict=True))
+    plain_s, ours_s, predicted, settled = _measured(build, budget_bytes)
+    ratios = sorted(ours / plain for plain, ours in zip(plain_s, ours_s, strict=True))
+    quarter = len(ratios) // 4
     return {
         "network": name,
         "in_core_peak_bytes": {"estimated": found.in_core_peak_bytes, "measured": in_core_peak_bytes},
         "least_bytes": {"estimated": found.least_bytes, "recorded": least_bytes},
         "budget_bytes": budget_bytes,
-        "in_core_step_s": {"estimated": found.in_core_step_s, "measured": min(plain_s)},
+        "in_core_step_s": {"estimated": found.in_core_step_s, "measured": statistics.median(plain_s)},
         "over_in_core": {
             "estimated": wanted.over_in_core,
             "predicted": predicted,
-            "measured": min(ours_s) / min(plain_s) - 1,
-            "measured_pairs": pairs - 1,
+            "measured": statistics.median(ratios) - 1,
+            "measured_quartiles": [ratios[quarter] - 1, ratios[-quarter - 1] - 1],
+            "measured_fastest": min(ours_s) / min(plain_s) - 1,
         },
+        "num_pairs": len(ratios),
+        "settled": settled,
     }
 
 
@@ -82,18 +87,24 @@ def _recorded(build: Build) -> tuple[int, int]:
     raise AssertionError("a plan for one byte")
 
 
-def _measured(build: Build, budget_bytes: int) -> tuple[list[float], list[float], float]:
-    """Seconds of plain steps and of steps under the budget, and what their plan predicts over in-core."""
+def _measured(build: Build, budget_bytes: int) -> tuple[list[float], list[float], float, bool]:
+    """Seconds of plain steps and of steps under the budget, what their plan predicts over in-core, and whether it was
+    settled."""
     (model, loss), (limited_model, limited_loss) = build(TIMES), build(TIMES)
     plain, limited = (torch.optim.AdamW(network.parameters()) for network in (model, limited_model))
     seconds: tuple[list[float], list[float]] = [], []
     with outcore.limit(limited_model, budget_bytes, cache=False) as ooc:
-        for _ in range(NUM_FIRST + NUM_STEPS):
-            seconds[0].append(_train(None, loss, plain, 1))
-            seconds[1].append(_train(ooc, limited_loss, limited, 1))
-        made = ooc.plan
+        began_s = time.monotonic()
+        while not ooc.settled and time.monotonic() - began_s < MOST_FIRST_S:
+            _train(ooc, limited_loss, limited, 1)
+        runs = [(None, loss, plain), (ooc, limited_loss, limited)]
+        began_s = time.monotonic()
+        while len(seconds[0]) < NUM_STEPS or time.monotonic() - began_s < MOST_S:
+            for at in (0, 1) if len(seconds[0]) % 2 else (1, 0):
+                seconds[at].append(_train(*runs[at], 1))
+        made, settled = ooc.plan, ooc.settled
     predicted = made.predicted_step_s / made.in_core_step_s - 1 if made is not None else 0.0
-    return seconds[0][NUM_FIRST:], seconds[1][NUM_FIRST:], predicted
+    return seconds[0], seconds[1], predicted, settled
 
 
 def _train(ooc: Any, loss: Any, optimizer: torch.optim.Optimizer, num_steps: int) -> float:
@@ -158,7 +169,9 @@ def show(row: dict[str, Any]) -> None:
         f"{least_off}, in-core step {step['estimated'] / step['measured'] - 1:+.0%}, slowdown estimated "
         f"{over['estimated']:+.1%}, measured {over['measured']:+.1%}"
         + (
-            f" (pairs {over['measured_pairs']:+.1%}, predicted {over['predicted']:+.1%})" if "predicted" in over else ""
+            " ({:+.1%} to {:+.1%}), ".format(*over["measured_quartiles"]) + f"planned {over['predicted']:+.1%}"
+            if "predicted" in over
+            else ""
         ),
         flush=True,
     )
@@ -169,6 +182,7 @@ def main() -> None:
     parser.add_argument("-o", "--out", type=Path)
     parser.add_argument("--measured", type=Path, help="a result of benchmarks.slowdown on an H200")
     parser.add_argument("--networks", help="some of them, with commas between")
+    parser.add_argument("--add", action="store_true", help="keep the rows of other networks that the file has")
     args = parser.parse_args()
     names = args.networks.split(",") if args.networks else None
     rows: list[dict[str, Any]] = []
@@ -181,10 +195,15 @@ def main() -> None:
             if names is None or name in names:
                 rows.append(measure(name, build))
                 show(rows[-1])
-    about: dict[str, Any] = {"benchmark": "estimate", "device": "cpu", "torch": torch.__version__}
+    device = "h200, estimated on a CPU" if args.measured else "cpu"
+    about: dict[str, Any] = {"benchmark": "estimate", "device": device, "torch": torch.__version__}
     about |= {"date": date.today().isoformat()}
-    about |= {"machine": MACHINE, "measured": args.measured.name} if args.measured else {"num_steps": NUM_STEPS}
+    pairs = f"{NUM_STEPS}, or those of {MOST_S:.0f} s"
+    about |= {"machine": MACHINE, "measured": args.measured.name} if args.measured else {"pairs": pairs}
     if args.out is not None:
+        before = json.loads(args.out.read_text())["rows"] if args.add and args.out.exists() else []
+        measured_now = {row["network"] for row in rows}
+        rows = [row for row in before if row["network"] not in measured_now] + rows
         args.out.write_text(
             json.dumps({**about, "num_threads": torch.get_num_threads(), "rows": rows}, indent=1) + "\n"
         )

@@ -117,6 +117,12 @@ class _Storages:
         """Tells the slot in which it dies."""
         self._watched.append(weakref.ref(held, lambda _: note(self.slot)))
 
+    def unmark(self) -> None:
+        """A user's fake tensors outlive the recording: the next one must find no marks of this one on them."""
+        for storage in self.all:
+            if (there := storage.there()) is not None:
+                there.__dict__.pop(_MARK, None)
+
     def close(self) -> None:
         self._watched.clear()
 
@@ -161,6 +167,7 @@ class FakeRecorder(TorchDispatchMode):
         self._has_begun = False  # a step begins with the forward of its model; what was made before it is an input
         self._undo = ExitStack()
         self._undo.callback(self._modules.close)
+        self._undo.callback(self._storages.unmark)
         self._undo.callback(model.register_forward_pre_hook(self._begin).remove)
 
     def __enter__(self) -> FakeRecorder:

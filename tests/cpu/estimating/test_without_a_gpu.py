@@ -9,6 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import outcore
@@ -128,3 +129,10 @@ def test_autocast_of_other_tensors_stays_as_it_is() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         others.append(F.layer_norm(x.bfloat16(), (8,)).dtype)
     assert others == [torch.bfloat16]
+
+
+def test_fake_tensors_that_are_estimated_twice_are_the_same_estimate() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), torch.randn(32, 64)
+        first, second = (outcore.estimate(model, lambda: model(x).sum().backward(), machine="a100") for _ in range(2))
+    assert first == second
