@@ -98,6 +98,8 @@ class BudgetTooSmall(OutcoreError):
         self.needed_bytes, self.budget_bytes, self.before_bytes = needed_bytes, budget_bytes, before_bytes
         self.at_op, self.where, self.planner = at_op, where, planner
         needed, budget = format_bytes(needed_bytes), format_bytes(budget_bytes)
+        if budget == needed:
+            budget += f" ({budget_bytes} bytes)"
         own, before = format_bytes(needed_bytes - before_bytes), format_bytes(before_bytes)
         if planner:
             super().__init__(

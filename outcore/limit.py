@@ -30,7 +30,7 @@ __all__ = ["Limited", "limit"]
 
 def limit(
     model: torch.nn.Module,
-    memory: int | str,
+    memory: int | str = "auto",
     *,
     host: int | str = "auto",
     disk: str | Path | None = None,
@@ -44,13 +44,14 @@ def limit(
 
     `memory` is the peak of allocated bytes over the whole step, parameters, gradients and optimizer state included:
     `"16GiB"`, a number of bytes, `"80%"` of the device, or `"auto"`: 90 % of what is free now, and what the model has
-    already. `host` limits pinned host memory, `disk` names a folder for a swap file that is used when the host's share
-    is spent (on the CPU it is the only place to swap to, and defaults to the folder for temporary files). `plan`, a
-    Plan or the file of one, is used instead of planning if it was made for the same step. `measure` keeps measuring
-    every step; without it only the first planned steps are measured closely. `cache` is the folder in which recorded
-    steps and their plans are kept for later runs of the same training; True stands for `$OUTCORE_CACHE` or the user's
-    cache folder, False for none. With `optimizer`, the one that you step, weights, gradients and optimizer state may
-    leave the device, too: what of them stays is planned with the rest, the others come when they are used (no cache).
+    already. `outcore.estimate` tells which budgets work, and what each costs. `host` limits pinned host memory, `disk`
+    names a folder for a swap file that is used when the host's share is spent (on the CPU it is the only place to swap
+    to, and defaults to the folder for temporary files). `plan`, a Plan or the file of one, is used instead of planning
+    if it was made for the same step. `measure` keeps measuring every step; without it only the first planned steps are
+    measured closely. `cache` is the folder in which recorded steps and their plans are kept for later runs of the same
+    training; True stands for `$OUTCORE_CACHE` or the user's cache folder, False for none. With `optimizer`, the one
+    that you step, weights, gradients and optimizer state may leave the device, too: what of them stays is planned with
+    the rest, the others come when they are used (no cache).
 
     A model has one limit at a time: an earlier one is closed.
 

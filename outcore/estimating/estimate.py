@@ -185,7 +185,7 @@ def _least_bytes(trace: Trace, machine: Machine, *, is_cuda: bool) -> int:
     try:
         plan(trace, machine, Budget(1, machine.host_bytes, machine.disk_bytes))
     except BudgetTooSmall as error:
-        margin = FITTING.margin_share if is_cuda else 0.0
+        margin = FITTING.margin_share if is_cuda else SETTINGS.loop_share
         return int(error.needed_bytes / (1 - margin)) + (FITTING.unsplit_bytes if is_cuda else 0)
     raise OutcoreError("a plan was found for a single byte, which is a bug; please report it")
 

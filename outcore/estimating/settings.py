@@ -51,6 +51,7 @@ class EstimateSettings:
     # Of the same steps of an H200, against its vendor's peaks:
     reached_flops_share: float = 0.75  # matrix products of bfloat16 and of float32 reach 0.76 of the peak
     reached_memory_share: float = 0.85  # element by element: 0.70 to 0.94 of the bandwidth
+    loop_share: float = 0.01  # of the least budget: what a loop keeps beside the step, a sum of losses, say (guessed)
     # Of 25 plans that stayed on an H200 (benchmarks/results/slowdown_h200_20261118.json), against their budgets:
     reached_budget_share: float = 0.9  # 0.82 to 0.94: the rest is what the caching allocator cannot use
     point_shares: tuple[float, ...] = (0.0, 0.15, 0.4, 1.0)  # budgets on the curve, of the way from the least that

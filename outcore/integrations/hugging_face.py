@@ -35,7 +35,12 @@ class MemoryLimitMixin:
     """
 
     def __init__(
-        self, *args: Any, memory: int | str, host: int | str = "auto", disk: str | Path | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        memory: int | str = "auto",
+        host: int | str = "auto",
+        disk: str | Path | None = None,
+        **kwargs: Any,
     ) -> None:
         self._memory_limit = ModelLimit(memory, host=host, disk=disk)
         super().__init__(*args, **kwargs)

@@ -67,7 +67,7 @@ class MemoryLimit(Callback):  # type: ignore[misc]
     `memory`, `host` and `disk` mean what they mean for `outcore.limit`, and hold for each process.
     """
 
-    def __init__(self, memory: int | str, *, host: int | str = "auto", disk: str | Path | None = None) -> None:
+    def __init__(self, memory: int | str = "auto", *, host: int | str = "auto", disk: str | Path | None = None) -> None:
         super().__init__()
         self._limit = ModelLimit(memory, host=host, disk=disk)
         self._step: AbstractContextManager[Limited] | None = None

@@ -45,7 +45,10 @@ def estimate_table(facts: Mapping[str, Any]) -> Table:
     rows = [(words, format_bytes(facts[name])) for name, words in _PARTS if facts[name] or name in _ALWAYS]
     rows += [
         ("largest op", f"{format_bytes(facts['largest_op_bytes'])}, {facts['largest_op']}"),
-        ("in-core peak", f"{format_bytes(facts['in_core_peak_bytes'])} of {format_bytes(facts['device_bytes'])} there"),
+        (
+            "in-core peak",
+            f"{format_bytes(facts['in_core_peak_bytes'])}; the device has {format_bytes(facts['device_bytes'])}",
+        ),
         ("least budget that works", format_bytes(facts["least_bytes"])),
         ("in-core step", f"{format_seconds(facts['in_core_step_s'])} ({facts['seconds_are']})"),
     ]
@@ -73,7 +76,7 @@ def _cost(point: Mapping[str, Any]) -> str:
         for name, word in (("swapped_bytes", "swapped"), ("recomputed_bytes", "recomputed"))
         if point[name]
     ]
-    return f"{format_over(point['over_in_core'])}: {', '.join(moved) or 'everything kept'}"
+    return f"step {format_over(point['over_in_core'])}, {' and '.join(moved) or 'everything kept'}"
 
 
 def slowdown_picture(budgets: Sequence[EstimatedBudget], least_bytes: int, in_core_bytes: int, *, title: str) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+import outcore
 from outcore.errors import BudgetTooSmall
 from outcore.fitting.hooks import ACTIVE
 from outcore.limit import Limited
@@ -200,3 +201,28 @@ def test_supervised_fine_tuning(tmp_path: Path) -> None:
 def _words(vocabulary: dict[str, int]) -> Any:
     tokenizers = pytest.importorskip("tokenizers")
     return tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>"))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_budgets_that_an_estimate_names_work_at_the_first_try(share: float, tmp_path: Path) -> None:
+    """The least one, too: the trainer has small tensors of its own in a step, which the estimate cannot know."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=128, **shape))
+    data = [{"input_ids": torch.randint(0, 128, (64,)), "labels": torch.tensor(at % 2)} for at in range(16)]
+    batch = {name: torch.stack([row[name] for row in data[:4]]) for name in data[0]}
+    found = outcore.estimate(model, batch, optimizer=torch.optim.AdamW)
+    memory = int(found.least_bytes + share * (found.in_core_peak_bytes - found.least_bytes))
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=4,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        max_steps=4,
+    )
+    limited = LimitedTrainer(model=model, args=arguments, train_dataset=data, memory=memory)
+    limited.train()
+    assert limited.ooc is not None
+    assert limited.ooc.timeline is not None
+    assert limited.ooc.timeline.peak_bytes <= memory
