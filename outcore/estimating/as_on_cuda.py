@@ -1,4 +1,4 @@
-"""What PyTorch does on CUDA and not on the CPU, for a step that is played on a machine without a GPU.
+"""What PyTorch does on CUDA and not on the CPU, for a step that is estimated on a machine without a GPU.
 
 PyTorch chooses kernels, and what autocast does, by the device of the tensors. Fake tensors cannot be on a device whose
 support is not built in, so there they pretend to be on the CPU, whatever device a script names. Four things that
@@ -32,7 +32,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Inside it a step on fake CPU tensors does these things as it would on CUDA."""
+    """While it is active, a step on fake CPU tensors does these four things as it would on CUDA."""
     with ExitStack() as undo:
         undo.enter_context(patch.object(F, "scaled_dot_product_attention", _attention(F.scaled_dot_product_attention)))
         undo.enter_context(patch.object(F, "dropout", _dropout(F.dropout)))
@@ -60,7 +60,7 @@ def cuda_is_cpu() -> Iterator[None]:
 
 
 class _NoGpu(TorchFunctionMode):
-    """Calls that name a CUDA device name the CPU."""
+    """Replaces every CUDA device that a call names by the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda:
@@ -75,7 +75,7 @@ def _cpu_for_cuda(leaf: Any) -> Any:
 
 
 def _cast_on_cuda_alone() -> set[str]:
-    """Names of ops, with their overloads, that CUDA's autocast runs in float32 and the CPU's leaves alone."""
+    """Returns the names of the overloads that CUDA's autocast runs in float32 and the CPU's leaves as they are."""
     on_cuda, on_cpu = (
         set(torch._C._dispatch_get_registrations_for_dispatch_key(key)) for key in ("AutocastCUDA", "AutocastCPU")
     )
@@ -88,7 +88,7 @@ def _op(name: str) -> Any:
 
 
 def _in_float32(op: Any) -> Callable[..., Any]:
-    """A kernel for autocast's dispatch key. Tensors of other threads, which are no fakes, go through untouched."""
+    """Returns a kernel for autocast's dispatch key. Real tensors, of other threads, are not cast."""
     key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -105,7 +105,7 @@ def _as_float32(leaf: Any) -> Any:
 
 
 def _attention(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """CUDA's kernels draw the dropout by themselves; the CPU would make the scores and save them."""
+    """Leaves dropout out: CUDA's kernels apply it inside, while the CPU would materialize the scores and save them."""
 
     def attention(
         query: torch.Tensor,

@@ -191,14 +191,14 @@ def _least_bytes(trace: Trace, machine: Machine, *, is_cuda: bool) -> int:
 
 
 def _budgets(least_bytes: int, in_core_bytes: int, wanted_bytes: int | None) -> list[int]:
-    """Sizes to look at, the smallest first, between the least that works and all that is needed."""
+    """Returns the budgets to plan for, the smallest first, from the least that works to the in-core peak."""
     first = min(int(least_bytes * SETTINGS.point_share), in_core_bytes)
     sizes = {first + int((in_core_bytes - first) * share) for share in SETTINGS.point_shares}
     return sorted(sizes | ({wanted_bytes} if wanted_bytes is not None else set()))
 
 
 def _at(trace: Trace, machine: Machine, size_bytes: int, in_core_s: float, *, is_cuda: bool) -> EstimatedBudget:
-    """A budget, and what the default planner finds for it. A caching allocator leaves plans a part of it."""
+    """Plans for a budget with the default planner. On CUDA a plan gets the part that the allocator can use."""
     usable_bytes = int(size_bytes * SETTINGS.reached_budget_share) if is_cuda else size_bytes
     for tried_bytes in (usable_bytes, int(size_bytes * (1 - FITTING.margin_share)), size_bytes):
         budget = Budget(tried_bytes, machine.host_bytes, machine.disk_bytes)
@@ -222,7 +222,7 @@ def _activation_bytes(trace: Trace) -> int:
 
 
 def _largest_op(trace: Trace) -> tuple[str, int]:
-    """The op whose operands and results take the most memory."""
+    """Returns the op whose operands and results take the most memory, and their bytes."""
     name, most_bytes = "none", 0
     for op in trace.ops:
         storages = {trace.values[value].storage for value in (*op.reads, *op.writes)}

@@ -34,7 +34,7 @@ _CUDA_GRAIN_BYTES = 512  # of CUDA's caching allocator
 
 @dataclass(frozen=True)
 class Recorded:
-    """A step as it would run, and what is there before it."""
+    """A step as it would run, and the bytes of what is in memory before it."""
 
     trace: Trace
     parameter_bytes: int
@@ -47,7 +47,7 @@ class Recorded:
 def record_fake(
     model: torch.nn.Module, batch_or_step: Any, optimizer: OptimizerLike, machine: Machine, rates: OpRates
 ) -> Recorded:
-    """Runs one step on fake tensors."""
+    """Runs one step on fake tensors and returns what it did."""
     is_cuda, device = machine.device.startswith("cuda"), _device_to_play(model)
     grain_bytes = _CUDA_GRAIN_BYTES if is_cuda else 1
     mode = _mode_of(model)
@@ -75,14 +75,14 @@ def record_fake(
 
 
 def _mode_of(model: torch.nn.Module) -> FakeTensorMode:
-    """Two of them do not mix: a model that was made in one stays in it."""
+    """Fake tensors of two modes cannot be mixed, so a model that was made in a mode keeps it."""
     fakes = (parameter for parameter in model.parameters() if isinstance(parameter, FakeTensor))
     known = next(fakes, None)
     return known.fake_mode if known is not None else FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def without_memory(load: Callable[[], T], on_failure: Callable[[str], None]) -> T:
-    """What `load` makes, of fake tensors; where that cannot be, because it looks at contents, of real ones."""
+    """Calls `load` so that its tensors are fake; if that fails, because it reads their contents, calls it for real."""
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), _fake_modules_move(), _initial_values_unread(), cuda_is_cpu():
             return load()
@@ -137,7 +137,7 @@ def _as_on(machine: Machine, device: torch.device) -> AbstractContextManager[Non
 
 
 def _device_to_play(model: torch.nn.Module) -> torch.device:
-    """Where the fake tensors pretend to be: it decides which kernels PyTorch chooses."""
+    """Returns the device of the fake tensors, by which PyTorch chooses its kernels."""
     tensor = next(iter(model.parameters()), None)
     if tensor is None:
         raise OutcoreError("this model has no parameters; give one that has")
@@ -177,7 +177,7 @@ def _run(step: Step) -> None:
 
 @contextmanager
 def faked(model: torch.nn.Module, mode: FakeTensorMode, device: torch.device) -> Iterator[None]:
-    """The model with fake parameters and buffers in the places of its own. A tensor in two places stays one."""
+    """Replaces the parameters and buffers of the model by fake ones for a while. A shared tensor stays shared."""
     made: dict[int, torch.Tensor] = {}
     before: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
     try:
@@ -243,7 +243,7 @@ def loss_in(returned: Any) -> torch.Tensor:
 
 
 def optimizer_bytes(optimizer: OptimizerLike, parameters: Sequence[torch.nn.Parameter]) -> int:
-    """Bytes of its state, found by one step of an optimizer of its kind on `meta`."""
+    """Returns the bytes of its state, found by one step of the same kind of optimizer on `meta`."""
     if optimizer is None:
         return 0
     if isinstance(optimizer, type):
@@ -267,7 +267,7 @@ def optimizer_bytes(optimizer: OptimizerLike, parameters: Sequence[torch.nn.Para
 
 
 def _twin(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The same settings, other parameters. Its constructor may want what we do not know: it is not called."""
+    """Copies an optimizer with other parameters. Its constructor, whose arguments are unknown, is not called."""
     twin = copy.copy(optimizer)
     twin.state, twin.param_groups = type(optimizer.state)(optimizer.state.default_factory), groups
     return twin

@@ -34,7 +34,7 @@ def model_and_batch(name: str, num_samples: int, num_tokens: int, dtype: str) ->
 
 
 def _class_of(transformers: Any, config: Any) -> Any:
-    """The class that the checkpoint was saved from; where the file does not say, one that generates text."""
+    """Returns the class that the checkpoint was saved from, or one that generates text if the config names none."""
     for name in getattr(config, "architectures", None) or ():
         if hasattr(transformers, name):
             return getattr(transformers, name)
@@ -48,7 +48,7 @@ def _class_of(transformers: Any, config: Any) -> Any:
 
 
 def _batch(model: Any, config: Any, num_samples: int, num_tokens: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """What the model is called with, labels included where it computes a loss."""
+    """Returns the arguments of the model, with labels if it computes a loss."""
     name = type(model).__name__
     if getattr(model, "main_input_name", "input_ids") == "pixel_values":
         side = getattr(config, "image_size", 224)

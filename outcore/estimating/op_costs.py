@@ -47,7 +47,7 @@ def seconds_of_ops(machine: Machine, rates: OpRates) -> Seconds:
 
 
 def _of_kind(kinds: KindCosts, func: Any, args: Sequence[Any]) -> tuple[float, float]:
-    """Which share of the rate of products it reaches, and how often it goes over its bytes."""
+    """Returns which share of the rate of matrix products the op reaches, and how many times it moves its bytes."""
     packet, name = func.overloadpacket, func.overloadpacket.__name__
     if packet in _CONVOLUTIONS:
         is_last = any(_has_channels_last(tensor) for tensor in args[:2])
@@ -73,7 +73,7 @@ _NORMS = ("native_batch_norm", "native_layer_norm", "native_group_norm", "_nativ
 
 
 def num_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> float:
-    """Floating point operations; 0 for what is bound by memory."""
+    """Returns the number of floating point operations, or 0 for an op that is bound by memory."""
     packet = func.overloadpacket
     if packet in flop_counter.flop_registry:
         found = float(flop_counter.flop_registry[packet](*args, **kwargs, out_val=result))
@@ -85,7 +85,7 @@ def num_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: An
 
 
 def _is_causal(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Half of a causal attention's scores are not worked out."""
+    """Whether the attention is causal: half of its scores are then not computed."""
     for at, argument in enumerate(func._schema.arguments):
         if argument.name == "is_causal":
             return bool(args[at] if at < len(args) else kwargs.get("is_causal", False))
@@ -101,7 +101,7 @@ def _attention_backward(args: Sequence[Any]) -> int:
 
 
 def _recurrent(args: Sequence[Any]) -> int:
-    """A step of every sequence multiplies with both weights."""
+    """Counts two products, with the input's and the hidden state's weight, for each element of each sequence."""
     inputs, weights = args[0], args[1:3]
     return int(2 * sum(weight.numel() for weight in weights) * (inputs.numel() // max(1, inputs.shape[-1])))
 

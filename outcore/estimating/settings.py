@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class KindCosts:
-    """What ops of some kinds reach of the rates of products and of ops that go over their bytes once."""
+    """Costs of some kinds of ops, relative to matrix products and to ops that move their bytes once."""
 
     convolution_share: float  # of the operations per second of products
     channels_last_share: float  # the same with channels last

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 else:
 
     def _callback_of_all() -> type:
-        """Lightning comes as two packages with a `Callback` each: this is both, where both are installed."""
+        """Lightning comes as two packages with a `Callback` each. The class returned inherits from all installed."""
         found = []
         for name in ("lightning.pytorch", "pytorch_lightning"):
             with suppress(ModuleNotFoundError):

@@ -1,4 +1,4 @@
-"""The model a library trains -> its limit."""
+"""The model that a library trains -> its limit."""
 
 from __future__ import annotations
 

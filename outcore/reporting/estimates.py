@@ -26,7 +26,7 @@ STYLE = (
 
 @dataclass(frozen=True)
 class EstimatedBudget:
-    """A budget and what a plan for it would cost."""
+    """A budget and what a plan for it is estimated to cost."""
 
     budget_bytes: int
     fits: bool
@@ -80,7 +80,7 @@ def _cost(point: Mapping[str, Any]) -> str:
 
 
 def slowdown_picture(budgets: Sequence[EstimatedBudget], least_bytes: int, in_core_bytes: int, *, title: str) -> str:
-    """One SVG that stands alone, legible from 420 px on: budgets to the right, slowdown upwards."""
+    """Draws slowdown against budget as an SVG that needs no other file and is legible from 420 px on."""
     points = [point for point in budgets if point.fits]
     right_bytes = max([in_core_bytes, *(point.budget_bytes for point in points)]) * 1.04
     top_share = max([0.1, *(point.over_in_core for point in points)]) * 1.15
@@ -130,7 +130,7 @@ def _rule(at: float, share: float) -> str:
 
 
 def _labels(points: Sequence[tuple[float, float, str]]) -> list[str]:
-    """The slowdown above each point, where it has room beside the ones before."""
+    """Writes the slowdown above each point, unless it would overlap the label before it."""
     shown, end = [], -1e9
     for at_x, at_y, words in points:
         width = 8 * len(words)
@@ -144,7 +144,7 @@ def _labels(points: Sequence[tuple[float, float, str]]) -> list[str]:
 
 
 def _axis(least_x: float, in_core_x: float, least_bytes: int, in_core_bytes: int) -> list[str]:
-    """The two figures below the axis: on two lines where they would meet on one."""
+    """Writes the least budget and the in-core peak below the axis, on two lines if they would overlap on one."""
     least, in_core = f"least: {format_bytes(least_bytes)}", f"in-core: {format_bytes(in_core_bytes)}"
     floor = HEIGHT - BOTTOM
     is_crowded = in_core_x - 8 * len(in_core) < least_x + 4 * len(least)

@@ -19,7 +19,7 @@ from outcore.values import MADE_AGAIN, Machine, Plan, Trace
 
 @dataclasses.dataclass(frozen=True)
 class Explained:
-    """One saved value."""
+    """What becomes of one saved value, and why."""
 
     value: int
     op: int  # the op that made it; -1: it was not seen
@@ -50,7 +50,7 @@ class ModuleShare:
 
 
 def explain(trace: Trace, plan: Plan, machine: Machine | None = None) -> list[Explained]:
-    """Every value the step saves and itself made, in the order it is saved. `trace` is the step as planned."""
+    """Explains every value that the step makes and saves, in the order of saving. `trace` is the step as planned."""
     if plan.fingerprint != trace.fingerprint:
         raise PlanMismatch(
             f"the plan was made for step {plan.fingerprint}, this trace is step {trace.fingerprint}; "
@@ -77,7 +77,7 @@ def explain(trace: Trace, plan: Plan, machine: Machine | None = None) -> list[Ex
 
 
 def _rerun_seconds(trace_index: TraceIndex, plan: Plan, speed: float) -> dict[int, float]:
-    """Value -> seconds of the reruns at the ticks that ask for it."""
+    """Returns, for each value, the seconds of the reruns at the ticks that ask for it."""
     ticks, ops, seconds = trace_index.trace.ticks, trace_index.trace.ops, dict[int, float]()
     for tick, steps in unroll(trace_index, plan.decisions).steps.items():
         spent_s = sum(ops[step[2]].rerun_s for step in steps if step[1] == "rerun") / speed
@@ -86,7 +86,7 @@ def _rerun_seconds(trace_index: TraceIndex, plan: Plan, speed: float) -> dict[in
 
 
 def by_module(explained: Iterable[Explained]) -> list[ModuleShare]:
-    """Summed per module, most bytes first."""
+    """Sums the explanations by module, those with the most bytes first."""
     groups: dict[str, list[Explained]] = {}
     for item in explained:
         groups.setdefault(item.module, []).append(item)

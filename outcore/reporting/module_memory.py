@@ -51,7 +51,7 @@ def module_memory(trace: Trace, plan: Plan, curve: Sequence[tuple[float, int]]) 
 
 
 def _held(trace_index: TraceIndex, plan: Plan, value: int) -> list[tuple[int, int]]:
-    """Slots in which a saved value is there though the program let go of it."""
+    """Returns the slots in which a saved value is on the device though the program no longer holds it."""
     first, end = trace_index.spans[value]
     spans = [(first, end - 1)] if plan.decisions.get(value, "keep") == "keep" else []
     ticks = trace_index.unpacks[value]
@@ -66,7 +66,7 @@ def _hold(changes: dict[str, Int64s], trace: Trace, name: str, num_bytes: int, f
 
 
 def _names(trace: Trace) -> list[str]:
-    """Per storage, the module that made it, by as much of its name as tells a few apart."""
+    """Returns, for each storage, the module that made it, by the shortest prefix that tells a few modules apart."""
     makers = [""] * len(trace.storages)
     for value in reversed(trace.values):
         if value.producer >= 0:

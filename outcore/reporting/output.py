@@ -17,7 +17,7 @@ from outcore.reporting.text import WIDTH
 
 
 class OutFile(click.Path):
-    """A file to be written: that it can be is found out before the work that it is to hold."""
+    """An option that names a file to write. Whether it can be written is checked before the work begins."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)
@@ -42,7 +42,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def show(*results: Table | dict[str, Any]) -> None:
-    """Tables for people, one JSON object for programs."""
+    """Prints a table for people, or one JSON object for programs."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     for result in results:
         if isinstance(result, dict):

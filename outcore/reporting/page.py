@@ -107,7 +107,7 @@ def _heading(machine: Machine, trace: Trace, plan: Plan) -> str:
 
 
 def _tiles(plan: Plan, predicted: Timeline, measured: Timeline | None, in_core_step_s: float) -> str:
-    """The same figures as on the terminal, under the same words (`outcore.reporting.comparison`)."""
+    """The figures of the terminal's table, with the same names (`outcore.reporting.comparison`)."""
     promised, seen = predicted_figures(plan, predicted), measured_figures(measured, in_core_step_s)
     peak = f"peak, predicted; in-core {format_bytes(plan.in_core_peak_bytes)}"
     step = f"step, predicted; in-core {format_seconds(promised.in_core_step_s)}"
@@ -169,7 +169,7 @@ def _lanes_section(trace: Trace, predicted: Timeline, measured: Timeline | None,
 
 
 def _less_section(trace: Trace, predicted: Timeline) -> str:
-    """What to change to need less memory."""
+    """The section that says what to change to need less memory."""
     rows = "".join(f"<li>{escape(sentence)}</li>" for sentence in needs_less(trace, predicted))
     return f"<section><h2>To need less</h2><ul>{rows}</ul></section>"
 
@@ -259,7 +259,7 @@ def _values_section(explained: Sequence[Explained]) -> str:
 
 
 def _html_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A heading that begins with # is one of numbers; the last column may wrap."""
+    """A column whose heading begins with # is right-aligned. The last column may wrap."""
     kinds = [' class="num"' if heading.startswith("#") else "" for heading in headings]
     kinds[-1] = ' class="wide"'
     top = "".join(f"<th{kind}>{heading.lstrip('#')}</th>" for heading, kind in zip(headings, kinds))

@@ -27,7 +27,7 @@ Points = Sequence[tuple[float, int]]
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds -> x, in a picture of this width."""
+    """Maps seconds to x in a picture of this width."""
 
     end_s: float
     width: int = WIDE
@@ -48,13 +48,13 @@ class Clock:
 
 
 def both_widths(draw: Callable[[Clock], str], end_s: float) -> str:
-    """A picture for screens and one for phones, of which the page's style shows one."""
+    """Draws the picture twice, for screens and for phones; the page's style shows the one that suits the window."""
     wide, narrow = draw(Clock(end_s)), draw(Clock(end_s, NARROW, left=76, right=8))
     return f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
 
 
 def memory_picture(clock: Clock, in_core: Points, ours: Points, budget_bytes: int, *, measured: Points = ()) -> str:
-    """The curve of the plan in front of the curve of everything kept, under the line of the budget."""
+    """Draws device memory under the plan in front of device memory with everything kept, and the budget as a line."""
     top_bytes = 1.1 * max(budget_bytes, max(level for _, level in [*in_core, *ours, *measured]))
     y_of = _height_of(top_bytes)
 
@@ -73,7 +73,7 @@ def memory_picture(clock: Clock, in_core: Points, ours: Points, budget_bytes: in
 
 
 def module_picture(clock: Clock, shares: Sequence[ModuleMemory], budget_bytes: int) -> str:
-    """Memory by module, one on top of the other."""
+    """Draws the memory of the modules, stacked."""
     totals = [sum(levels) for levels in zip(*(share.levels for share in shares))]
     top_bytes = 1.1 * max([budget_bytes, *totals])
     y_of = _height_of(top_bytes)
@@ -92,7 +92,7 @@ def module_picture(clock: Clock, shares: Sequence[ModuleMemory], budget_bytes: i
 def _steps(
     clock: Clock, times_s: Sequence[float], levels: Sequence[int], y_of: Callable[[float], float]
 ) -> list[tuple[float, float]]:
-    """Corners of a staircase; of those within one pixel the highest."""
+    """Returns the corners of a step curve. Of several within one pixel only the highest stays."""
     corners: list[tuple[float, float]] = []
     for at_s, level in zip(times_s, levels):
         x, y = clock.x(at_s), y_of(level)
@@ -161,7 +161,7 @@ def _box(x: float, y: float, width: float, colour: str, title: str) -> str:
 
 
 def _round_step(least: float) -> float:
-    """The next of 1, 2, 5, 10 ... at or above `least`."""
+    """Returns the smallest of 1, 2, 5, 10, ... that is not below `least`."""
     power: float = 10.0 ** math.floor(math.log10(least))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * 0.999)
 
@@ -181,7 +181,7 @@ def _rule(clock: Clock, y: float, words: str) -> str:
 
 
 def _budget_line(clock: Clock, y: float, budget_bytes: int) -> str:
-    """The label lies on a ground of its own: the curves pass behind it."""
+    """Draws the budget with its label, which has a background so that it is legible over the curves."""
     words = f"budget {format_bytes(budget_bytes)}"
     return (
         f'<line x1="{clock.left}" x2="{clock.width - clock.right}" y1="{y:.2f}" y2="{y:.2f}" stroke="var(--limit)" '

@@ -1,4 +1,4 @@
-"""What is being done and how far it is -> a bar on stderr."""
+"""What is being done, and how much of it is done -> a bar on stderr."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 @contextmanager
 def progress() -> Iterator[Callable[[str, float], None]]:
-    """A bar on stderr for people; nothing where stderr is no terminal, but a line per new piece of work."""
+    """Shows a bar on stderr. If stderr is no terminal, prints a line for each new piece of work instead."""
     console = Console(stderr=True)
     said: set[str] = set()
     with Progress(

@@ -29,7 +29,7 @@ def report(
     where: str,
     because: str = "",
 ) -> str:
-    """What was planned and what was measured, side by side. `because`: why the last step followed no plan."""
+    """Shows what was planned beside what was measured. `because` says why the last step followed no plan."""
     room = f"outcore: {format_bytes(budget.device_bytes)} on {where}"
     why = f"the last step followed no plan: {because}" if because else ""
     if trace is None:
@@ -41,7 +41,7 @@ def report(
 
 
 def summary(trace: Trace | None, prepared: PreparedStep | None, *, settled: bool) -> str:
-    """How far it is with a step, in a few words."""
+    """Says in a few words which phase a step is in."""
     if trace is None:
         return "nothing recorded yet"
     if prepared is None:
@@ -106,7 +106,7 @@ def _gap(plan: Plan) -> str:
 
 
 def machine_table(machine: Machine) -> Table:
-    """Capacities and rates, and which of them were given instead of measured."""
+    """Shows capacities and rates, and which of them were given and not measured."""
     rows: list[tuple[str, str]] = [
         ("device memory", format_bytes(machine.device_bytes)),
         ("pinned host memory", format_bytes(machine.host_bytes) if machine.host_bytes else "none: the disk is next"),
@@ -132,7 +132,7 @@ def machine_table(machine: Machine) -> Table:
 
 
 def module_table(shares: Sequence[ModuleShare], num_rows: int) -> Table:
-    """What each module saves and what becomes of it."""
+    """Shows what each module saves and what becomes of it."""
     rows = [
         (
             share.module or "(no module)",
@@ -152,7 +152,7 @@ def _bytes_of(share: ModuleShare) -> tuple[int, int, int]:
 
 
 def value_table(explained: Sequence[Explained], num_rows: int) -> Table:
-    """The largest saved values, one by one."""
+    """Shows the largest saved values, one by one."""
     largest = sorted(explained, key=lambda item: (-item.bytes, item.value))[:num_rows]
     rows = [
         (
@@ -172,7 +172,7 @@ def value_table(explained: Sequence[Explained], num_rows: int) -> Table:
 
 
 def cost_of(item: Explained) -> str:
-    """Its seconds; a value that is there because a rerun for another one made it costs nothing more."""
+    """Formats the seconds of a value. One that a rerun for another value made on the way costs nothing more."""
     if item.seconds:
         return format_seconds(item.seconds)
     return "with another" if item.decision in MADE_AGAIN else ""
@@ -192,7 +192,7 @@ def format_percent(part: float) -> str:
 
 
 def demo_table(facts: Mapping[str, Any]) -> Table:
-    """What `outcore demo` found."""
+    """Shows the result of `outcore demo`."""
     measured = compared(facts["in_core_step_s"], facts["step_s"])
     predicted = compared(facts["predicted_in_core_step_s"], facts["predicted_step_s"])
     share = facts["peak_bytes"] / facts["in_core_peak_bytes"]
@@ -218,7 +218,7 @@ def _over_of(figures: Compared) -> str:
 
 
 def rows_table(title: str, rows: Sequence[Sequence[str]]) -> Table:
-    """Names and what belongs to them, without headings."""
+    """Shows names and their values, without headings."""
     return _table(title, ("", ""), rows, left=(0, 1))
 
 
