@@ -462,6 +462,28 @@ def _accuracy(row: Row, ends: Row | None) -> tuple[str, ...]:
 
 
 # What stands on docs/results.md: section -> the question whose results fill it, and how.
+def _off(figures: dict[str, float], against: str = "measured") -> str:
+    if against not in figures:
+        return ""
+    return f"{100 * (figures['estimated'] / figures[against] - 1):+.1f} %"
+
+
+def _estimates(result: Result) -> str:
+    rows = (
+        (
+            row["network"],
+            format_bytes(row["budget_bytes"]) if "budget_bytes" in row else f"{row['memory_gib']:g} GiB",
+            _off(row["in_core_peak_bytes"]),
+            _off(row["least_bytes"], "recorded"),
+            _off(row["in_core_step_s"]),
+            *(f"{100 * row['over_in_core'][name]:+.1f} %" for name in ("estimated", "measured")),
+        )
+        for row in result["rows"]
+    )
+    headings = ("network", "budget", "in-core peak", "least budget", "in-core step", "slowdown, estimated", "measured")
+    return markdown(headings, rows)
+
+
 SECTIONS: dict[str, tuple[str, Callable[[Result], str]]] = {
     "machines": ("planners", _machines),
     "gap": ("planners", _gap),
@@ -475,6 +497,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str]]] = {
     "host": ("host", _host),
     "fit": ("fit", _fit),
     "exactness": ("exactness", _exactness),
+    "estimates": ("estimate", _estimates),
     **claim_tables.SECTIONS,
 }
 FIGURES = tuple(dict.fromkeys(question for question, _ in SECTIONS.values()))
