@@ -37,8 +37,7 @@ def draw(advice: Advice, path: Path) -> None:
     speed, memory = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     _draw_speed(speed, advice)
     _draw_memory(memory, advice)
-    for axes in (speed, memory):
-        _mark(axes, advice)
+    _mark(speed, memory, advice)
     memory.set_xscale("log", base=2)
     batches = advice.curve.batches
     memory.set_xticks(batches, [str(batch) for batch in batches], rotation=45, fontsize=10)
@@ -65,9 +64,9 @@ def _draw_speed(axes: Any, advice: Advice) -> None:
     if advice.noise is not None:
         good = [goodput(curve.rate(batch), batch, advice.first_batch, advice.noise) for batch in batches]
         axes.plot(batches, good, "--", color=GOOD, label=f"goodput (against a batch of {advice.first_batch})")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.2 * axes.get_ylim()[1])  # names of batches stand above the curves
     axes.set_ylabel("samples per second")
-    axes.legend(loc="lower right", fontsize=10)
+    axes.legend(loc="best", fontsize=10)
 
 
 def _draw_memory(axes: Any, advice: Advice) -> None:
@@ -83,21 +82,25 @@ def _draw_memory(axes: Any, advice: Advice) -> None:
     if len(batches) > 1:
         axes.stackplot(batches, *parts, colors=[KEPT, SWAPPED, RECOMPUTED], labels=labels)
     axes.plot(batches, sizes(_peak_bytes), color=INK, marker=".", label="peak of the step")
-    axes.axhline(advice.curve.memory_bytes / unit, color=INK, linestyle=":", label="memory")
-    axes.set_ylabel(name)
-    axes.legend(loc="upper left", fontsize=10)
+    axes.axhline(advice.curve.memory_bytes / unit, color=INK, linestyle=":", label="budget")
+    axes.set_ylim(0, 1.6 * advice.curve.memory_bytes / unit)  # the legend stands above the budget
+    axes.set_ylabel(f"device memory, {name}")
+    axes.legend(loc="upper left", fontsize=10, ncols=3)
 
 
 def _peak_bytes(point: Point) -> int:
     return point.measured_peak_bytes or point.peak_bytes
 
 
-def _mark(axes: Any, advice: Advice) -> None:
-    top = axes.get_ylim()[1]
+def _mark(speed: Any, memory: Any, advice: Advice) -> None:
+    """Draws lines at the batches that matter through both pictures, with their names in the upper one."""
+    top = speed.get_ylim()[1]
     marks: dict[int, list[str]] = {advice.micro_batch: ["advised"]}
     marks.setdefault(advice.curve.knee.micro_batch, []).append("knee")
     if advice.curve.largest_in_core in advice.curve.batches:
         marks.setdefault(advice.curve.largest_in_core, []).append("in-core ends")
     for at, (batch, names) in enumerate(sorted(marks.items())):
-        axes.axvline(batch, color=INK, alpha=0.4, linewidth=1)
-        axes.text(batch, top * (0.97 - 0.07 * at), f" {', '.join(names)}", fontsize=10, va="top")
+        for axes in (speed, memory):
+            axes.axvline(batch, color=INK, alpha=0.4, linewidth=1)
+        side = "right" if batch == max(advice.curve.batches) else "left"
+        speed.text(batch, top * (0.98 - 0.06 * at), f" {', '.join(names)} ", fontsize=10, va="top", ha=side)
