@@ -13,6 +13,7 @@ from outcore.reporting.curve import curve_of, in_core_curve
 from outcore.reporting.explanation import by_module, explain
 from outcore.reporting.page import page
 from outcore.reporting.perfetto import trace_events
+from outcore.reporting.picture import NARROW, Clock
 from outcore.reporting.text import report
 from outcore.units import MIB, format_bytes
 from outcore.values import Budget, Machine, Op, Plan, PreparedStep, Schedule, Storage, Tick, Timeline, Trace, Value
@@ -177,3 +178,8 @@ def test_the_report_names_what_is_missing_and_what_is_there() -> None:
     text = report(budget, trace, decided, predicted, Timeline(True, 9.5, 3 * MIB, "", reserved_bytes=MIB), where="cpu")
     assert "9.50 s" in text
     assert "reserved by the allocator" in text
+
+
+@pytest.mark.parametrize("end_s", [0.0001, 0.466, 0.99, 1.01, 3.7, 70.0])
+def test_the_clock_has_a_second_mark_on_a_phone_too(end_s: float) -> None:
+    assert len(Clock(end_s, NARROW, left=76, right=8).marks_s()) >= 2
