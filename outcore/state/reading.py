@@ -10,6 +10,7 @@ slowly, and right. The module that was running then announces it from the next s
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from outcore.state.settings import STATE
 from outcore.state.unit import Unit, unit_of
 from outcore.state.watched import is_watched, unwatch
 from outcore.state.window import Window
+from outcore.units import format_bytes
 
 LOOK = STATE.look_units
 
@@ -93,6 +95,7 @@ class Reading:
         self._running: list[int] = []
         self._in_step = False
         self._orders = {True: Order(), False: Order()}  # inside and outside of training steps
+        self._has_warned = False  # that autocast keeps copies of weights
         self._last: Unit | None = None  # brought by the backward; it stays until another one is asked for
         self._hooks: list[Any] = [model.register_forward_pre_hook(_Hook(self._before_model), prepend=True)]
         known = {id(unit.parameter) for unit in units}
@@ -176,6 +179,18 @@ class Reading:
                 self._tell(unit)
             for unit in fresh:
                 self._fetch_ahead(unit)
+        if self._in_step and not self._has_warned and any(map(_keeps_cast, fresh)):
+            self._has_warned = True
+            self._warn_of_casts()
+
+    def _warn_of_casts(self) -> None:
+        units = {id(unit): unit for units in self._readers.values() for unit in units}.values()
+        casts_bytes = sum(unit.weight.num_bytes // 2 for unit in units if _keeps_cast(unit))
+        warnings.warn(
+            f"outcore: autocast keeps copies of weights on the device until its block ends "
+            f"({format_bytes(casts_bytes)}); pass cache_enabled=False to torch.autocast",
+            stacklevel=2,
+        )
 
     def _tell(self, unit: Unit) -> None:
         if (watcher := self._window.watcher) is not None:
@@ -258,6 +273,12 @@ class Reading:
         """Autograd holds what it was given for as long as it needs it."""
         if unit.depth == 0 and not unit.weight.is_departing and unit.due is None and unit.is_itself:
             unit.conceal()
+
+
+def _keeps_cast(unit: Unit) -> bool:
+    """Whether autocast, as it is now, keeps what it makes of the weight."""
+    is_on = torch.is_autocast_enabled(unit.weight.home.device.type) and torch.is_autocast_cache_enabled()
+    return is_on and unit.parameter.requires_grad and unit.weight.home.dtype is torch.float32
 
 
 def depart(unit: Unit) -> None:

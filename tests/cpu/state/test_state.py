@@ -458,3 +458,19 @@ def test_warnings_are_not_raised_by_schedulers(tmp_path: Path) -> None:
 
 def backward_plainly(model: nn.Module) -> None:
     model(batch(0)[0]).sum().backward()
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_copies_that_autocast_keeps_are_told_once(cached: bool, tmp_path: Path) -> None:
+    state = make_state(tmp_path)
+    x, y = batch(0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with state.step():
+                with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cached):
+                    out = state.model(x)
+                nn.functional.cross_entropy(out.float().flatten(0, 1), y.flatten()).backward()
+    told = [str(warning.message) for warning in caught if "autocast keeps copies" in str(warning.message)]
+    assert len(told) == cached
+    state.close()
