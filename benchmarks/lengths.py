@@ -247,9 +247,17 @@ def main(
         print("ROW " + json.dumps(run(methods, loops, device, steps, memory_bytes, planner)), flush=True)
         return
     rows: list[dict[str, Any]] = []
+    out = out or Path(f"benchmarks/results/lengths_{hardware()}_{date.today():%Y%m%d}.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+
+    def save() -> None:
+        """After every row: whatever cuts this run short leaves those that are there."""
+        out.write_text(json.dumps({"question": "lengths", **about(), "rows": rows}, indent=1))
+
     if device == "cpu":
         for loop in loops.split(","):
             rows += take_turns(loop, steps, CPU_SHARES, planner)
+            save()
         for row in rows:
             print(json.dumps({key: value for key, value in row.items() if key != "steps_s"}), flush=True)
     for loop in loops.split(",") if device == "cuda" else ():
@@ -263,10 +271,9 @@ def main(
             if plain is not None and "losses" in row:
                 row["same_losses"] = row["losses"] == plain["losses"]
             rows.append(row)
+            save()
             shown = {key: value for key, value in row.items() if not isinstance(value, list)}
             print(json.dumps(shown), flush=True)
-    out = out or Path(f"benchmarks/results/lengths_{hardware()}_{date.today():%Y%m%d}.json")
-    out.write_text(json.dumps({"question": "lengths", **about(), "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -188,7 +188,9 @@ def _gpt2(name: str, batch: int) -> Network:
 def _t5(name: str, batch: int) -> Network:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(d_model=1024, d_ff=4096, d_kv=64, num_layers=12, num_heads=16, use_cache=False)
+    config = T5Config(
+        d_model=1024, d_ff=4096, d_kv=64, num_layers=12, num_heads=16, use_cache=False, decoder_start_token_id=0
+    )
     model = T5ForConditionalGeneration(config)
     tokens, answers = torch.randint(0, 32000, (batch, 512)), torch.randint(0, 32000, (batch, 256))
     blocks = [*model.encoder.block, *model.decoder.block]

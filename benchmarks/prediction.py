@@ -40,7 +40,7 @@ def main(
     rows: list[dict[str, Any]] = []
     for name in networks.split(","):
         budgets = memory_gib or BUDGETS_GIB[name]
-        rows += [judged(row) for row in run_in_process_of_its_own(name, methods, budgets, steps, limit_s, None)]
+        run_in_process_of_its_own(name, methods, budgets, steps, limit_s, None, lambda row: rows.append(judged(row)))
     out = out or Path(f"benchmarks/results/prediction_{hardware()}_{date.today():%Y%m%d}.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"question": "prediction", **about(), "rows": rows}, indent=1))

@@ -21,7 +21,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,7 @@ FIELDS = (  # every row of every question has these, None where there is nothing
 @click.option("--out", type=click.Path(path_type=Path), default=None)
 @click.option("--limit-s", default=300.0, show_default=True, help="Seconds for one network, all methods.")
 @click.option("--traces", type=click.Path(path_type=Path), default=None, help="Folder to save recorded traces in.")
+@click.option("--warm-s", default=MOST_WARM_S, show_default=True, help="Seconds until a plan counts as final.")
 @click.option("--one", default="", hidden=True, help="Run this network here and print its rows.")
 def main(
     networks: str,
@@ -76,35 +77,49 @@ def main(
     out: Path | None,
     limit_s: float,
     traces: Path | None,
+    warm_s: float,
     one: str,
 ) -> None:
     """Time and peak memory of a training step against the memory it is given."""
     if one:
+        global MOST_WARM_S
+        MOST_WARM_S = warm_s
         run_network(one, methods.split(","), memory_gib, steps, traces)
         return
     from benchmarks.networks import CURVES_GIB, OTHERS
 
     rows: list[dict[str, Any]] = []
-    for name in networks.replace("others", ",".join(OTHERS)).split(","):
-        budgets = memory_gib or (CURVES_GIB.get(name, ()) if curve else ())
-        rows += run_in_process_of_its_own(name, methods, budgets, steps, limit_s, traces)
-    result = {"question": "slowdown", **about(), "rows": rows}
     out = out or Path(f"benchmarks/results/slowdown_{hardware()}_{date.today():%Y%m%d}.json")
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1))
+
+    def note(row: dict[str, Any]) -> None:
+        """Whatever cuts this run short leaves the rows that are there."""
+        rows.append(row)
+        out.write_text(json.dumps({"question": "slowdown", **about(), "rows": rows}, indent=1))
+
+    for name in networks.replace("others", ",".join(OTHERS)).split(","):
+        budgets = memory_gib or (CURVES_GIB.get(name, ()) if curve else ())
+        run_in_process_of_its_own(name, methods, budgets, steps, limit_s, traces, note, ["--warm-s", str(warm_s)])
     show(rows)
 
 
 def run_in_process_of_its_own(
-    name: str, methods: str, memory_gib: tuple[float, ...], steps: int, limit_s: float, traces: Path | None
-) -> list[dict[str, Any]]:
+    name: str,
+    methods: str,
+    memory_gib: tuple[float, ...],
+    steps: int,
+    limit_s: float,
+    traces: Path | None,
+    note: Callable[[dict[str, Any]], None],
+    more: Sequence[str] = (),
+) -> None:
     command = [sys.executable, "-m", "benchmarks.slowdown", "--one", name, "--methods", methods, "--steps", str(steps)]
     for size in memory_gib:
         command += ["--memory-gib", str(size)]
     if traces is not None:
         command += ["--traces", str(traces)]
+    command += more
     environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTHONUNBUFFERED": "1"}
-    rows = []
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     deadline = time.monotonic() + limit_s
@@ -114,13 +129,12 @@ def run_in_process_of_its_own(
     timer.start()
     for line in process.stdout:
         if line.startswith("ROW "):
-            rows.append(json.loads(line[4:]))
+            note(json.loads(line[4:]))
         print(line, end="", flush=True)
     process.wait()
     timer.cancel()
     if time.monotonic() >= deadline:
-        rows.append({**dict.fromkeys(FIELDS), "network": name, "method": "", "error": f"stopped after {limit_s:.0f} s"})
-    return rows
+        note({**dict.fromkeys(FIELDS), "network": name, "method": "", "error": f"stopped after {limit_s:.0f} s"})
 
 
 def run_network(name: str, methods: list[str], memory_gib: tuple[float, ...], steps: int, traces: Path | None) -> None:
@@ -291,6 +305,7 @@ def _measure(
     once = functools.partial(training_step, network, around, optimizer, ours=ooc is not None, num_parts=num_parts)
     times: list[float] = []
     marks: list[float] = []
+    forwards = time_forwards(network)
     num_restarts, pinning_s = 0, 0.0
     PINNED_S.clear()
     most_warm, most_s = (MOST_WARM, MOST_WARM_S) if headline else (MOST_WARM_OTHERS, MOST_WARM_OTHERS_S)
@@ -314,11 +329,13 @@ def _measure(
         (times if warm or times else marks).append(time.perf_counter() - began)
         if len(marks) == 1:
             pinning_s = sum(PINNED_S)
+    forward_host_s = statistics.median(forwards[-len(times) :])
     return {
         "batch": network.batch * num_parts,
         "loop_step_s": _time_loop(functools.partial(once, wait=False), len(times) if headline else NUM_LOOP_OTHERS),
         "step_s": statistics.median(times),
         "num_steps": len(times),
+        "forward_host_s": forward_host_s,  # until the host has queued it
         "spread_s": [min(times), max(times)],
         "first_steps_s": marks,
         "pinning_s": pinning_s if ooc is not None else None,  # of the first step
@@ -327,6 +344,20 @@ def _measure(
         "num_alloc_retries": torch.cuda.memory_stats()["num_alloc_retries"] - num_restarts,
         "loss": float(loss),
     }
+
+
+def time_forwards(network: Any) -> list[float]:
+    """Grows by what each forward of the network takes the host."""
+    forwards, loss = list[float](), network.loss
+
+    def timed() -> Any:
+        began = time.perf_counter()
+        made = loss()
+        forwards.append(time.perf_counter() - began)
+        return made
+
+    network.loss = timed
+    return forwards
 
 
 def _time_loop(once: Callable[[], Any], num_steps: int) -> float:
