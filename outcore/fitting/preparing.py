@@ -28,10 +28,13 @@ from outcore.planning.planners.simple import swap_all
 from outcore.planning.preparing import at_pace, prepare, prepare_planned
 from outcore.planning.residency import beside_state, choose_residency, with_gradients
 from outcore.planning.rewrites.gradient_sums import sums_in_place
+from outcore.planning.rewrites.workspaces import less_workspace
 from outcore.planning.trace_index import index_of
 from outcore.reporting.long_work import shown_if_long
 from outcore.units import format_bytes
 from outcore.values import Budget, Machine, Plan, Residency, Timeline, Trace
+
+Sizes = list[tuple[int, int]]  # to plan for, and what workspaces may take beyond each
 
 
 class Preparer:
@@ -104,16 +107,17 @@ class Preparer:
                 f"{trace.fingerprint}); plan this one anew: leave out plan=..."
             )
         if headroom is None:
-            return self._plan_of_size(trace, [self.budget.device_bytes], planner, [], 0.0)
+            return self._plan_of_size(trace, [(self.budget.device_bytes, 0)], planner, [], 0.0)
         known = headroom.plans
         if headroom.is_fragmented and not same_size:
             found = self._search_places(trace, headroom, planner, search)
             if found is not None or headroom.attempts:
                 return found
         margin = self.settings.margin_share
-        sizes = [headroom.usable_bytes]
+        sizes = [(headroom.usable_bytes, 0)]
         if not (headroom.attempts or headroom.is_fragmented):
-            sizes.append(int(self.budget.device_bytes * (1 - margin)))
+            most_bytes = int(self.budget.device_bytes * (1 - margin))
+            sizes += [(most_bytes, 0), (most_bytes, self.budget.device_bytes - most_bytes)]
         try:
             found = self._plan_of_size(trace, sizes, planner, known, margin, search)
         except BudgetTooSmall:
@@ -144,18 +148,13 @@ class Preparer:
         return headroom.another(placed)
 
     def _plan_of_size(
-        self,
-        trace: Trace,
-        sizes: list[int],
-        planner: str,
-        known: list[Plan],
-        margin: float,
-        search: Search | None = None,
+        self, trace: Trace, sizes: Sizes, planner: str, known: list[Plan], margin: float, search: Search | None = None
     ) -> Plan:
-        """Makes a plan for the first size that is large enough."""
-        for size_bytes in sizes:
+        """Makes a plan for the first size that is large enough. With each comes what workspaces may take beyond it: an
+        op of the recorded step may have taken all memory that was left, and would in any budget that an error names."""
+        for size_bytes, spare_bytes in sizes:
             try:
-                return self._plans(trace, size_bytes, planner, known, most=1, search=search)[0]
+                return self._plans(trace, size_bytes, planner, known, most=1, search=search, spare_bytes=spare_bytes)[0]
             except BudgetTooSmall as error:
                 too_small = error.with_traceback(None)  # a traceback holds all frames, and with them the user's tensors
         needed_bytes = int(too_small.needed_bytes / (1 - margin)) + 1 + (self.settings.unsplit_bytes if margin else 0)
@@ -171,11 +170,13 @@ class Preparer:
         *,
         most: int,
         search: Search | None = None,
+        spare_bytes: int = 0,
     ) -> list[Plan]:
+        trace = less_workspace(trace, spare_bytes) if spare_bytes else trace
         budget = replace(self.budget, device_bytes=size_bytes)
         machine = beside_state(self.machine, self.residency)
         if search is not None:
-            part = ("plans", size_bytes, most)
+            part = ("plans", size_bytes, most, spare_bytes)
             return search.ask(part, plans, trace, machine, budget, planner=planner, most=most, starts=known)
         with shown_if_long("planning a step") as tell:
             return plans(trace, machine, budget, planner=planner, progress=tell, most=most, starts=known)
@@ -186,10 +187,8 @@ class Preparer:
         """Returns where to keep the training state. Parameters in `early` may be updated in the backward."""
         planner = self.planner if self.planner in AS_IT_IS else "priced"
 
-        def plan(step: Trace, machine: Machine, budget: Budget) -> Plan:
-            return plans(step, machine, budget, planner=planner, most=1)[0]
-
-        return choose_residency(trace, least, self.machine, budget, plan, early=early)
+        make = partial(plans, planner=planner, most=1)
+        return choose_residency(trace, least, self.machine, budget, lambda *step: make(*step)[0], early=early)
 
     # -- from a plan to a program -------------------------------------------------------------------------------------
 

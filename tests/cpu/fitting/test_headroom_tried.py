@@ -19,17 +19,21 @@ from outcore.errors import BudgetTooSmall
 from outcore.fitting import preparing
 from outcore.fitting.headroom import Headroom, Trouble
 from outcore.fitting.hooks import ACTIVE
-from outcore.fitting.phases import RanOut, Settled
+from outcore.fitting.phases import RanOut, Settled, WasRecorded
 from outcore.fitting.running import RunningStep
 from outcore.limit import Limited, limit
 from outcore.planning.allocator import fragmentation, placeholders
 from outcore.planning.allocator.hints import AllocatorHints, Placeholder
 from outcore.planning.allocator.model import Places
 from outcore.planning.planners import hybrid
+from outcore.planning.planners.scoring import lean_bytes
+from outcore.planning.planners.simple import swap_all
 from outcore.planning.settings import FRAGMENTATION, HYBRID
-from outcore.units import MIB
-from outcore.values import Schedule, Trace
-from tests.cpu.fitting.pretended import Pretend, gpu_of
+from outcore.planning.trace_index import index_of
+from outcore.units import GIB, MIB
+from outcore.values import Budget, Schedule, Trace
+from tests.cpu.fitting.played import MACHINE, Life, recorded
+from tests.cpu.fitting.pretended import AtOnce, Pretend, gpu_of
 from tests.cpu.training import build, train
 
 
@@ -95,6 +99,36 @@ def test_a_size_too_small_to_plan_in_ends_the_trying(pretend: Pretend) -> None:
     planned = [attempt.ready.prepared.plan.budget.device_bytes for attempt in headroom.attempts]
     assert planned == [attempt.usable_bytes for attempt in headroom.attempts]
     ooc.close()
+
+
+def greedy(memory_bytes: int) -> Trace:
+    """A step recorded in so much memory, one of whose ops takes a workspace of all that there is, as cuDNN may."""
+    lean = swap_all(index_of(recorded()), MACHINE, Budget(0, 0, GIB), lambda what, part: None)
+    level = lean_bytes(index_of(recorded()), Budget(0, 0, GIB), lean)
+    at = min((op.slot for op in recorded().ops), key=lambda slot: int(level[slot]))
+    ops = [
+        replace(op, workspace_bytes=max(0, memory_bytes - int(level[at]))) if op.slot == at else op
+        for op in recorded().ops
+    ]
+    return replace(recorded(), ops=tuple(ops))
+
+
+def test_as_many_bytes_as_are_named_are_enough_for_a_step_whose_workspace_grows_with_them() -> None:
+    """U-Net 3D on an H200: 4.29 GiB were named, and with 4.38 another 4.45, since an op took all that there was."""
+    memory_bytes = recorded().before_bytes + MIB
+    with pytest.raises(BudgetTooSmall) as caught:
+        begun(memory_bytes)
+    named_bytes = caught.value.needed_bytes
+    life = begun(named_bytes)
+    assert life.phase.ready is not None
+    assert life.phase.ready.prepared.predicted.peak_bytes <= named_bytes
+
+
+def begun(memory_bytes: int) -> Life:
+    life = Life(planner="hybrid", budget_bytes=memory_bytes, process=AtOnce())
+    life.show(WasRecorded(greedy(memory_bytes)))
+    life.begin()
+    return life
 
 
 def test_memory_that_comes_and_goes_between_steps_is_planned_for_once(pretend: Pretend) -> None:
