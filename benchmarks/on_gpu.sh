@@ -3,6 +3,9 @@
 #
 #   bash benchmarks/on_gpu.sh check exact speed pieces floors host recording curve1 curve2 curve3 peers fit cores matmul tuning accuracy
 #   seconds, about:           190   230   480   40     25     60   150       490    400    400    420   130 290   100    290    340
+#   loops, in this order (issue 26; 30 minutes in all, each in a call of its own):
+#   lengths heads others first others2
+#   420     330   560    400   330
 #   and: tiled_training (120), predicted_workers (120), claims:0 claims:1 claims:2 (up to 580 each; 16 cores, no GPU)
 #
 # `peers:vit_l` (or another network) is `peers` for that one. Nothing is timed in `exact`, `tests` (but its last part) and
@@ -111,6 +114,32 @@ for part in "${@:-check}"; do
     fit)
         run fit 130 python -m benchmarks.fit --questions batch --limit-s 60 \
             --methods in-core,checkpoint,selective,hybrid --out "$out/fit.json"
+        ;;
+    lengths) # a Llama whose lengths change: everything counts; peers in the same run
+        run lengths 430 python -m benchmarks.lengths --loops multiples,integers --limit-s 100 --out "$out/lengths.json"
+        ;;
+    heads) # the networks of the issue that are bound by the host: over checkpointing, over the bound, the host's forward
+        run networks_heads 340 python -m benchmarks.slowdown --networks bert_large,gpt2,efficientnet_v2_m \
+            --methods in-core,checkpoint,hybrid --warm-s 25 --limit-s 110 --out "$out/networks_heads.json"
+        ;;
+    others)
+        run networks_others 580 python -m benchmarks.slowdown --networks qwen2,unet3d,t5,swin_b,convnext_b \
+            --methods in-core,checkpoint,hybrid --warm-s 25 --limit-s 112 --out "$out/networks_others.json"
+        ;;
+    others2)
+        run networks_others2 350 python -m benchmarks.slowdown --networks deeplabv3,whisper,densenet201,mobilenet_v3_large \
+            --methods in-core,checkpoint,hybrid --warm-s 20 --limit-s 84 --out "$out/networks_others2.json"
+        ;;
+    first) # first_steps_s of a cold run and of one that finds its plans: over as many settled steps
+        export OUTCORE_CACHE="$out/cache.$$"
+        for run in cold warm; do
+            run "first_${run}_resnet50" 90 python -m benchmarks.slowdown --networks resnet50 --methods hybrid --steps 5 \
+                --limit-s 85 --out "$out/first_${run}_resnet50.json"
+            run "first_${run}_llama" 115 python -m benchmarks.slowdown --networks llama --methods hybrid --steps 5 \
+                --limit-s 110 --out "$out/first_${run}_llama.json"
+        done
+        rm -rf "$OUTCORE_CACHE"
+        unset OUTCORE_CACHE
         ;;
     cores)
         run elastic 290 python benchmarks/elastic.py --data "$data/mnist" \
