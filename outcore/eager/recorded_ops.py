@@ -16,7 +16,7 @@ from outcore.eager.recorded_storages import RecordedStorages
 from outcore.eager.replay import Recipe, has_norm_replay
 from outcore.eager.settings import EAGER
 from outcore.eager.signatures import OpOverload
-from outcore.memory.clock import Clock
+from outcore.memory.clock import Clock, HostGaps, Looks
 from outcore.memory.device import DeviceMemory
 from outcore.values import Op, Replay
 
@@ -38,8 +38,10 @@ class RecordedOp:
     fused_s: float = 0.0
     repeats: int = -1
     joins: bool = False
+    gap: tuple[float, int] = (0.0, 0)  # seconds of the host before it, and the saved tensors looked at on the way
 
-    def finish(self, seconds: float) -> Op:
+    def finish(self, seconds: float, looks: Looks) -> Op:
+        host_s, seconds = looks.apart(self.gap, seconds)
         return Op(
             self.slot,
             self.name,
@@ -56,6 +58,7 @@ class RecordedOp:
             fused_s=self.fused_s,
             repeats=self.repeats,
             joins=self.joins,
+            host_s=host_s,
         )
 
 
@@ -81,6 +84,7 @@ class RecordedOps:
         self.ops: list[RecordedOp] = []
         self.workspaces = memory.workspaces(before_bytes)
         self.repeats = Repeats()
+        self.gaps = HostGaps()
         self.sums = EngineSums()
         self._modules = ModuleNames(model)
         self._storages = storages
@@ -151,6 +155,7 @@ class RecordedOps:
         written_into: set[int],
         is_lost: Callable[[Sequence[int], Sequence[int]], bool],
         lost: Iterable[int] = (),
+        looks: Looks | None = None,
     ) -> tuple[Op, ...]:
         """`saved`: the values that autograd saved. `written_into`: those that custom functions may write into.
         `is_lost`: whether an op that reads and writes these values must never run again, as those in `lost`."""
@@ -166,7 +171,8 @@ class RecordedOps:
         for index, (inner, took_s) in passes.items():
             self.ops[index].fused, self.ops[index].fused_s = inner, took_s
         self.repeats.forget(self.ops, written_into)
-        return tuple(op.finish(took_s) for took_s, op in zip(seconds, self.ops, strict=True))
+        looks = looks or Looks()
+        return tuple(op.finish(took_s, looks) for took_s, op in zip(seconds, self.ops, strict=True))
 
 
 class Repeats:

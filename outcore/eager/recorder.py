@@ -33,6 +33,7 @@ from outcore.eager.replay import capture
 from outcore.eager.replay_safety import ReplaySafety
 from outcore.eager.signatures import OpOverload, outputs_of, reads_of, replay_kind, signature_of, tensors_in
 from outcore.eager.switches import changed, switches
+from outcore.memory.clock import Looks
 from outcore.memory.device import DeviceMemory
 from outcore.memory.device_kind import name_of
 from outcore.memory.meter import existing_storages
@@ -79,6 +80,13 @@ class Recorder:
 
     def op(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs an op and writes it down."""
+        gaps = self.ops.gaps
+        gaps.arrive()
+        result = self._op(func, args, kwargs)
+        gaps.leave()
+        return result
+
+    def _op(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         storages, ops, safety = self.storages, self.ops, self.safety
         storages.slot += 1
         signature = signature_of(func)
@@ -123,6 +131,7 @@ class Recorder:
                 module=ops.module,
                 repeats=repeats,
                 joins=not forward and ops.sums.joins(func, args, reads, writes) and called_by_engine(),
+                gap=ops.gaps.take(),
             )
         )
         return result
@@ -186,14 +195,20 @@ class Recorder:
     # -- what autograd saves ------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> Handle | Kept:
-        return self.saves.pack(tensor, self)
+        self.ops.gaps.arrive(1)
+        handle = self.saves.pack(tensor, self)
+        self.ops.gaps.leave()
+        return handle
 
     def unpack(self, handle: Handle | Kept) -> torch.Tensor:
         """Two threads may run backwards over one graph."""
+        self.ops.gaps.arrive(1)
         node = torch._C._current_autograd_node()
         function = node if isinstance(node, torch.autograd.function.BackwardCFunction) else None
         with self._lock:
-            return self.saves.unpack(handle, function)
+            tensor = self.saves.unpack(handle, function)
+        self.ops.gaps.leave()
+        return tensor
 
     # -- the training state, where it comes and goes (`outcore.state`) -----------------------------------------------
 
@@ -214,12 +229,13 @@ class Recorder:
         self._contents.clear()
         self.ops.close()
 
-    def finish(self) -> Trace:
+    def finish(self, looks: Looks | None = None) -> Trace:
+        """`looks`: what the host's own seconds are too many by."""
         self.close()
         last_slot = max(self.storages.slot, 0)
         saved = {tick.value for tick in self.saves.ticks}
         return Trace(
-            ops=self.ops.finish(saved, self.safety.written_into, self.safety.is_lost, self.safety.changed_away),
+            ops=self.ops.finish(saved, self.safety.written_into, self.safety.is_lost, self.safety.changed_away, looks),
             values=tuple(self.storages.values),
             storages=self.storages.finish(last_slot),
             ticks=tuple(tick.finish(last_slot) for tick in self.saves.ticks),

@@ -10,8 +10,9 @@ All others are made in the planning process while steps follow the smallest shar
 differs from its prediction leaves the plan with the same numbers; its size is recorded when it occurs again, and
 becomes another member of the family.
 
-The ops of a recorded step look slow if the host was slower than the device. On CUDA, the ops of two steps of different
-sizes are therefore timed without the recorder, and plans are made anew. Earlier plans serve until the new ones exist.
+The ops of a recorded step look slow if the host was slower than the device, or if they ran for the first time. The ops
+of two steps of different sizes are therefore timed without the recorder, and plans are made anew. Earlier plans serve
+until the new ones exist.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from dataclasses import dataclass, field, replace
 from outcore.eager.program import Program
 from outcore.errors import BudgetTooSmall, OutcoreError
 from outcore.fitting.kinds import Kind
-from outcore.fitting.phases import Shared, TimedOps
+from outcore.fitting.phases import Shared
 from outcore.fitting.preparing import Preparer
 from outcore.fitting.ready import Ready
-from outcore.fitting.retiming import are_ops_of
+from outcore.fitting.retiming import TimedOps, are_ops_of
 from outcore.planning.families.scaling import difference
 from outcore.planning.families.sharing import plan_shared
 from outcore.planning.families.sizes import Family, Member, Sizes, TimedAt
@@ -54,7 +55,7 @@ class SharedPlan:
     def is_in_core(self) -> bool:
         """Whether the plan keeps everything, so that no plan for a smaller size can be faster."""
         plan = self.kind.plan if self.kind is not None else None
-        return plan is not None and plan.count("keep") == len(plan.decisions)
+        return plan is not None and plan.keeps_all
 
 
 @dataclass
@@ -88,6 +89,8 @@ class SizeFamily:
         alike = [other for other in others if not difference(newest.trace, other.trace)]
         if alike:
             known = Family([newest, *alike])
+            if self.model is not None and difference(newest.trace, self.model.members[0].trace):
+                self.timed.clear()  # of other work
             self.timed = {timed.sizes: timed for timed in self.timed.values() if known.knows(timed.sizes)}
             self.model = Family(known.members, list(self.timed.values()))
             self.forget_plans()
@@ -139,7 +142,7 @@ class Families:
         """Returns the trace of a step of these sizes if its ops should be timed, else None. Two sizes that differ
         enough are timed."""
         family = self._families[structure]
-        if family.model is None or not self._preparer.memory.has_caching_allocator:
+        if family.model is None:
             return None
         works = [math.prod(timed) for timed in family.timed]
         work, apart = math.prod(sizes), self._settings.timed_ratio
@@ -153,7 +156,7 @@ class Families:
         if family is None or family.model is None or not family.model.knows(sizes):
             return
         if are_ops_of(family.model.members[0].trace, ops.names):
-            family.was_timed(TimedAt(sizes, tuple(ops.seconds)))
+            family.was_timed(TimedAt(sizes, tuple(ops.seconds), tuple(ops.host_s)))
 
     def find(self, structure: Hashable, sizes: Sizes, before_bytes: int, input_bytes: int) -> Kind | None:
         """Returns the kind of the steps that share a plan for these sizes. Returns None if the step should be recorded

@@ -22,7 +22,7 @@ from outcore.fitting.calls import Calls
 from outcore.fitting.families import Families
 from outcore.fitting.hooks import ACTIVE, ForwardHook, hook_of
 from outcore.fitting.kinds import Kind, Kinds
-from outcore.fitting.phases import GivenUp
+from outcore.fitting.phases import GivenUp, Took
 from outcore.fitting.planning_process import PlanningProcess
 from outcore.fitting.preparing import Preparer
 from outcore.fitting.remembering import Remembering
@@ -131,15 +131,17 @@ class Loop:
         way = next(iter(self.tally.counts - before), "")
         ready = self.last.phase.ready if self.last is not None else None
         self.tally.note(way, seconds, ready.prepared.predicted if ready is not None else None)
-        because = ""
+        because, listener = "", step.listener
+        if way == "planned" and self.last is not None and self.memory.counts_op_by_op and _is_as_usual(listener):
+            self.last.take(Took(seconds))
         if not way:
             because = (
                 "nothing in it was saved for a backward pass; call the model inside `with ooc.step():`, with gradients "
                 "switched on"
             )
-        elif way == "left" and isinstance(step.listener, Execution):
+        elif way == "left" and isinstance(listener, Execution):
             because = (
-                f"it left its plan ({step.listener.plan.left_because}); it ran on with the same numbers, and the next "
+                f"it left its plan ({listener.plan.left_because}); it ran on with the same numbers, and the next "
                 "one like it is recorded"
             )
         elif self.last is not None and isinstance(self.last.phase, GivenUp):
@@ -187,6 +189,11 @@ class Loop:
             self.close()
         except StoreError:
             self.store.forsake()
+
+
+def _is_as_usual(listener: object) -> bool:
+    """Whether a step was looked at no more than its plan needs."""
+    return type(listener) is Execution and listener.meter is None and not listener.plan.has_switched
 
 
 def _detach(hook: ForwardHook, memory: DeviceMemory) -> None:

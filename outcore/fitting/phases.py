@@ -13,13 +13,15 @@ step showed and returns the next phase. A step that fails shows nothing, unless 
 
     phase     its step                           what happens                                      next phase
     --------  ---------------------------------  ------------------------------------------------  -----------------
-    New       is recorded                        recorded; the device times ops a second time      Recorded
-                                                 recorded; it does not, or the user gave its plan  Timed
+    New       is recorded                        recorded; the planner searches, or the device     Recorded
+                                                 times ops a second time
+                                                 recorded; neither, or the user gave its plan      Timed
                                                  `expect`: its trace is known without recording    Timed
     Recorded  is planned briefly when it begins  there is a plan                                   Timing
                                                  no brief plan fits; the full planner may find one Timed, and plans
     Timing    follows the brief plan, ops timed  timed; a better plan is searched for in parallel  Searching
-                                                 timed; this planner does not search               Timed
+                                                 timed; the next step waits for the search         Timed
+                                                 timed on the CPU, and everything is kept          Settled
                                                  its plan is outdated                              Recorded, and plans
                                                  out of memory, and a smaller plan is left         Recorded
     Searching follows the current plan           a plan was found                                  Trying
@@ -34,6 +36,8 @@ step showed and returns the next phase. A step that fails shows nothing, unless 
     Trying,   follow a plan                      it is outdated                                    Timed, and plans
     Settled                                      out of memory, and a smaller plan is left         Timed
                                                  out of memory, and none is left                   Settled on the best
+    Settled   follows a plan, on the CPU         a few steps took so long: predictions are         Settled
+                                                 corrected by their pace
     Timing,   follow a plan                      a step left its plan                              New
     Searching,                                   ... for the third time                            GivenUp
     Trying,
@@ -51,7 +55,7 @@ autograd asked for saved tensors after the end of a step, which a plan for the s
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import statistics
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
@@ -59,9 +63,10 @@ from outcore.errors import BudgetTooSmall, OutcoreError
 from outcore.fitting.headroom import Headroom
 from outcore.fitting.preparing import Preparer
 from outcore.fitting.ready import Ready
-from outcore.fitting.retiming import timed_again
+from outcore.fitting.retiming import TimedOps, timed_again
 from outcore.fitting.searches import Search, StillSearching
 from outcore.planning.rewrites.gradient_sums import adds_in_place
+from outcore.planning.trace_index import clock_seconds
 from outcore.values import Plan, Timeline, Trace
 
 log = logging.getLogger("outcore")
@@ -73,15 +78,16 @@ class WasRecorded:
 
 
 @dataclass(frozen=True)
-class TimedOps:
-    names: Sequence[str]
-    seconds: Sequence[float]
-
-
-@dataclass(frozen=True)
 class Measured:
     timeline: Timeline
     num_restarts: int  # of the allocator, in the step
+
+
+@dataclass(frozen=True)
+class Took:
+    """The step followed its plan, looked at no more than it must be, and computed on the host."""
+
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ class LeftPlan:
     because: str
 
 
-Shown = WasRecorded | TimedOps | Measured | RanOut | LeftPlan
+Shown = WasRecorded | TimedOps | Measured | Took | RanOut | LeftPlan
 
 
 class Life(Protocol):
@@ -134,7 +140,9 @@ class New(Phase):
         if not isinstance(shown, WasRecorded):
             return self
         # With a given plan there may be too little memory for a step whose ops are timed one by one.
-        if life.preparer.memory.has_caching_allocator and not life.preparer.is_given_for(shown.trace):
+        preparer = life.preparer
+        searches = preparer.memory.has_caching_allocator or preparer.brief_planner != preparer.planner
+        if searches and not preparer.is_given_for(shown.trace):
             return Recorded(shown.trace)
         return Timed(shown.trace)
 
@@ -292,7 +300,9 @@ class Timing(_Following):
         if self.headroom is not None:
             self.headroom.forget()
         share = life.preparer.settings.pass_bytes_share
-        trace = timed_again(self.trace, shown.names, shown.seconds, share)
+        trace = timed_again(self.trace, shown, share)
+        if self.headroom is None and self.ready.prepared.plan.keeps_all:
+            return Settled(trace, life.preparer.with_times(self.ready, trace))
         return _planned_next(life, trace, self.ready, self.headroom)
 
     def _planned_anew(self) -> Phase:
@@ -357,7 +367,7 @@ class Trying(_Following):
         headroom, plan = self.headroom, self.ready.prepared.plan
         if not isinstance(shown, Measured) or headroom is None:
             return super().after(life, shown)
-        if life.preparer.uses_given or plan.count("keep") == len(plan.decisions):
+        if life.preparer.uses_given or plan.keeps_all:
             return Settled(self.trace, self.ready, headroom)
         measured = shown.timeline
         if not headroom.note(measured.step_s, shown.num_restarts, measured.reserved_bytes):
@@ -391,8 +401,25 @@ class Shared(_Following):
         return self
 
 
+@dataclass(frozen=True)
 class Settled(_Following):
-    """Follows a plan that will not change any more."""
+    """Follows a plan that will not change any more. `took` has the seconds of its first steps on the CPU, and is None
+    once they corrected the prediction."""
+
+    took: tuple[float, ...] | None = ()
+
+    def after(self, life: Life, shown: Shown) -> Phase:
+        if not isinstance(shown, Took) or self.took is None:
+            return super().after(life, shown)
+        took = (*self.took, shown.seconds)
+        if len(took) < life.preparer.settings.num_paced:
+            return replace(self, took=took)
+        predicted, settings = self.ready.prepared.predicted, life.preparer.settings
+        ops_s = sum(clock_seconds(self.ready.prepared.trace)) + predicted.recompute_s
+        pace = 1 + (statistics.median(took) - predicted.step_s) / max(ops_s, 1e-9)
+        pace = max(settings.least_host_pace, min(pace, settings.most_host_pace))
+        ready = life.preparer.at_pace(self.ready, pace)
+        return replace(self, trace=self.trace.at(pace), ready=ready, took=None)
 
     @property
     def fits(self) -> bool:

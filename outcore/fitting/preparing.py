@@ -18,15 +18,17 @@ from outcore.fitting.planning_process import PlanningProcess
 from outcore.fitting.ready import Ready
 from outcore.fitting.searches import Search
 from outcore.fitting.settings import FittingSettings
+from outcore.memory.clock import Looks
 from outcore.memory.device import DeviceMemory
 from outcore.memory.store import Store
-from outcore.planning import AS_IT_IS, plans
+from outcore.planning import AS_IT_IS, plan, plans
 from outcore.planning.allocator.fragmentation import Placement, search_placement
 from outcore.planning.allocator.hints import AllocatorHints
 from outcore.planning.planners.scoring import lean_bytes
 from outcore.planning.planners.simple import swap_all
-from outcore.planning.preparing import at_pace, prepare, prepare_planned
+from outcore.planning.preparing import at_pace, prepare, prepare_planned, with_times
 from outcore.planning.residency import beside_state, choose_residency, with_gradients
+from outcore.planning.rewrites.common_ops import as_planned
 from outcore.planning.rewrites.gradient_sums import sums_in_place
 from outcore.planning.rewrites.workspaces import less_workspace
 from outcore.planning.trace_index import index_of
@@ -55,6 +57,7 @@ class Preparer:
         self.settings = settings
         self.beside: Any = None  # the training state, if it may leave the device (`StateBeside`)
         self.residency: Residency | None = None  # where the training state is kept
+        self.looks = Looks()  # what looking at ops adds to the host's seconds between them
         self.uses_given = False  # a step occurred for which the user gave the plan
         self._given, self.store, self.process = given, store, process
 
@@ -158,8 +161,8 @@ class Preparer:
             except BudgetTooSmall as error:
                 too_small = error.with_traceback(None)  # a traceback holds all frames, and with them the user's tensors
         needed_bytes = int(too_small.needed_bytes / (1 - margin)) + 1 + (self.settings.unsplit_bytes if margin else 0)
-        where, budget_bytes = str(self.memory.device), self.budget.device_bytes
-        raise too_small.on(where, needed_bytes=needed_bytes, budget_bytes=budget_bytes) from None
+        where = str(self.memory.device)
+        raise too_small.on(where, needed_bytes=needed_bytes, budget_bytes=self.budget.device_bytes) from None
 
     def _plans(
         self,
@@ -187,8 +190,7 @@ class Preparer:
         """Returns where to keep the training state. Parameters in `early` may be updated in the backward."""
         planner = self.planner if self.planner in AS_IT_IS else "priced"
 
-        make = partial(plans, planner=planner, most=1)
-        return choose_residency(trace, least, self.machine, budget, lambda *step: make(*step)[0], early=early)
+        return choose_residency(trace, least, self.machine, budget, partial(plan, planner=planner), early=early)
 
     # -- from a plan to a program -------------------------------------------------------------------------------------
 
@@ -217,8 +219,7 @@ class Preparer:
             prepared = search.ask(part, prepare_planned, step, plan, self.machine).with_trace(step)
         peak, most_bytes = prepared.predicted, max(prepared.predicted.peak_bytes, plan.predicted_peak_bytes)
         if peak.peak_bytes > self.budget.device_bytes:  # a plan that was given, for another budget
-            where = str(self.memory.device)
-            raise BudgetTooSmall(peak.peak_bytes, self.budget.device_bytes, peak.peak_at, where=where)
+            raise BudgetTooSmall(peak.peak_bytes, self.budget.device_bytes, peak.peak_at, where=str(self.memory.device))
         if peak.host_peak_bytes > self.budget.host_bytes:
             raise BudgetTooSmall(peak.host_peak_bytes, self.budget.host_bytes, "what is swapped", where="the host")
         hints = AllocatorHints()
@@ -273,12 +274,17 @@ class Preparer:
 
     @property
     def pinned_bytes(self) -> int:
-        """Host memory that plans may swap to without pinning more."""
-        return self.store.pinned_bytes
+        return self.store.pinned_bytes  # that plans may swap to without pinning more
 
     def slow_copies_down(self) -> None:
         """Assumes slower copies: they take longer while kernels run than when they were measured alone."""
         self.machine = self.machine.with_copies_at(self.settings.slowed_share)
+
+    def with_times(self, ready: Ready, trace: Trace) -> Ready:
+        """The same plan, which keeps everything, with the seconds of `trace`."""
+        made = ready.prepared.plan
+        step = as_planned(replace(self.as_run(trace, in_place=False), before_bytes=made.before_bytes), made)
+        return replace(ready, prepared=with_times(ready.prepared, step, self.machine))
 
     def at_pace(self, ready: Ready, pace: float) -> Ready:
         """Returns the same plan with a prediction in which every op takes `pace` times as long."""

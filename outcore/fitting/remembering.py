@@ -78,6 +78,6 @@ def rests_on_the_same(earlier: Trace, recorded: Trace) -> bool:
 
 def _untimed(trace: Trace) -> Trace:
     unknown: dict[str, Any] = {"norm_replay": False, "fused": (), "workspace_bytes": 0}
-    unknown |= dict.fromkeys(Op.SECONDS, 0.0)
+    unknown |= dict.fromkeys((*Op.SECONDS, "host_s"), 0.0)
     ops = tuple(replace(op, **unknown) for op in trace.ops)
     return replace(trace, ops=ops, before_bytes=0, recorded_at="")

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from outcore.values import Trace
 
 log = logging.getLogger("outcore")
 
 
-def timed_again(trace: Trace, names: Sequence[str], seconds: Sequence[float], pass_bytes_share: float) -> Trace:
+@dataclass(frozen=True)
+class TimedOps:
+    """The ops of a step that were timed again."""
+
+    names: Sequence[str]
+    seconds: Sequence[float]
+    host_s: Sequence[float] = ()  # of the host before each op; empty if unknown
+
+
+def timed_again(trace: Trace, times: TimedOps, pass_bytes_share: float) -> Trace:
     """Returns the trace with the smaller times, or unchanged if other ops ran. For `pass_bytes_share` see `_pass_s`."""
-    if not are_ops_of(trace, names):
+    if not are_ops_of(trace, times.names):
         log.info("the first planned step ran other ops than recorded; its times were not used")
         return trace
-    ops = tuple(replace(op, seconds=min(op.seconds, s)) for op, s in zip(trace.ops, seconds, strict=True))
+    host_s = times.host_s or [op.host_s for op in trace.ops]
+    ops = tuple(
+        replace(op, seconds=min(op.seconds, op_s), host_s=min(op.host_s, gap_s))
+        for op, op_s, gap_s in zip(trace.ops, times.seconds, host_s, strict=True)
+    )
     timed = replace(trace, ops=ops)
     passes = {index: _pass_s(timed, index, pass_bytes_share) for index, op in enumerate(ops) if op.fused}
     return replace(timed, ops=tuple(replace(op, fused_s=passes.get(index, 0.0)) for index, op in enumerate(ops)))

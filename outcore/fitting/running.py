@@ -22,14 +22,17 @@ from outcore.eager.execution import Execution
 from outcore.eager.intercept import Interception, in_backward, in_transform
 from outcore.eager.program import Program
 from outcore.eager.recorder import Recorder
+from outcore.eager.timed_execution import TimedExecution
 from outcore.errors import OutcoreError, warn
 from outcore.fitting.beside import StateBeside
 from outcore.fitting.calls import Call, Calls, no_forward
 from outcore.fitting.families import Families
 from outcore.fitting.hooks import ACTIVE
+from outcore.fitting.host_costs import know_host
 from outcore.fitting.kinds import Kind, Kinds
-from outcore.fitting.phases import Measured, New, Phase, RanOut, Settled, Shared, TimedOps, Timing
+from outcore.fitting.phases import Measured, New, Phase, RanOut, Settled, Shared, Timing
 from outcore.fitting.preparing import Preparer
+from outcore.fitting.retiming import TimedOps
 from outcore.fitting.tally import Tally
 from outcore.memory.clock import Clock
 from outcore.memory.device import DeviceMemory, PeakWatch
@@ -221,7 +224,7 @@ class RunningStep:
         # The execution must not refer to this step or to the loop, because handles keep it alive longer than both.
         model, inputs, watch = self.model, self._call.inputs, self._watch
         before_all_bytes, gradient_bytes = before_bytes + self._reserved_bytes, owner.calls.gradient_bytes
-        execution = Execution(
+        execution = (Execution if clock is None else TimedExecution)(
             program,
             self.owner.store,
             meter=watch.peak.meter if watch is not None else None,
@@ -252,7 +255,7 @@ class RunningStep:
             return
         if isinstance(listener, Recorder):
             self.owner.tally.counts["recorded"] += 1
-            trace = listener.finish()
+            trace = listener.finish(know_host(self.owner.preparer))
             self.owner.last = kinds.was_recorded(kind, self._call.scalars, trace, listener.saves.asked_late)
             self.owner.families.note_recorded(self._call.structure, self._call.sizes, trace)
             self.owner.memory.after_recording()
@@ -277,11 +280,11 @@ class RunningStep:
         if ready is None or execution.plan.has_switched:
             return
         kind.is_watched = kind.is_watched or (ready.sums_in_place and bool(execution.is_watched))
-        if execution.times is not None:
-            timed = TimedOps(execution.times.names, execution.times.seconds())
+        if isinstance(execution, TimedExecution) and execution.times is not None:
+            timed = TimedOps(*execution.timed(self.owner.preparer.looks))
             kind.take(timed)
             self.owner.families.was_timed(self._call.structure, self._call.sizes, timed)
-        elif self._watch is not None:
+        if self._watch is not None and (execution.times is None or self.owner.memory.counts_op_by_op):
             self.owner.read_later(self._reader(kind, ready.prepared.predicted, execution, self._watch))
 
     def _reader(self, kind: Kind, predicted: Timeline, execution: Execution, watch: _Watch) -> Callable[[], None]:

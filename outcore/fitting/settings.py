@@ -29,11 +29,19 @@ class FittingSettings:
 
     # -- measured steps -----------------------------------------------------------------------------------------------
     num_measured: int = 3  # steps of a plan that are measured; the first one maps memory and is not counted (measured)
+    num_paced: int = 3  # unwatched steps on the CPU by whose median predictions are corrected (guessed)
+    least_host_pace: float = 0.3  # factor by which ops on the CPU may be faster than predicted (guessed)
+    most_host_pace: float = 3.0  # factor by which they may be slower (guessed: a busy machine)
     stall_share: float = 0.01  # of a step: if compute waits longer than predicted by this, copies are slower (guessed)
     slowed_share: float = 0.9  # of their rates that copies then keep in predictions (measured: 5 to 15 % slower)
     num_slowed: int = 2  # times that rates are reduced in this way (guessed)
     most_pace: float = 1.1  # factor by which a whole step may run slower than its ops one by one (measured: 1.04)
     pass_bytes_share: float = 0.9  # of the bytes of a fused pass: an op that moves as many takes as long (derived)
+
+    # -- the host's seconds, measured with a chain of small ops -------------------------------------------------------
+    host_pairs: int = 48  # of ops in the chain (guessed: a step of it takes a millisecond or two)
+    host_elements: int = 2048  # of its tensors (derived: smaller saved tensors are never put away)
+    host_repeats: int = 7  # of each way to run it (guessed)
 
     # -- families of sizes --------------------------------------------------------------------------------------------
     num_sizes: int = 3  # different sizes of a family before its steps share plans (derived: two members and a third)

@@ -18,7 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -120,6 +120,45 @@ def _empty_pair_s(device: torch.device) -> float:
     ]
     stream.synchronize()
     return float(statistics.median(start.elapsed_time(end) / 1e3 for start, end in pairs))
+
+
+class Looks(NamedTuple):
+    """Seconds that the way to us and back adds to an op and to a saved tensor."""
+
+    op_s: float = 0.0
+    tick_s: float = 0.0
+    in_line: bool = False  # the host computes: an op's own seconds have a part of the way, too
+
+    def apart(self, gap: tuple[float, int], op_s: float) -> tuple[float, float]:
+        """Seconds of the host before an op, and of the op, without them: what the gap has not, the op has."""
+        gap_s, num_ticks = gap
+        left_s = gap_s - self.op_s - num_ticks * self.tick_s
+        if left_s < 0 and self.in_line:
+            op_s = max(MEMORY.least_op_share * op_s, op_s + left_s)
+        return max(0.0, left_s), op_s
+
+
+class HostGaps:
+    """Seconds of the host between the ops of a step in which nobody of ours was at work, with the saved tensors that
+    were looked at on the way: each costs a way there and back that is no part of the program."""
+
+    def __init__(self) -> None:
+        self._gap_s, self._num_ticks, self._gone_s = 0.0, 0, time.perf_counter()
+
+    def arrive(self, num_ticks: int = 0) -> None:
+        """The program came to us, with a saved tensor or an op."""
+        self._gap_s += time.perf_counter() - self._gone_s
+        self._num_ticks += num_ticks
+
+    def leave(self) -> None:
+        """It goes on."""
+        self._gone_s = time.perf_counter()
+
+    def take(self) -> tuple[float, int]:
+        """Of the gap before an op."""
+        gap = self._gap_s, self._num_ticks
+        self._gap_s, self._num_ticks = 0.0, 0
+        return gap
 
 
 class OpTimes:

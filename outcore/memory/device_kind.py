@@ -18,6 +18,7 @@ class DeviceKind:
     tries_convolutions: bool  # cuDNN's benchmark mode: each thread chooses algorithms by trying them
     updates_alike: bool  # a multi-tensor update picks one implementation, which depends on every tensor
     has_kernels: bool  # Triton kernels run here and round as PyTorch's own do
+    computes_on_host: bool  # ops run on the host: they take turns with everything else that it does
 
 
 _CUDA = DeviceKind(
@@ -26,6 +27,7 @@ _CUDA = DeviceKind(
     tries_convolutions=True,
     updates_alike=True,
     has_kernels=torch.version.hip is None,
+    computes_on_host=False,
 )
 _CPU = DeviceKind(
     home_tier="disk",
@@ -33,6 +35,7 @@ _CPU = DeviceKind(
     tries_convolutions=False,
     updates_alike=False,
     has_kernels=False,
+    computes_on_host=True,
 )
 
 
@@ -57,6 +60,12 @@ def generator_of(device: torch.device) -> torch.Generator:
     if device.type == "cuda":
         return torch.cuda.default_generators[numbered(device).index]
     return torch.default_generator
+
+
+def wait_for(device: torch.device) -> None:
+    """Until it has done what it was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def name_of(device: torch.device) -> str:

@@ -36,6 +36,9 @@ class MemorySettings:
     ahead_s: float = 5e-3  # seconds of the host during which one spin keeps the device busy (derived)
     num_ops_per_spin: int = 48  # ops that are timed behind one spin while a step is recorded (measured)
     num_empty_pairs: int = 16  # pairs of events that are timed with nothing in between (guessed)
+    least_op_share: float = (
+        0.2  # of an op on the CPU that is left after the way to the recorder is subtracted (guessed)
+    )
 
     # -- this machine -------------------------------------------------------------------------------------------------
     auto_share: float = 0.9  # of free device memory, for memory="auto"; other processes and kernels need some (guessed)

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from outcore.planning.planners.bound import bound_step_s
 from outcore.planning.planners.registry import plans
 from outcore.planning.program import lower as lowering
 from outcore.planning.program import simulate as simulating
 from outcore.planning.program import verify as verifying
 from outcore.planning.rewrites.common_ops import as_planned
+from outcore.planning.trace_index import index_of
 from outcore.values import Budget, Machine, Plan, PreparedStep, Residency, Schedule, Timeline, Trace
 
 
@@ -104,8 +106,16 @@ def prepare_planned(trace: Trace, plan: Plan, machine: Machine) -> Planned:
 
 def at_pace(prepared: PreparedStep, pace: float, machine: Machine) -> PreparedStep:
     """Returns the same program with a prediction in which every op takes `pace` times as long."""
-    trace = prepared.trace.at(pace)
+    return with_times(prepared, prepared.trace.at(pace), machine, pace * prepared.plan.in_core_step_s)
+
+
+def with_times(
+    prepared: PreparedStep, trace: Trace, machine: Machine, in_core_step_s: float | None = None
+) -> PreparedStep:
+    """Returns the same program with a prediction by the seconds of `trace`. Without `in_core_step_s` the plan is taken
+    to keep everything."""
     predicted = simulating.simulate(trace, prepared.schedule, machine, residency=prepared.residency)
-    in_core_s = pace * prepared.plan.in_core_step_s
-    plan = replace(prepared.plan, predicted_step_s=predicted.step_s, in_core_step_s=in_core_s)
+    in_core_s = predicted.step_s if in_core_step_s is None else in_core_step_s
+    bound_s = bound_step_s(index_of(trace), machine, prepared.plan.budget)
+    plan = replace(prepared.plan, predicted_step_s=predicted.step_s, in_core_step_s=in_core_s, bound_step_s=bound_s)
     return PreparedStep(trace, plan, prepared.schedule, predicted, prepared.residency)

@@ -55,6 +55,8 @@ class HybridSettings:
     max_flips: int = 3000  # flips drawn at most, however small the step is (guessed)
     far_share: float = 0.05  # if the best offer exceeds the bound by this share, the search gets more work (measured)
     far_times: float = 2.5  # by this factor (measured)
+    search_s: float = 3.0  # seconds that the work once takes (measured: 2 to 6 on two cores)
+    worth_steps: float = 50.0  # on the CPU a search may take as long as so many in-core steps (guessed)
     brief_times: float = 0.2  # a brief search gets this multiple of the work (guessed)
     num_starts: int = 8  # offers from which short walks begin (measured)
     num_finalists: int = 2  # of these, walks that are continued until no flip helps (measured)

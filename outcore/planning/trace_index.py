@@ -39,8 +39,8 @@ class TraceIndex:
     trace: Trace
     natural_bytes: Int64s  # per slot: in use before the step + storages alive + workspace
     tick_slots: list[int]
-    clock_s: list[float]  # per tick: op seconds before it, on the machine that recorded
-    total_s: float
+    clock_s: list[float]  # per tick: seconds before it on the machine that recorded, of ops and, in line, of the host
+    total_s: float  # of all ops, likewise
     value_bytes: list[int]
     producer: list[int]
     storage: list[int]
@@ -198,12 +198,20 @@ def _natural_bytes(trace: Trace) -> Int64s:
 
 def _clock(trace: Trace) -> tuple[list[float], float]:
     clock_s, now_s, ops, at = [], 0.0, trace.ops, 0
+    seconds = clock_seconds(trace)
     for tick in trace.ticks:
         while at < len(ops) and ops[at].slot < tick.slot:
-            now_s += ops[at].seconds
+            now_s += seconds[at]
             at += 1
         clock_s.append(now_s)
-    return clock_s, now_s + sum(op.seconds for op in ops[at:])
+    return clock_s, now_s + sum(seconds[at:])
+
+
+def clock_seconds(trace: Trace) -> list[float]:
+    """Per op, how far it moves the clock of a step in which nothing is waited for."""
+    if trace.is_in_line:
+        return [op.seconds + op.host_s for op in trace.ops]
+    return [op.seconds for op in trace.ops]
 
 
 def _last_write_slots(trace: Trace) -> list[int]:

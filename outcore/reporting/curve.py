@@ -29,7 +29,7 @@ def in_core_curve(trace: Trace, machine: Machine) -> Curve:
 
 def is_own(span: Span) -> bool:
     """An op of the step itself, not a rerun and not a wait."""
-    return span.stream == "compute" and span.what != "stall" and not span.what.startswith("rerun ")
+    return span.stream == "compute" and not span.is_wait and not span.what.startswith("rerun ")
 
 
 def _over_the_clock(trace: Trace, levels: Int64s, spans: Sequence[Span]) -> Curve:

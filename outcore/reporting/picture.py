@@ -126,7 +126,7 @@ def lanes_picture(clock: Clock, trace: Trace, timeline: Timeline, measured: Time
 
 
 def _measured_colour(span: Span) -> str:
-    return "limit" if span.what == "stall" else "recompute"
+    return "limit" if span.is_wait else "recompute"
 
 
 def _colour(span: Span, phases: Iterator[str]) -> str:
@@ -134,7 +134,7 @@ def _colour(span: Span, phases: Iterator[str]) -> str:
         return next(phases)
     if span.stream != "compute":
         return "swap" if span.stream == "swap_out" else "swap-in"
-    return "limit" if span.what == "stall" else "recompute"
+    return "limit" if span.is_wait else "recompute"
 
 
 def _boxes(spans: Sequence[tuple[Span, str]], clock: Clock) -> Iterator[tuple[float, float, str, str]]:

@@ -1,7 +1,7 @@
 """The data that rooms exchange: Machine, Trace, Budget, Plan, Schedule, Timeline; PreparedStep holds four of them. All
 are frozen dataclasses, and need no torch."""
 
-from outcore.values.machine import Machine, OpRates
+from outcore.values.machine import HostCosts, Machine, OpRates
 from outcore.values.plan import MADE_AGAIN, Budget, Decision, Plan
 from outcore.values.prepared import PreparedStep
 from outcore.values.residency import Residency, StateUnit
@@ -14,6 +14,7 @@ __all__ = [
     "Action",
     "Budget",
     "Decision",
+    "HostCosts",
     "Machine",
     "Op",
     "OpRates",

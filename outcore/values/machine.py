@@ -25,6 +25,18 @@ class OpRates:
 
 
 @dataclass(frozen=True)
+class HostCosts:
+    """Seconds of the host for what a plan makes it do, beside kernels and copies. They depend on the host, on the
+    device and on the way in which steps are intercepted there, and are measured, never assumed."""
+
+    tick_s: float  # autograd saves a tensor, or asks for it back, that stays where it is
+    seen_op_s: float  # an op that the runtime looks at
+    captured_op_s: float  # more, for one that is captured to be run again
+    rerun_s: float  # a rerun, beyond the seconds of its op
+    copy_s: float  # a copy that is begun, in either direction
+
+
+@dataclass(frozen=True)
 class Machine(Saved):
     """Capacities and rates, measured on the machine itself or marked as given.
 
@@ -56,6 +68,7 @@ class Machine(Saved):
     measured_at: str = ""  # date, or "" if nothing was measured
     given: tuple[str, ...] = ()  # fields that were given, not measured
     op_rates: OpRates | None = None  # for estimates of ops that were not run
+    host: HostCosts | None = None  # None if the host is taken to need no time
 
     def out_s(self, num_bytes: int, tier: str) -> float:
         """Returns the seconds to swap `num_bytes` out to `tier`."""

@@ -58,5 +58,9 @@ class Plan(Saved):
     merges_ops: bool = False
     reasons: dict[int, str] | None = None  # value -> why, in a few words, for `explain`
 
+    @property
+    def keeps_all(self) -> bool:
+        return self.count("keep") == len(self.decisions)
+
     def count(self, *decisions: Decision) -> int:
         return sum(1 for made in self.decisions.values() if made in decisions)

@@ -13,7 +13,12 @@ class Span:
     stream: str  # compute, swap_out, swap_in
     start_s: float
     end_s: float
-    what: str  # "aten.relu.default", "rerun aten.relu.default", "swap_out 17", "stall"
+    what: str  # "aten.relu.default", "rerun aten.relu.default", "swap_out 17", "stall", "host"
+
+    @property
+    def is_wait(self) -> bool:
+        """Whether compute has nothing to do: it waits for a copy, or for the host."""
+        return self.what in ("stall", "host")
 
 
 @dataclass(frozen=True)

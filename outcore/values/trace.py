@@ -46,6 +46,7 @@ class Op:
     repeats: int = -1  # an earlier op that called the same operator on the same values, or -1
     is_merged: bool = False  # whether plans use that op's result instead (`outcore.planning.rewrites.common_ops`)
     joins: bool = False  # autograd's sum of two gradients, which is in place unless ops are watched
+    host_s: float = 0.0  # seconds that the program and PyTorch need on the host since the op before, without its kernel
 
     @property
     def rerun_s(self) -> float:
@@ -54,9 +55,10 @@ class Op:
             return self.fused_s
         return self.norm_replay_s if self.norm_replay else self.seconds
 
-    def at(self, factor: float) -> Op:
-        """Returns the op with all its seconds multiplied by a factor."""
-        return replace(self, **{name: factor * getattr(self, name) for name in self.SECONDS})
+    def at(self, factor: float, *, in_line: bool = False) -> Op:
+        """Returns the op with all its seconds multiplied by a factor, those of the host only if `in_line`."""
+        names = (*self.SECONDS, "host_s") if in_line else self.SECONDS
+        return replace(self, **{name: factor * getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,11 @@ class Trace(Saved):
     def num_slots(self) -> int:
         return len(self.ops) + len(self.ticks)
 
+    @property
+    def is_in_line(self) -> bool:
+        """Whether the host computes: its own work then adds to that of the ops. Else it runs ahead of the device."""
+        return self.device == "cpu"
+
     @cached_property
     def has_unseen(self) -> bool:
         """Whether storages were made in it without an op: by compiled code, NumPy, or a data loader's process."""
@@ -149,7 +156,7 @@ class Trace(Saved):
 
     def at(self, factor: float) -> Trace:
         """Returns the step with the seconds of all ops multiplied by a factor."""
-        slower = replace(self, ops=tuple(op.at(factor) for op in self.ops))
+        slower = replace(self, ops=tuple(op.at(factor, in_line=self.is_in_line) for op in self.ops))
         vars(slower)["fingerprint"] = self.fingerprint  # a rewritten step keeps its fingerprint, too
         return slower
 

@@ -55,6 +55,7 @@ class TimedAt:
 
     sizes: Sizes
     seconds: tuple[float, ...]
+    host_s: tuple[float, ...] = ()  # of the host before each; empty: not known
 
 
 class Family:
@@ -180,19 +181,23 @@ class Family:
     @cached_property
     def _agreed(self) -> tuple[_Agreed, ...]:
         """Returns what is common to all members, for each op."""
+        known = [timed.host_s for timed in self.timed if timed.host_s]
+        known = known or [tuple(op.host_s for op in member.trace.ops) for member in self.members]
+        host_s_of_ops = zip(*known, strict=True)
         return tuple(
             _Agreed(
                 norm_replay=all(op.norm_replay for op in group),
                 is_fused=all(op.fused == group[0].fused for op in group),
                 repeats=group[0].repeats if all(op.repeats == group[0].repeats for op in group) else -1,
                 workspaces=tuple(op.workspace_bytes for op in group),
+                host_s=min(host_s),
             )
-            for group in zip(*(member.trace.ops for member in self.members), strict=True)
+            for group, host_s in zip(zip(*(member.trace.ops for member in self.members), strict=True), host_s_of_ops)
         )
 
     def _op(self, agreed: _Agreed, op: Op, point: Sizes, seconds: float) -> Op:
         """A workspace never shrinks below what was recorded: libraries choose other algorithms at other sizes."""
-        changes: dict[str, Any] = {"seconds": seconds, "repeats": agreed.repeats}
+        changes: dict[str, Any] = {"seconds": seconds, "repeats": agreed.repeats, "host_s": agreed.host_s}
         if any(agreed.workspaces):
             number = self._number(agreed.workspaces, self._grain, point)
             changes["workspace_bytes"] = max(number, min(agreed.workspaces))
@@ -243,6 +248,7 @@ class _Agreed:
     is_fused: bool  # with the same ops
     repeats: int
     workspaces: tuple[int, ...]
+    host_s: float  # the least: what was more were first calls
 
 
 def _changed(item: Item, **changes: Any) -> Item:

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from outcore.planning.planners.costs import segments_of
 from outcore.planning.planners.scoring import Decisions, lean_bytes
+from outcore.planning.program.simulate import clock_of
 from outcore.planning.settings import BOUND
-from outcore.planning.trace_index import Int64s, TraceIndex
+from outcore.planning.trace_index import Int64s, TraceIndex, clock_seconds
 from outcore.values import Budget, Machine
 
 ROUNDING = 1 - 1e-9  # the simulator adds the same seconds in another order, so its sums differ in the last digits
@@ -25,7 +26,7 @@ ROUNDING = 1 - 1e-9  # the simulator adds the same seconds in another order, so 
 
 def bound_step_s(trace_index: TraceIndex, machine: Machine, budget: Budget) -> float:
     """Returns a lower bound on the step time of every plan for this budget."""
-    op_s = trace_index.total_s / machine.speed
+    op_s = clock_of(trace_index, (), machine).step_s
     if not trace_index.evictable:
         return op_s * ROUNDING
     over_bytes = _over_bytes(trace_index, budget)
@@ -66,8 +67,8 @@ def _over_bytes(trace_index: TraceIndex, budget: Budget) -> Int64s:
 def _slot_clock(trace_index: TraceIndex) -> NDArray[np.float64]:
     """Returns the seconds of all ops before each slot."""
     seconds = np.zeros(trace_index.trace.num_slots + 1)
-    for op in trace_index.trace.ops:
-        seconds[op.slot + 1] = op.seconds
+    for op, op_s in zip(trace_index.trace.ops, clock_seconds(trace_index.trace)):
+        seconds[op.slot + 1] = op_s
     clock_s: NDArray[np.float64] = np.cumsum(seconds)[:-1]
     return clock_s
 

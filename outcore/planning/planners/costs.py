@@ -12,6 +12,7 @@ from heapq import heapify, heappop, heappush
 
 from outcore.planning.settings import HYBRID
 from outcore.planning.trace_index import TraceIndex
+from outcore.values import Machine
 
 
 def segments_of(trace_index: TraceIndex) -> dict[int, tuple[int, ...]]:
@@ -34,20 +35,28 @@ def segments_of(trace_index: TraceIndex) -> dict[int, tuple[int, ...]]:
     return segments
 
 
-def remake_density(trace_index: TraceIndex, segments: dict[int, tuple[int, ...]]) -> dict[int, float]:
+def rerun_seconds(trace_index: TraceIndex, machine: Machine) -> list[float]:
+    """Returns the seconds by which a rerun of each op makes the step longer. On the CPU the host's part counts, too."""
+    ops, host = trace_index.trace.ops, machine.host
+    if host is None or not trace_index.trace.is_in_line:
+        return [op.rerun_s for op in ops]
+    return [op.rerun_s + host.captured_op_s + host.rerun_s for op in ops]
+
+
+def remake_density(trace_index: TraceIndex, machine: Machine, segments: dict[int, tuple[int, ...]]) -> dict[int, float]:
     """Returns the seconds per byte of recomputing each value. Starting with the cheapest value, each one is charged
     only for ops that no value before it was charged for.
 
     Values that share ops are also considered as a group; otherwise the first of them would be charged for all ops.
     """
-    ops, value_bytes = trace_index.trace.ops, trace_index.value_bytes
+    seconds, value_bytes = rerun_seconds(trace_index, machine), trace_index.value_bytes
     paid: set[int] = set()
     found: dict[int, float] = {}
 
     def density(values: tuple[int, ...]) -> float:
         left = [value for value in values if value not in found]
         needed = {op for value in left for op in segments[value]} - paid
-        return sum(ops[op].rerun_s for op in needed) / max(sum(value_bytes[value] for value in left), 1)
+        return sum(seconds[op] for op in needed) / max(sum(value_bytes[value] for value in left), 1)
 
     heap = [(density(bundle), bundle) for bundle in _bundles(segments)]
     heapify(heap)

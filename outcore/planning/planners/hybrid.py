@@ -68,9 +68,16 @@ def several(
         return [dict(ranked[0].decisions)]
     if ranked[0].step_s > enough_s:
         far = HYBRID.far_times if ranked[0].step_s > (1 + HYBRID.far_share) * bound_s and not known else 1.0
-        walk = Walk(trace_index, machine, budget, enough_s, progress, HYBRID.brief_times if brief else far)
+        times = min(HYBRID.brief_times if brief else far, _worth(trace_index))
+        walk = Walk(trace_index, machine, budget, enough_s, progress, times)
         ranked = walk.improved(offers, known)
     return _ends(trace_index, machine, budget, ranked, most)
+
+
+def _worth(trace_index: TraceIndex) -> float:
+    """How many times the work a search may take. Where the host computes, steps wait for it: it is not worth more than
+    so many of them."""
+    return HYBRID.worth_steps * trace_index.total_s / HYBRID.search_s if trace_index.trace.is_in_line else INF
 
 
 def _is_of(trace_index: TraceIndex, start: Mapping[int, Decision]) -> bool:

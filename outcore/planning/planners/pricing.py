@@ -65,7 +65,7 @@ class Pricing:
     def __init__(self, trace_index: TraceIndex, machine: Machine, budget: Budget) -> None:
         self.trace_index, self.machine, self.budget = trace_index, machine, budget
         self.segments = segments_of(trace_index)
-        self.density = remake_density(trace_index, self.segments)
+        self.density = remake_density(trace_index, machine, self.segments)
         known = sorted({price for price in self.density.values() if price > 0}) or [1.0]
         # from a price at which only free reruns happen to one at which everything is recomputed
         self.prices = [known[0] / 2, *known, known[-1] * 2]

@@ -22,6 +22,7 @@ from itertools import pairwise
 import numpy as np
 
 from outcore.errors import PlanMismatch
+from outcore.planning.program.host import host_lane
 from outcore.planning.program.lanes import IN, OUT, Lanes
 from outcore.planning.program.simulate import KIND, SUBJECT, Step, memory_with_ins
 from outcore.planning.program.unroll import Unrolled, unroll
@@ -225,13 +226,14 @@ class _Sweep:
         budget: Budget,
         lean: Lean,
     ) -> None:
-        self.trace_index, self.machine, self.tiers = trace_index, machine, lean.tiers
+        self.trace_index, self.machine, self.lean = trace_index, machine, lean
         self.budget_bytes = budget.device_bytes
-        self.unrolled = lean.unrolled
         self.packs = {trace_index.packs[value][0]: value for value in decisions if decisions[value] != "keep"}
         self.space = _Space(trace_index, lean)
         self.flights = _Flights()
         self.lanes = Lanes(machine.duplex_share)
+        again = (step[SUBJECT] for steps in lean.unrolled.steps.values() for step in steps if step[KIND] == "rerun")
+        self.host = host_lane(trace_index, machine, again)
         self.delay_s = 0.0
         self.steps: list[Step] = []
         self.begun: set[tuple[int, int]] = set()  # (value, tick of need)
@@ -242,13 +244,15 @@ class _Sweep:
     def run(self) -> list[Step]:
         flights = self.flights
         for tick in range(len(self.trace_index.tick_slots)):
+            if self.host is not None:
+                self.delay_s = self.host.reach(tick, self.delay_s)
             if flights.queue:
                 self._release_done(tick)
             if tick in self.packs:
                 self._pack(tick, self.packs[tick])
             if flights.queue:
                 self._release_for_room(tick)
-            for step in self.unrolled.steps.get(tick, ()):
+            for step in self.lean.unrolled.steps.get(tick, ()):
                 self._perform(step)
             if self.queue and self.queue[0][0] <= tick:
                 self._begin_swap_ins(tick)
@@ -256,16 +260,21 @@ class _Sweep:
             self._release(len(self.trace_index.tick_slots) - 1)
         return self.steps
 
+    def _act(self, kind: str) -> None:
+        if self.host is not None:
+            self.delay_s = self.host.act(kind, self.delay_s)
+
     # --- swap-outs
 
     def _now_s(self, tick: int) -> float:
         return self.trace_index.clock_s[tick] / self.machine.speed + self.delay_s
 
     def _pack(self, tick: int, value: int) -> None:
-        self.steps += _pack_steps(tick, value, self.tiers.get(value), wait=False)
-        if value in self.tiers:
+        self.steps += _pack_steps(tick, value, self.lean.tiers.get(value), wait=False)
+        if value in self.lean.tiers:
             num_bytes = self.trace_index.value_bytes[value]
-            work_s = self.machine.out_s(num_bytes, self.tiers[value])
+            work_s = self.machine.out_s(num_bytes, self.lean.tiers[value])
+            self._act("swap_out")
             self.lanes.issue(OUT, value, self._now_s(tick), work_s)
             dies = self.trace_index.dies[self.trace_index.storage[value]]
             self.flights.add(_Flight(value, num_bytes, dies))
@@ -292,7 +301,7 @@ class _Sweep:
     def _join_stays(self) -> list[tuple[int, int]]:
         """Returns (tick of need, value) of every swap-in. A value stays from one need to the next if there is space."""
         gaps, first_needs = [], []
-        for value, stays in self.unrolled.stays.items():
+        for value, stays in self.lean.unrolled.stays.items():
             first_needs.append((stays[0][0], value))
             gaps += [(after[0] - before[1], before[1], after[0], value) for before, after in pairwise(stays)]
         for _, last, need, value in sorted(gaps):  # the shortest gaps first, which cost the least memory
@@ -312,7 +321,7 @@ class _Sweep:
         queue: deque[tuple[int, int, int]] = deque()
         free_s = float("inf")
         for need, value in reversed(self.stays):
-            copy_s = self.machine.in_s(self.trace_index.value_bytes[value], self.tiers[value])
+            copy_s = self.machine.in_s(self.trace_index.value_bytes[value], self.lean.tiers[value])
             need_s = ends_s[need - 1] if need else 0.0
             free_s = min(free_s, need_s) - copy_s * (1 + LOWERING.slack_share)
             tick = bisect_right(ends_s, free_s - LOWERING.slack_s) - 1
@@ -322,18 +331,19 @@ class _Sweep:
     def _gone_at(self, value: int, need: int) -> int:
         """Returns the tick from which on a value is not on the device before this need: its pack, or an earlier
         need."""
-        stays = self.unrolled.stays[value]
+        stays = self.lean.unrolled.stays[value]
         at = next(place for place, stay in enumerate(stays) if stay[0] == need)
         return stays[at - 1][1] if at else self.trace_index.packs[value][0]
 
     def _tick_ends(self) -> list[float]:
         """Returns the clock after each tick's reruns, without stalls."""
         ops, speed, delay_s, ends_s = self.trace_index.trace.ops, self.machine.speed, 0.0, []
+        behind_s = self.host.delays() if self.host is not None else None
         for tick, clock_s in enumerate(self.trace_index.clock_s):
-            for step in self.unrolled.steps.get(tick, ()):
+            for step in self.lean.unrolled.steps.get(tick, ()):
                 if step[KIND] == "rerun":
                     delay_s += ops[step[SUBJECT]].rerun_s / speed
-            ends_s.append(clock_s / speed + delay_s)
+            ends_s.append(clock_s / speed + delay_s + (behind_s[tick] if behind_s is not None else 0.0))
         return ends_s
 
     def _begin_swap_ins(self, tick: int) -> None:
@@ -349,8 +359,9 @@ class _Sweep:
 
     def _swap_in(self, tick: int, need: int, value: int) -> None:
         self.begun.add((value, need))
-        self.steps.append((tick, "swap_in", value, self.tiers[value], (), False))
-        work_s = self.machine.in_s(self.trace_index.value_bytes[value], self.tiers[value])
+        self.steps.append((tick, "swap_in", value, self.lean.tiers[value], (), False))
+        work_s = self.machine.in_s(self.trace_index.value_bytes[value], self.lean.tiers[value])
+        self._act("swap_in")
         self.lanes.issue(IN, value, self._now_s(tick), work_s)
 
     def _perform(self, step: Step) -> None:
@@ -365,5 +376,6 @@ class _Sweep:
                 self._swap_in(tick, tick, subject)
             self.delay_s += max(0.0, self.lanes.finish(IN, subject) - self._now_s(tick))
         elif kind == "rerun":
+            self._act(kind)
             self.delay_s += self.trace_index.trace.ops[subject].rerun_s / self.machine.speed
         self.steps.append(step)

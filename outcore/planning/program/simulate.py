@@ -18,9 +18,10 @@ from typing import Final
 
 import numpy as np
 
+from outcore.planning.program.host import host_lane
 from outcore.planning.program.lanes import IN, OUT, Lanes
 from outcore.planning.program.traffic import Traffic
-from outcore.planning.trace_index import Int64s, TraceIndex, index_of
+from outcore.planning.trace_index import Int64s, TraceIndex, clock_seconds, index_of
 from outcore.values import MADE_AGAIN, Machine, Residency, Schedule, Span, Timeline, Trace
 
 # (tick, kind, value or op, tier, values held, in place): an Action as a tuple, for the planners' inner loops. A named
@@ -310,19 +311,22 @@ def clock_of(
     detail: bool = False,
     traffic: Traffic | None = None,
 ) -> Clocked:
-    """Simulates time: compute in slot order, two copy lanes, and stalls. `traffic` adds copies of the training
-    state."""
+    """Simulates time: compute in slot order, two copy lanes, stalls, and the host where it is slower. `traffic` adds
+    copies of the training state."""
     found, lanes = Clocked(), Lanes(machine.duplex_share)
+    host = host_lane(trace_index, machine, (step[SUBJECT] for step in steps if step[KIND] == "rerun"))
     ops, value_bytes, clock_s, speed = (
         trace_index.trace.ops,
         trace_index.value_bytes,
         trace_index.clock_s,
         machine.speed,
     )
-    delay_s = 0.0
+    delay_s, spans = 0.0, found.spans if detail else None
     for tick, kind, subject, tier, _, _ in steps:
         if traffic is not None:
             delay_s += _waits_for_state(traffic.reach(lanes, trace_index.tick_slots[tick], delay_s), found)
+        if host is not None:
+            delay_s = _waits_for_host(host.act(kind, host.reach(tick, delay_s)), delay_s, clock_s[tick] / speed, spans)
         now_s = clock_s[tick] / speed + delay_s
         if kind == "swap_out":
             lanes.issue(OUT, subject, now_s, machine.out_s(value_bytes[subject], tier))
@@ -346,6 +350,8 @@ def clock_of(
             found.recompute_s += seconds
             if detail:
                 found.spans.append(Span("compute", now_s, now_s + seconds, f"rerun {ops[subject].name}"))
+    if host is not None:
+        delay_s = _waits_for_host(host.finish(delay_s), delay_s, trace_index.total_s / speed, spans)
     if traffic is not None:
         delay_s += _waits_for_state(traffic.reach(lanes, trace_index.trace.num_slots, delay_s), found)
         delay_s += _waits_for_state(traffic.finish(lanes, trace_index.total_s / speed + delay_s), found)
@@ -360,14 +366,21 @@ def _waits_for_state(seconds: float, found: Clocked) -> float:
     return seconds
 
 
+def _waits_for_host(delay_s: float, before_s: float, clock_s: float, spans: list[Span] | None) -> float:
+    """Compute has nothing to do until the host is there: `delay_s` behind its ops, instead of `before_s`."""
+    if spans is not None and delay_s > before_s:
+        spans.append(Span("compute", clock_s + before_s, clock_s + delay_s, "host"))
+    return delay_s
+
+
 def _op_spans(trace_index: TraceIndex, extra: Sequence[Span], speed: float) -> list[Span]:
     """Returns the spans of the recorded ops, each delayed by the stalls and reruns before it."""
     delays = sorted((span.start_s, span.end_s - span.start_s) for span in extra if span.stream == "compute")
     spans, now_s, at = [], 0.0, 0
-    for op in trace_index.trace.ops:
+    for op, clock_s in zip(trace_index.trace.ops, clock_seconds(trace_index.trace)):
         while at < len(delays) and delays[at][0] <= now_s + 1e-12:
             now_s += delays[at][1]
             at += 1
-        spans.append(Span("compute", now_s, now_s + op.seconds / speed, op.name))
-        now_s += op.seconds / speed
+        spans.append(Span("compute", now_s, now_s + clock_s / speed, op.name))
+        now_s += clock_s / speed
     return spans

@@ -19,7 +19,7 @@ from itertools import accumulate
 import numpy as np
 
 from outcore.planning.program.lanes import IN, OUT, Lanes
-from outcore.planning.trace_index import Int64s, TraceIndex
+from outcore.planning.trace_index import Int64s, TraceIndex, clock_seconds
 from outcore.values import Machine, Residency, StateUnit
 
 
@@ -46,7 +46,9 @@ class Traffic:
         self._update_s_per_byte = 1 / rates.memory_bytes_per_s if rates is not None else 0.0
         ops = trace_index.trace.ops
         self._op_slots = [op.slot for op in ops]
-        self._clock_s = list(accumulate((op.seconds / machine.speed for op in ops), initial=0.0))
+        self._clock_s = list(
+            accumulate((seconds / machine.speed for seconds in clock_seconds(trace_index.trace)), initial=0.0)
+        )
         self._uses = deque(_uses(trace_index, residency))
         self.in_bytes = sum(use.in_bytes for use in self._uses)
         self.out_bytes = sum(use.out_bytes for use in self._uses)

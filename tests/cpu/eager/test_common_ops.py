@@ -374,7 +374,7 @@ def test_a_plan_with_merged_ops_is_saved_and_explained(tmp_path: Path) -> None:
     trace, in_core_bytes = recorded(Attention, autocast)
     model = net(Attention)
     with limited(model, int(0.7 * in_core_bytes)) as ooc:
-        train(model, autocast, ooc, num_steps=2)
+        train(model, autocast, ooc, num_steps=3)
         made, machine = ooc.plan, ooc.machine
     assert made is not None
     made.save(tmp_path / "plan.json")

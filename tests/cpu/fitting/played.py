@@ -20,13 +20,13 @@ from outcore.fitting.phases import (
     Measured,
     Phase,
     Settled,
-    TimedOps,
     Timing,
     Trying,
     WasRecorded,
 )
 from outcore.fitting.planning_process import PlanningProcess
 from outcore.fitting.preparing import Preparer
+from outcore.fitting.retiming import TimedOps
 from outcore.fitting.settings import FITTING
 from outcore.limit import limit
 from outcore.memory.device import CpuMemory
@@ -57,7 +57,7 @@ def recorded() -> Trace:
     with limit(model, "1GiB") as ooc, ooc.step():
         model(torch.randn(2048, 64)).square().mean().backward()
     assert ooc.trace is not None
-    return replace(ooc.trace, ops=tuple(replace(op, seconds=1e-3) for op in ooc.trace.ops))
+    return replace(ooc.trace, ops=tuple(replace(op, seconds=1e-3, host_s=0.0) for op in ooc.trace.ops))
 
 
 class Life:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 from collections.abc import Callable
@@ -27,15 +28,16 @@ from outcore.fitting.phases import (
     Settled,
     Timed,
     Timing,
+    Took,
     Trying,
     WasRecorded,
 )
 from outcore.memory.device import CpuMemory
 from outcore.planning import plans
 from outcore.planning.allocator.fragmentation import Placement
-from outcore.units import MIB
+from outcore.units import GIB, MIB
 from outcore.values import Budget, Plan
-from tests.cpu.fitting.played import BUDGET_BYTES, Held, Life, recorded
+from tests.cpu.fitting.played import BUDGET_BYTES, MACHINE, Held, Life, recorded
 from tests.cpu.fitting.pretended import PretendedGpu
 
 Scenario = Callable[[], Life]
@@ -89,6 +91,51 @@ def on_the_cpu_nothing_is_timed_or_tried() -> Life:
     life.measure(2.0, num=4)
     assert life.is_in(Settled)
     return life
+
+
+@scenario
+def on_the_cpu_a_searched_plan_is_timed_first() -> Life:
+    life = Life(CpuMemory, planner="hybrid", budget_bytes=peak_bytes() - MIB).to_timing()
+    life.time()
+    assert life.is_in(Timed)
+    life.begin()
+    assert life.is_in(Settled)
+    return life
+
+
+@scenario
+def on_the_cpu_a_plan_that_keeps_everything_stays_when_it_is_timed() -> Life:
+    life = Life(CpuMemory, planner="hybrid", budget_bytes=GIB).to_timing()
+    assert life.phase.ready is not None
+    before = life.phase.ready
+    life.time(0.5)
+    assert life.is_in(Settled)
+    ready = life.phase.ready
+    assert ready.program is before.program
+    assert ready.prepared.predicted.step_s == pytest.approx(0.5 * before.prepared.predicted.step_s)
+    assert ready.prepared.plan.in_core_step_s == ready.prepared.predicted.step_s
+    return life
+
+
+@scenario
+def on_the_cpu_the_first_steps_correct_the_prediction() -> Life:
+    life = Life(CpuMemory)
+    life.record()
+    life.begin()
+    assert life.phase.ready is not None
+    predicted = life.phase.ready.prepared.predicted
+    for factor in (9.0, 2.0, 1.9, 0.1):  # the fourth is no matter
+        life.show(Took(factor * predicted.step_s))
+    after = life.phase.ready.prepared.predicted
+    assert after.step_s == pytest.approx(2.0 * predicted.step_s, rel=0.05)  # copies are as fast as they were
+    assert life.is_in(Settled)
+    return life
+
+
+@functools.cache
+def peak_bytes() -> int:
+    plan = plans(recorded(), MACHINE, Budget(GIB), "keep-all", most=1)[0]
+    return plan.predicted_peak_bytes
 
 
 @scenario
@@ -636,6 +683,7 @@ ALLOWED = {
     ("Timing", "New"),
     ("Timing", "GivenUp"),
     ("Timing", "Searching"),
+    ("Timing", "Settled"),
     ("Searching", "Trying"),
     ("Searching", "Settled"),
     ("Searching", "Timed"),

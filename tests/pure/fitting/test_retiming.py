@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from outcore.fitting.retiming import TimedOps
 from outcore.fitting.retiming import timed_again as retimed
 from outcore.fitting.settings import FITTING
 from outcore.values import Op, Storage, Trace, Value
@@ -25,7 +26,7 @@ def op(slot: int, name: str, seconds: float, reads: tuple[int, ...], write: int,
 
 def timed_again(trace: Trace, *seconds: float) -> list[float]:
     """What reruns take afterwards."""
-    found = retimed(trace, [op.name for op in trace.ops], seconds, FITTING.pass_bytes_share)
+    found = retimed(trace, TimedOps([op.name for op in trace.ops], seconds), FITTING.pass_bytes_share)
     return [op.rerun_s for op in found.ops]
 
 
@@ -67,5 +68,15 @@ def test_another_pace_is_the_pace_of_passes_and_norm_replays_too() -> None:
 
 def test_seconds_of_other_ops_are_not_taken() -> None:
     trace = trace_of(op(0, "mul", 4.0, (0,), 1), sizes=(LARGE, LARGE))
-    assert retimed(trace, ["add"], [1.0], FITTING.pass_bytes_share) is trace
-    assert retimed(trace, ["mul", "mul"], [1.0, 1.0], FITTING.pass_bytes_share) is trace
+    assert retimed(trace, TimedOps(["add"], [1.0]), FITTING.pass_bytes_share) is trace
+    assert retimed(trace, TimedOps(["mul", "mul"], [1.0, 1.0]), FITTING.pass_bytes_share) is trace
+
+
+def test_the_hosts_seconds_are_the_least_that_were_seen() -> None:
+    trace = trace_of(
+        op(0, "mul", 4.0, (0,), 1, host_s=2.0), op(1, "cast", 3.0, (1,), 2, host_s=2.0), sizes=(LARGE,) * 3
+    )
+    again = retimed(trace, TimedOps(["mul", "cast"], [4.0, 3.0], [1.0, 5.0]), FITTING.pass_bytes_share)
+    assert [one.host_s for one in again.ops] == [1.0, 2.0]
+    untold = retimed(trace, TimedOps(["mul", "cast"], [4.0, 3.0]), FITTING.pass_bytes_share)
+    assert [one.host_s for one in untold.ops] == [2.0, 2.0]

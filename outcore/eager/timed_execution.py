@@ -1,0 +1,48 @@
+"""A planned step whose ops are timed once more, and what the host does between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from outcore.eager.cells import Handle, Kept
+from outcore.eager.execution import Execution
+from outcore.eager.signatures import OpOverload
+from outcore.memory.clock import HostGaps, Looks
+
+
+class TimedExecution(Execution):
+    """Follows its program like any other step."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._host = HostGaps()
+        self._gaps: list[tuple[float, int]] = []
+
+    def timed(self, looks: Looks) -> tuple[list[str], list[float], list[float]]:
+        """The names of its ops, their seconds, and those of the host before each. `looks`: what is too much in them."""
+        assert self.times is not None
+        seconds = self.times.seconds()
+        apart = [looks.apart(gap, op_s) for gap, op_s in zip(self._gaps, seconds, strict=True)]
+        return self.times.names, [op_s for _, op_s in apart], [host_s for host_s, _ in apart]
+
+    def op(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        self._host.arrive()
+        self._gaps.append(self._host.take())
+        result = super().op(func, args, kwargs)
+        self._host.leave()
+        return result
+
+    def pack(self, tensor: torch.Tensor) -> Handle | Kept:
+        self._host.arrive(1)
+        handle = super().pack(tensor)
+        self._host.leave()
+        return handle
+
+    def unpack(self, handle: Handle | Kept) -> torch.Tensor:
+        self._host.arrive(1)
+        tensor = super().unpack(handle)
+        self._host.leave()
+        return tensor
