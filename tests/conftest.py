@@ -18,6 +18,7 @@ from hypothesis import settings
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is there
 os.environ["OUTCORE_CACHE"] = "off"
+os.environ.setdefault("OUTCORE_NATIVE", "off")  # no test compiles the fast path but those that ask for it
 
 settings.register_profile("repeatable", derandomize=True)
 if not os.environ.get("OUTCORE_EXPLORE"):

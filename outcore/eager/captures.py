@@ -47,7 +47,7 @@ class Captures:
             return result
         fresh, overwritten = outputs_of(func, args, kwargs, result, len(op.writes))
         if len(fresh) + len(overwritten) != len(op.writes):
-            plan.leave(f"op {index} ({func}) made {len(fresh) + len(overwritten)} values, not {len(op.writes)}")
+            self.made_other_values(index, len(fresh) + len(overwritten))
             return result
         if index in self._plan.program.norm_replays:
             recipe.statistics = Saved(fresh[1]), Saved(fresh[2])
@@ -57,9 +57,21 @@ class Captures:
             changed_by_it = zip(op.writes[len(fresh) :], overwritten)
             recipe.overwrote = [self._overwritten(value, tensor, recipe) for value, tensor in changed_by_it]
         plan.recipes[index] = weakref.ref(recipe)
-        if op.fused and not recipe.fuse([plan.recipe(inner) for inner in op.fused], (fresh or overwritten)[0]):
-            plan.leave(f"op {index} ({func}) reads other tensors than recorded")
+        if op.fused:
+            self.fuse(recipe, (fresh or overwritten)[0])
         return result
+
+    def made_other_values(self, index: int, num_made: int) -> None:
+        op = self._plan.program.captured[index]
+        self._plan.leave(f"op {index} ({op.name}) made {num_made} values, not {len(op.writes)}")
+
+    def fuse(self, recipe: Recipe, made: torch.Tensor) -> None:
+        fused = self._plan.program.captured[recipe.op].fused
+        if not recipe.fuse([self._plan.recipe(inner) for inner in fused], made):
+            self._plan.leave(f"op {recipe.op} ({recipe.func}) reads other tensors than recorded")
+
+    def add_output(self, value: int, tensor: torch.Tensor, recipe: Recipe) -> weakref.ref[Cell]:
+        return self._plan.add_output(value, tensor, recipe)
 
     def _overwritten(self, value: int, tensor: torch.Tensor, recipe: Recipe) -> weakref.ref[Cell]:
         if value in self._plan.program.outside:
@@ -69,7 +81,11 @@ class Captures:
     def source(self, reads: Iterator[int], tensor: torch.Tensor) -> Cell | Held:
         """What stands for the tensor that a captured op reads next. What is not known yet is held: it was made by
         something that is no op, or will be saved later."""
-        plan, value = self._plan, next(reads, -1)
+        return self.stand_in(next(reads, -1), tensor)
+
+    def stand_in(self, value: int, tensor: torch.Tensor) -> Cell | Held:
+        """The same of a tensor that the plan knows as this value."""
+        plan = self._plan
         if type(tensor) not in PLAIN:  # whose alias may have a version counter of its own
             plan.leave(f"value {value} is a {type(tensor).__name__}, not a plain tensor as recorded")
             return _UNKNOWN

@@ -21,7 +21,7 @@ import torch
 from outcore.memory.store import Parcel, Store
 from outcore.memory.tensors import PLAIN, as_bytes, data_ptr, source_of, storage_ptr
 
-_MARK, _OTHERS = "_outcore_cell", "_outcore_cells"
+MARK, _OTHERS = "_outcore_cell", "_outcore_cells"
 
 
 def address_of(tensor: torch.Tensor) -> int:
@@ -42,18 +42,18 @@ def storage_at(places: Places, address: int) -> torch.UntypedStorage | None:
 class Marks:
     """The storages of a step that stand for cells."""
 
-    __slots__ = ("_storages",)
+    __slots__ = ("storages",)
 
     def __init__(self) -> None:
-        self._storages: Places = {}
+        self.storages: Places = {}
 
     def set(self, storage: torch.UntypedStorage, mark: Cell | weakref.ref[Cell]) -> None:
         """A mark on the storage, not its address alone: addresses are reused."""
         held = storage.__dict__
-        before = cell_on(storage) if _MARK in held else None
-        held[_MARK] = mark
+        before = cell_on(storage) if MARK in held else None
+        held[MARK] = mark
         address = storage_ptr(storage) or -storage._cdata  # all storages without bytes lie at 0
-        self._storages[address] = weakref.ref(storage)
+        self.storages[address] = weakref.ref(storage)
         if before is not None and before.is_saved and before is not cell_on(storage):
             self.note(storage, before)
 
@@ -63,23 +63,23 @@ class Marks:
 
     def find(self, address: int) -> torch.UntypedStorage | None:
         """The storage with a mark that lies there."""
-        return storage_at(self._storages, address) if address in self._storages else None
+        return storage_at(self.storages, address) if address in self.storages else None
 
     def clear(self) -> None:
         """Takes the marks off every storage that is still there."""
-        for mark in self._storages.values():
+        for mark in self.storages.values():
             storage = mark()
             if storage is not None:
                 unmark(storage)
-        self._storages.clear()
+        self.storages.clear()
 
     def keep_saved(self) -> None:
         """Takes the marks off whose cells autograd does not ask for: what they would be made from can go."""
-        for mark in self._storages.values():
+        for mark in self.storages.values():
             storage = mark()
-            cell = storage.__dict__.get(_MARK) if storage is not None else None
+            cell = storage.__dict__.get(MARK) if storage is not None else None
             if storage is not None and isinstance(cell, Cell) and not cell.is_saved:
-                del storage.__dict__[_MARK]
+                del storage.__dict__[MARK]
 
 
 class MakesAgain(Protocol):
@@ -174,7 +174,7 @@ def cell_of(tensor: torch.Tensor) -> Cell | None:
 
 def cell_on(storage: torch.UntypedStorage) -> Cell | None:
     """The cell that a storage stands for, if any."""
-    mark = storage.__dict__.get(_MARK)
+    mark = storage.__dict__.get(MARK)
     cell: Cell | None = mark() if isinstance(mark, weakref.ref) else mark
     return cell
 
@@ -187,7 +187,7 @@ def cells_on(storage: torch.UntypedStorage) -> list[Cell]:
 
 
 def unmark(storage: torch.UntypedStorage) -> None:
-    storage.__dict__.pop(_MARK, None)
+    storage.__dict__.pop(MARK, None)
     storage.__dict__.pop(_OTHERS, None)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from outcore.eager import fast_path
 from outcore.eager.actions import Actions
 from outcore.eager.branching import Spare, Switch
 from outcore.eager.captures import Captures
@@ -81,29 +82,32 @@ class Execution:
             others,
         )
         self.actions = Actions(plan, store, log)
-        self._captures = Captures(plan)
+        self.captures = Captures(plan)
         self._unplanned = UnplannedSaves(store, plan.contents, plan.spare, outside)
         self._follows_every_tick = log is not None
         self._stops_watching = meter is None and clock is None
         self._looks_away = False
         self._lock = RLock()
+        if self._stops_watching and not self._follows_every_tick:
+            fast_path.follow(self)
         plan.places.move(([], [number for number, one in enumerate(program.placeholders) if one.since < 0]))
 
     @property
     def switches(self) -> Switches:
         """Those that the step began with."""
-        return self._captures.switches
+        return self.captures.switches
 
     @switches.setter
     def switches(self, given: Switches) -> None:
-        self._captures.switches = given
+        self.captures.switches = given
 
     def look_away(self) -> None:
         """Looks at no write where none can harm what the program does: it keeps everything in place. Writes are looked
         at again from where the step leaves the program, or a custom function saves something: that may make a gradient
         of what it gets back. This cannot begin later than in the forward: autograd puts threads back as they were."""
-        if self._stops_watching and self.plan.program.keeps_everything:
-            self._looks_away = True
+        plan = self.plan
+        if self._stops_watching and plan.program.keeps_everything:
+            self._looks_away = plan.position.looks_away = True
             watch(ops=False, writes=False)
 
     def close(self) -> None:
@@ -119,7 +123,7 @@ class Execution:
         if times is not None:
             started = times.start(signature.name)
         plan = self.plan
-        index, program = plan.num_ops, plan.program
+        index, program = plan.position.num_ops, plan.program
         if index > program.last_watched or not plan.on_plan:
             if self._stops_watching:  # again: what is switched off inside a vmap or a backward is on when that is over
                 watch(ops=False, writes=True)
@@ -127,14 +131,14 @@ class Execution:
                 plan.write(func, args, kwargs)
             result = signature.call(*args, **kwargs)
         else:
-            plan.num_ops = index + 1
+            plan.position.num_ops = index + 1
             if signature.name != program.names[index]:
                 if not self._has_switched(plan.switch_at_op(index, signature.name)):
                     plan.leave(f"op {index} is {func}, not {program.names[index]}")
                 program = plan.program
             elif index in program.moves:
                 plan.places.move(program.moves[index])
-            captures = self._captures
+            captures = self.captures
             if signature.written and captures.calls:
                 captures.forget(signature, args, kwargs)
             if plan.on_plan and index in program.looked_at:
@@ -155,13 +159,13 @@ class Execution:
         return result
 
     def enter_graph(self, kernels: Sequence[Kernel]) -> PlannedLaunches:
-        plan, first, names = self.plan, self.plan.num_ops, self.plan.program.names
+        plan, first, names = self.plan, self.plan.position.num_ops, self.plan.program.names
         if plan.on_plan and first < len(names):
-            plan.num_ops = first + len(kernels)
-            expected = names[first : plan.num_ops]
+            plan.position.num_ops = first + len(kernels)
+            expected = names[first : plan.position.num_ops]
             if [kernel.name for kernel in kernels[: len(expected)]] != expected:
                 plan.leave(f"op {first} begins another compiled graph than recorded")
-        return PlannedLaunches(plan, self._captures, self.times, self.meter, first, kernels)
+        return PlannedLaunches(plan, self.captures, self.times, self.meter, first, kernels)
 
     # -- what may change a tensor -------------------------------------------------------------------------------------
 
@@ -205,7 +209,7 @@ class Execution:
         if self._looks_away and called_by_function():
             watch(ops=False, writes=True)
         if tick.is_busy or self._follows_every_tick:
-            self._follow(tick)
+            self.follow(tick)
         return handle
 
     def _pack_unplanned(self, tensor: torch.Tensor) -> Handle | Kept:
@@ -215,7 +219,8 @@ class Execution:
             watch(ops=False, writes=True)
         return self._unplanned.pack(tensor, self)
 
-    def _follow(self, tick: PlannedTick) -> None:
+    def follow(self, tick: PlannedTick) -> None:
+        """Does what the schedule has at a tick."""
         plan = self.plan
         if tick.moves is not None and plan.on_plan:
             plan.places.move(tick.moves)
@@ -248,7 +253,7 @@ class Execution:
             self.asked_late.add(plan.program.pack_values[handle.pack])
         if isinstance(handle, Kept):
             if tick is not None and tick.is_busy:
-                self._follow(tick)
+                self.follow(tick)
             found = handle.find()
             plan.contents.hand(found)
             return found
@@ -286,9 +291,9 @@ class Execution:
         """Whether the step follows another program from here on."""
         if switch is None:
             return False
-        self._captures.go_over(switch)
+        self.captures.go_over(switch)
         if self._stops_watching:
-            watch(ops=switch.program.last_watched >= self.plan.num_ops, writes=True)
+            watch(ops=switch.program.last_watched >= self.plan.position.num_ops, writes=True)
         return True
 
 

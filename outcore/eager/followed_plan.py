@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from operator import length_hint
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,6 +22,28 @@ from outcore.eager.signatures import OpOverload, signature_of
 from outcore.values import MADE_AGAIN
 
 NOBODY: weakref.ref[Cell] = weakref.ref(Cell.__new__(Cell))  # the cell of a value that nobody will ask for
+
+
+class Position(Protocol):
+    """How far a step is in its program. The library in C++ has another one (`outcore.eager.fast_path`)."""
+
+    num_ops: int  # that ran, as far as the program looks at them
+    looks_away: bool  # at writes, until a custom function saves something
+
+    def stop(self) -> None:
+        """From here on Python follows every op and every saved tensor."""
+
+
+class _InPython:
+    """Python follows everything anyway."""
+
+    __slots__ = ("looks_away", "num_ops")
+
+    def __init__(self) -> None:
+        self.num_ops, self.looks_away = 0, False
+
+    def stop(self) -> None:
+        pass
 
 
 class FollowedPlan:
@@ -39,7 +61,7 @@ class FollowedPlan:
         """`others`: the programs that the step may turn out to follow."""
         self.program, self.contents, self.places, self.spare = program, contents, places, spare
         self.ticks = iter(program.ticks)  # those to come
-        self.num_ops = 0  # that ran, as far as the program looks at them
+        self.position: Position = _InPython()
         self.has_switched = False
         self.resembled: Program | None = None  # what the step does, though it cannot go over to it
         self._others = others
@@ -58,6 +80,7 @@ class FollowedPlan:
             return
         self.on_plan = False
         self.left_because = because
+        self.position.stop()
         self.places.clear()
         self.contents.marks.keep_saved()
         with below_everything():
@@ -91,7 +114,8 @@ class FollowedPlan:
             self.resembled = switch.program
             return None
         self.has_switched = True
-        self.program, self.num_ops = switch.program, num_ops
+        self.position.stop()
+        self.program, self.position.num_ops = switch.program, num_ops
         self.ticks = iter(switch.program.ticks[switch.num_ticks :])
         self.cells = switch.renamed(self.cells)
         self.recipes = {op: recipe for op, recipe in self.recipes.items() if switch.has_op(op)}
@@ -103,6 +127,7 @@ class FollowedPlan:
 
     def close(self) -> None:
         """The step is over. Handles that outlive it still work."""
+        self.position.stop()
         self.packed_again.clear()
         self.on_the_way_out.clear()
         self.contents.clear()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch._compile import _disable_dynamo
 
-from outcore.eager import doors
+from outcore.eager import doors, native
 from outcore.eager.signatures import may_write, signature_of
 from outcore.eager.switches import Switches, switches
 from outcore.memory.tensors import OPS_KEY, PLAIN, TOKEN_DTYPE, WATCHED, WRITES_KEY, token_of
@@ -33,6 +33,7 @@ from outcore.memory.tensors import OPS_KEY, PLAIN, TOKEN_DTYPE, WATCHED, WRITES_
 _TORCH = Path(torch.__file__).parent
 _FUNCTIONS = str(_TORCH / "autograd" / "function.py")
 _BETWEEN = (str(Path(__file__).parents[1]), str(_TORCH / "_dynamo"), str(_TORCH / "_compile.py"))
+BETWEEN = (*_BETWEEN, _FUNCTIONS)  # files from which it takes a closer look to tell who saves a tensor
 
 
 class Listener(doors.Doorkeeper, Protocol):
@@ -180,6 +181,7 @@ if hasattr(_frames, "set_code_exec_strategy"):
     _frames.set_code_exec_strategy(_writer_of("").__code__, _strategy)
 else:
     _compiler_is_near = None
+compiler_near: Callable[[], Any] | None = _compiler_is_near  # tells what compiles the Python that runs now, if anything
 _pass_on_carefully: Any = _disable_dynamo(_pass_on)
 _write_carefully: Any = _disable_dynamo(_write)
 
@@ -220,6 +222,27 @@ def _make_ready() -> None:
                 register(rest, WRITES_KEY, _writer_of(name), True)
 
 
+# -- the library in C++ sees ops first, where it is there, and hands on to our kernels what it leaves ------------------
+
+_HANDED_ON_KEY = "TESTING_ONLY_GenericMode"  # another key that PyTorch leaves unused; nothing ever switches it on
+_handed_over: set[str] = set()  # operators
+
+
+def hand_over(library: Any, names: Iterable[str]) -> None:
+    """From now on calls of these operators come to the library first."""
+    for name in names:
+        if name in _known and name not in _FRESH and name not in _handed_over:
+            _handed_over.add(name)
+            space, _, rest = name.partition("::")
+            _libraries[space].m.impl(rest, _HANDED_ON_KEY, _kernel_of(name), False)
+            library.take_over(name)
+
+
+def sees_all_ops() -> bool:
+    """Whether every op of this step comes to Python, because there may be compiled functions."""
+    return _stays_on
+
+
 class Interception:
     """Hooks set around a step. Of what was set, nothing is remembered in flags: `stop` looks what is on, and takes off
     what is ours. So it undoes a `start` that an interrupt ended halfway, too, and may be called twice."""
@@ -228,6 +251,7 @@ class Interception:
         self._on_first: Callable[[], None] | None = None
         self._listener: Listener | None = None
         self._switches = switches()
+        self.hook: Callable[[torch.Tensor], Any] = self._pack  # that autograd calls with what it saves
         _make_ready()
 
     def start(self, on_first: Callable[[], None], *, compiles: bool = False) -> None:
@@ -237,8 +261,10 @@ class Interception:
         global _stays_on
         self._on_first = on_first
         self._switches = switches()
-        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, _unpack)
-        _let_transforms_run(self._pack)
+        library = native.library()
+        self.hook = library.packer(self._pack) if library is not None else self._pack
+        torch._C._autograd._push_saved_tensors_default_hooks(self.hook, _unpack)
+        _let_transforms_run(self.hook)
         _stays_on = compiles
         watch(ops=compiles, writes=False)
 
@@ -260,7 +286,7 @@ class Interception:
         doors.leave()
         _listener = None
         _let_transforms_run(None)
-        _take_hooks_off(self._pack)
+        _take_hooks_off(self.hook)
         self._listener = self._on_first = None
 
     def _pack(self, tensor: torch.Tensor) -> Any:

@@ -59,26 +59,26 @@ class Contents:
         self._store = store
         self._run = weakref.ref(run)  # of which handles are: it refers to this
         self._on_copy = on_copy
-        self._held: dict[int, list[weakref.ref[Held]]] = {}
+        self.held: dict[int, list[weakref.ref[Held]]] = {}
         self._away: dict[int, list[weakref.ref[Away]]] = {}  # by the id of who brings them
         self._opened: Places = {}  # there are tensors on these storages that have version counters of their own
-        self._exposed: Places = {}  # somebody may write into these without any op
+        self.exposed: Places = {}  # somebody may write into these without any op
         self._handed: Places = {}  # custom functions got these back, and may have made gradients of them
 
     def clear(self) -> None:
         self.marks.clear()
-        self._held.clear()
+        self.held.clear()
         self._away.clear()
         self._opened.clear()
-        self._exposed.clear()
+        self.exposed.clear()
         self._handed.clear()
 
     def will_read(self, held: Held) -> bool:
         """A rerun will read a tensor that was there before the step. False: it must not, because somebody may write
         into it without any op: NumPy, say, or whoever the memory is from."""
         address = storage_ptr(held.storage)
-        self._held.setdefault(address, []).append(weakref.ref(held))
-        return address not in self._exposed and held.storage.resizable()
+        self.held.setdefault(address, []).append(weakref.ref(held))
+        return address not in self.exposed and held.storage.resizable()
 
     def will_bring(self, source: Source, tensor: torch.Tensor) -> Away:
         """A rerun will read a weight that is not on the device all the time."""
@@ -98,7 +98,7 @@ class Contents:
             address = address_of(tensor)
             if not address:
                 continue  # it has no bytes
-            if address in self._held:
+            if address in self.held:
                 needed |= self._keep_for_reruns(address)
             if address in self._handed:
                 self._copy_kept(address)
@@ -122,14 +122,14 @@ class Contents:
     def expose(self, storage: torch.UntypedStorage) -> bool:
         """Somebody may write into it without any op, from now on. True: something was put away for that."""
         address = storage_ptr(storage)
-        needed = address in self._held and self._keep_for_reruns(address)
+        needed = address in self.held and self._keep_for_reruns(address)
         if self.marks.find(address) is not None:
             needed |= self._part(storage, None, follow=True)
-        self._exposed[address] = weakref.ref(storage)
+        self.exposed[address] = weakref.ref(storage)
         return needed
 
     def is_exposed(self, tensor: torch.Tensor) -> bool:
-        return bool(self._exposed) and storage_at(self._exposed, address_of(tensor)) is not None
+        return bool(self.exposed) and storage_at(self.exposed, address_of(tensor)) is not None
 
     def _is_handed(self, tensor: torch.Tensor | None) -> bool:
         return tensor is not None and storage_at(self._handed, address_of(tensor)) is not None
@@ -139,7 +139,7 @@ class Contents:
         saved the tensor itself where it was the input of an op, and sees the other one then; of an op's output it saved
         what lay below. What is returned is called when the tensor has the other one. True: handles follow it."""
         self._keep_away(address_of(tensor), tensor)
-        for mark in self._held.get(address_of(tensor), ()):
+        for mark in self.held.get(address_of(tensor), ()):
             held = mark()
             if held is not None and held.tensor is tensor:
                 held.tensor = detached(tensor)
@@ -169,7 +169,7 @@ class Contents:
     # -- what is done about it ----------------------------------------------------------------------------------------
 
     def _keep_for_reruns(self, address: int) -> bool:
-        helds = [held for held in (mark() for mark in self._held.pop(address)) if held is not None]
+        helds = [held for held in (mark() for mark in self.held.pop(address)) if held is not None]
         helds = [held for held in helds if held.cell is None and state_of(held.tensor) == held.state]
         if not helds:
             return False

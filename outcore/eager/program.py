@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -68,6 +69,7 @@ class Program:
         """`exact_shapes`: steps save tensors of exactly the planned shapes. `may_switch`: a step may turn out to be
         another one, so that what is kept is held in a way in which it can still be put away."""
         self._trace = trace
+        self.fast_path: Any = None  # what the library in C++ knows of it, once a step followed it
         self.ticks = [
             PlannedTick(number, tick, schedule.decisions.get(tick.value, "")) for number, tick in enumerate(trace.ticks)
         ]

@@ -258,6 +258,14 @@ def may_write(schema: torch._C.FunctionSchema) -> bool:
     )
 
 
+def find_operator(name: str) -> OpOverload | None:
+    """The operator that a trace calls `aten.relu.default`; None, if it is none."""
+    space, _, rest = name.partition(".")
+    packet, _, overload = rest.rpartition(".")
+    found = getattr(getattr(getattr(torch.ops, space), packet, None), overload, None)
+    return found if isinstance(found, torch._ops.OpOverload) else None
+
+
 _SIGNATURES: dict[int, Signature] = {}
 
 

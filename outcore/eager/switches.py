@@ -49,7 +49,7 @@ if hasattr(torch._C, "_get_fp32_precision_getter"):
         f"the fp32 precision of {kind} ({backend})": partial(torch._C._get_fp32_precision_getter, backend, kind)
         for backend, kind in _KINDS
     }
-_ALL = tuple(_ASKED.values())
+ASKED = tuple(_ASKED.values())  # functions, in the order of what `switches` tells
 
 Switches = tuple[Any, ...]
 
@@ -57,7 +57,7 @@ Switches = tuple[Any, ...]
 def switches(*, few: bool = False) -> Switches:
     """As they are now; `few`: the first three, which are all that an op that works number by number or row by row may
     depend on."""
-    return (_get_dtype(), _uses_mkldnn(), _num_threads()) if few else tuple([ask() for ask in _ALL])
+    return (_get_dtype(), _uses_mkldnn(), _num_threads()) if few else tuple([ask() for ask in ASKED])
 
 
 def changed(before: Switches, now: Switches) -> str:

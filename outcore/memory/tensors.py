@@ -118,29 +118,29 @@ class Source(Protocol):
 
 
 _SOURCE = "_outcore_source"
-_SOURCES: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # storages that have a source, by their addresses
+SOURCES: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # storages that have a source, by their addresses
 
 
 def set_source(storage: torch.UntypedStorage, source: Source) -> None:
     """Registers who brings tensors on this storage to the device. References to such tensors are short-lived."""
     storage.__dict__[_SOURCE] = weakref.ref(source)
-    _SOURCES[storage_ptr(storage)] = weakref.ref(storage)
-    if len(_SOURCES) > MEMORY.most_sources:
-        for address in [address for address, mark in _SOURCES.items() if mark() is None]:
-            del _SOURCES[address]
+    SOURCES[storage_ptr(storage)] = weakref.ref(storage)
+    if len(SOURCES) > MEMORY.most_sources:
+        for address in [address for address, mark in SOURCES.items() if mark() is None]:
+            del SOURCES[address]
 
 
 def source_at(address: int) -> Any:
     """Returns the source of the storage at an address, or None. Asking a tensor for its storage would have side effects
     (`outcore.eager.cells`); this has none."""
-    storage = _SOURCES[address]() if address in _SOURCES else None
+    storage = SOURCES[address]() if address in SOURCES else None
     mark = storage.__dict__[_SOURCE] if storage is not None and storage_ptr(storage) == address else None
     return mark() if mark is not None else None
 
 
 def source_of(tensor: torch.Tensor) -> Any:
     """Returns the source of a tensor, or None."""
-    if not _SOURCES or tensor.layout is not torch.strided:
+    if not SOURCES or tensor.layout is not torch.strided:
         return None
     mark = tensor.untyped_storage().__dict__.get(_SOURCE)
     return mark() if mark is not None else None

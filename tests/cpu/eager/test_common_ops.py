@@ -30,6 +30,8 @@ from tests.cpu.eager.test_fused import MUL_CAST, Kernels, kernels, sequences, st
 from tests.cpu.training import train
 from tests.cpu.zoo import Step
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 __all__ = ["kernels"]  # the fixture
 X = torch.randn(8, 32, 64, generator=torch.Generator().manual_seed(0))
 HALF = torch.bfloat16

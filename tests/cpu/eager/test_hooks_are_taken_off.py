@@ -63,7 +63,7 @@ def test_stopping_twice_takes_nothing_of_others() -> None:
         interception.start(nothing)
         interception.listen(Deaf(), ops=True)
         assert is_watched()
-        assert top_hooks()[0] == interception._pack
+        assert top_hooks()[0] == interception.hook
         for _ in range(2):
             interception.stop()
             assert not is_watched()

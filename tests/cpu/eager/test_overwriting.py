@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from outcore.limit import limit
 from tests.cpu.eager.training import assert_same_steps, data
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 FIRST = 3  # the step in which the change begins: the recorded one and two planned ones do not know of it
 LATER = 6  # the same, where steps are not measured any more: then fewer ops are seen
 

@@ -16,7 +16,10 @@ from outcore.errors import ReplayError
 from outcore.limit import limit
 from tests.cpu.eager.test_unusual_programs import data, gradients
 
-pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN"),
+    pytest.mark.usefixtures("both_ways"),
+]
 Switch = Callable[[], AbstractContextManager[Any]]
 
 

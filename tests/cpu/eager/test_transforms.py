@@ -15,6 +15,8 @@ from torch.nn import functional as F
 from outcore.limit import limit
 from tests.cpu.eager.training import assert_same_steps, data
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 
 class Net(nn.Module):
     """A transform between layers whose saved tensors are planned."""

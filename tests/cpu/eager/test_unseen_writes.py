@@ -21,6 +21,8 @@ from outcore.memory.device import CpuMemory
 from outcore.memory.store import Store
 from tests.cpu.eager.test_unusual_programs import assert_same, data, gradients
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 PLANNERS = ["recompute-all", "swap-all", "keep-all"]
 
 

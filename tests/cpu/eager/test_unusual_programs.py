@@ -19,6 +19,8 @@ from outcore.errors import BudgetTooSmall, OutcoreError
 from outcore.limit import limit
 from tests.cpu.eager.training import assert_same_steps
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 
 def gradients(model: nn.Module, loss_of: Callable[[int], Tensor], ooc: Any, num_steps: int = 4) -> list[Tensor]:
     found = []

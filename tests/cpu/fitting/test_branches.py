@@ -16,6 +16,8 @@ from outcore.eager.execution import Execution
 from outcore.fitting.running import RunningStep
 from outcore.limit import Limited, limit
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 Around = Callable[[str], AbstractContextManager[Any]]
 
 

@@ -14,6 +14,7 @@ import weakref
 from typing import Any
 
 import psutil
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +22,8 @@ from outcore.errors import BudgetTooSmall
 from outcore.fitting.hooks import ACTIVE
 from outcore.limit import Limited
 from tests.cpu.fitting.test_interrupts import FILES, dispatch_keys, leaves_with
+
+pytestmark = pytest.mark.usefixtures("both_ways")
 
 NUM_STEPS = max(300, int(os.environ.get("OUTCORE_EXPLORE") or 0))
 

@@ -27,6 +27,8 @@ from outcore.fitting.phases import Phase, Recorded, Settled, Timed, Trying
 from outcore.limit import Limited
 from tests.cpu.fitting.pretended import Pretend, PretendedGpu
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 PACKAGE = Path(outcore.__file__).parent
 FILES = {
     str(PACKAGE / "limit.py"),

@@ -1,0 +1,149 @@
+"""The fast path of planned steps: `fast_path.cpp`, compiled on the user's machine, and loaded where it is there.
+
+It depends on the very PyTorch it runs in, so no wheel can bring it. With `OUTCORE_NATIVE=on` the first limit of a
+machine compiles it beside the training (15 to 40 seconds of one core, once for each version of PyTorch and Python), and
+keeps it in the user's cache folder; `OUTCORE_NATIVE` may name another folder instead. Steps use it as soon as it is
+there, in this process, too. Otherwise, and where there is no compiler, the kernels in Python do the same. Nothing that
+goes wrong here makes a step fail: one line in the log says so, and steps use Python.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+log = logging.getLogger("outcore")
+
+_SOURCE = Path(__file__).with_name("fast_path.cpp")
+_NAME = "outcore_fast_path"
+_MOST_BUILD_S = 600.0  # guessed: a compiler that takes longer has died, and another process may try
+
+
+class Library:
+    """The compiled file: absent, being compiled, or loaded."""
+
+    def __init__(self, path: Path | None) -> None:
+        """`path`: where it lies, or is to lie; None: there is to be none."""
+        self._path = path
+        self._module: Any = None
+        self._compiling: subprocess.Popen[bytes] | None = None
+
+    def find(self, *, wait: bool = False) -> Any:
+        """The loaded library, or None as long as there is none. Compiles it where that is still to be done."""
+        if self._module is None and self._path is not None:
+            try:
+                self._advance(self._path, wait=wait)
+                while wait and self._module is None and self._path is not None:  # another process compiles it
+                    time.sleep(0.2)
+                    self._advance(self._path, wait=wait)
+            except (OSError, ImportError, RuntimeError) as error:
+                self._give_up(str(error))
+        return self._module
+
+    def _advance(self, path: Path, *, wait: bool) -> None:
+        if not path.exists() and self._compiling is None:
+            self._compiling = _start_compiler(path)
+        if self._compiling is not None and (wait or self._compiling.poll() is not None):
+            _, said = self._compiling.communicate()
+            _mark_of(path).unlink(missing_ok=True)
+            self._compiling = None
+            if not path.exists():
+                self._give_up(said.decode(errors="replace").strip()[-300:])
+        if self._path is not None and path.exists():
+            self._module = _load(path)
+
+    def _give_up(self, because: str) -> None:
+        self._path = None
+        log.info("planned steps are followed in Python, not by the fast path in C++ (%s)", because)
+
+
+def _start_compiler(path: Path) -> subprocess.Popen[bytes] | None:
+    """None: another process compiles it."""
+    command, mark = _command(str(path) + f".{os.getpid()}"), _mark_of(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if mark.exists() and time.time() - mark.stat().st_mtime < _MOST_BUILD_S:
+        return None
+    mark.touch()
+    log.info("compiling the fast path of planned steps, once for this PyTorch; steps use Python until it is there")
+    written = "nice " + shlex.join(command) + f" && mv {shlex.quote(command[-1])} {shlex.quote(str(path))}"
+    return subprocess.Popen(["/bin/sh", "-c", written], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def _mark_of(path: Path) -> Path:
+    """A file that is there while the library is being compiled."""
+    return path.with_suffix(".compiling")
+
+
+def chosen_path(chosen: str) -> Path | None:
+    """Where the library for this source, this PyTorch and this Python lies; None, if none is wanted or can be."""
+    has_gil = getattr(sys, "_is_gil_enabled", lambda: True)()
+    if chosen in ("", "off") or sys.platform != "linux" or not has_gil or _compiler() is None:
+        return None
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "outcore" / "native" if chosen == "on" else Path(chosen)
+    facts = (_SOURCE.read_text(), torch.__version__, sys.version, platform.machine(), _flags())
+    return folder / f"{_NAME}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.so"
+
+
+def _compiler() -> str | None:
+    names = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+def _flags() -> list[str]:
+    """`OUTCORE_NATIVE_FLAGS`: more of them, for a sanitizer."""
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
+    more = shlex.split(os.environ.get("OUTCORE_NATIVE_FLAGS", ""))
+    return ["-O2", "-std=c++20", "-fPIC", "-shared", "-w", f"-DTORCH_EXTENSION_NAME={_NAME}", abi, *more]
+
+
+def _command(written: str) -> list[str]:
+    compiler, root = _compiler() or "c++", Path(torch.__file__).parent
+    include = root / "include"
+    folders = (include, include / "torch" / "csrc" / "api" / "include", sysconfig.get_paths()["include"])
+    libraries = ("torch", "torch_cpu", "torch_python", "c10")
+    return [
+        *(compiler, *_flags(), *(f"-I{folder}" for folder in folders), str(_SOURCE)),
+        *(f"-L{root / 'lib'}", *(f"-l{library}" for library in libraries), "-o", written),
+    ]
+
+
+def _load(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(_NAME, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_library: Library | None = None  # once somebody asked for it
+
+
+def library(*, wait: bool = False) -> Any:
+    """The loaded library; None where there is none, or none yet. `wait`: until it is compiled."""
+    if _library is None:
+        use(os.environ.get("OUTCORE_NATIVE", ""))
+    return _library.find(wait=wait) if _library is not None else None
+
+
+def use(chosen: str) -> None:
+    """Steps from the next one on use the library in this folder; `on`: in the user's cache folder; `off`: none."""
+    global _library
+    try:
+        _library = Library(chosen_path(chosen))
+    except OSError:
+        _library = Library(None)
