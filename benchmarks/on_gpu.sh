@@ -73,6 +73,9 @@ for part in "${@:-check}"; do
     host)
         run host 80 python -m benchmarks.host --out "$out/host.json"
         ;;
+    forward)
+        run forward 300 python -m benchmarks.host --forward --networks bert_large,gpt2 --steps 20 --out "$out/forward.json"
+        ;;
     recording)
         run recording 170 python -m benchmarks.recording --out "$out/recording.json"
         ;;

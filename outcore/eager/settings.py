@@ -35,5 +35,9 @@ class EagerSettings:
     asked_steps: tuple[int, int] = (4, 20)  # lengths for which the workspace of a recurrent net is asked (guessed)
     asked_sequences: int = 8  # sequences in such a question (guessed)
 
+    # -- the fast path in C++ -----------------------------------------------------------------------------------------
+    most_build_s: float = 600.0  # a compiler that takes longer has died, and another process may try (guessed)
+    build_poll_s: float = 0.2  # between looks whether another process has compiled it (guessed)
+
 
 EAGER = EagerSettings()

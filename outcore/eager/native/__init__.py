@@ -25,11 +25,12 @@ from typing import Any
 
 import torch
 
+from outcore.eager.settings import EAGER
+
 log = logging.getLogger("outcore")
 
 _SOURCE = Path(__file__).with_name("fast_path.cpp")
 _NAME = "outcore_fast_path"
-_MOST_BUILD_S = 600.0  # guessed: a compiler that takes longer has died, and another process may try
 
 
 class Library:
@@ -47,7 +48,7 @@ class Library:
             try:
                 self._advance(self._path, wait=wait)
                 while wait and self._module is None and self._path is not None:  # another process compiles it
-                    time.sleep(0.2)
+                    time.sleep(EAGER.build_poll_s)
                     self._advance(self._path, wait=wait)
             except (OSError, ImportError, RuntimeError) as error:
                 self._give_up(str(error))
@@ -74,7 +75,7 @@ def _start_compiler(path: Path) -> subprocess.Popen[bytes] | None:
     """None: another process compiles it."""
     command, mark = _command(str(path) + f".{os.getpid()}"), _mark_of(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if mark.exists() and time.time() - mark.stat().st_mtime < _MOST_BUILD_S:
+    if mark.exists() and time.time() - mark.stat().st_mtime < EAGER.most_build_s:
         return None
     mark.touch()
     log.info("compiling the fast path of planned steps, once for this PyTorch; steps use Python until it is there")

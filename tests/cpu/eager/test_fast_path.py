@@ -377,7 +377,8 @@ def test_thousands_of_steps_hold_nothing(planner: str, monkeypatch: pytest.Monke
 
         before, bytes_before = steps(20), resident_bytes()
         after = steps(2000)
-        grown = {kind.__name__: num - before[kind] for kind, num in after.items() if num - before[kind] > 20}
+        # Plans and caches settle meanwhile; what a step holds would be there 2,000 times.
+        grown = {kind.__name__: num - before[kind] for kind, num in after.items() if num - before[kind] > 200}
         assert not grown
         assert not any(after[kind] for kind in (Cell, Handle, Kept, Held, Recipe, Ref))
         assert resident_bytes() - bytes_before < 4 << 20
