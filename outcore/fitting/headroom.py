@@ -6,8 +6,11 @@ further page, the allocator restarts: it frees all unused pages, which stalls th
 often costs less than that. So the headroom is found by trying. A plan is followed for a few steps; if the allocator
 restarted, another plan is tried, as long as it could be faster than the best so far. It is chosen among plans of a few
 sizes, as the one that should be fastest by a model of the allocator (`planning.allocator.fragmentation`), restarts
-included. The plan that was measured to be the fastest stays. Without restarts the size never changes: a larger plan
-could gain a percent, but might run out of memory.
+included. The plan that was measured to be the fastest stays.
+
+If the allocator did not restart and left a good part of the budget unmapped, one larger plan is tried: the steps of
+compiled graphs leave hardly any holes. It must not run out of memory in the model of the allocator. If little is left
+unmapped the size stays: a larger plan could gain a percent, but might run out of memory.
 """
 
 from __future__ import annotations
@@ -56,6 +59,7 @@ class Headroom:
     settings: FittingSettings = FITTING
     usable_bytes: int = field(init=False)
     is_paced: bool = False  # predictions were corrected by measured times
+    has_grown: bool = False  # a larger size was tried, or planned for, because the one before left memory unmapped
     attempts: list[Attempt] = field(default_factory=list)
     _looked: dict[int, Placement] = field(default_factory=dict)  # plans that were examined but not tried, by size
     _num_looks: int = 0  # plans examined since the last one was followed; a search in parallel asks for them again
@@ -77,6 +81,11 @@ class Headroom:
     @property
     def keeps_places(self) -> bool:
         return self.trouble is not Trouble.RAN_OUT
+
+    @property
+    def is_larger(self) -> bool:
+        """Is the size one that no plan was measured in yet, larger than those of the others?"""
+        return self.has_grown and all(self.usable_bytes > attempt.usable_bytes for attempt in self.attempts)
 
     @property
     def fits(self) -> bool:
@@ -174,15 +183,33 @@ class Headroom:
         # Without restarts, other delays are temporary: first calls on the host, pages that are still being mapped.
         typical = statistics.median if num_restarts else min
         step_s = typical([step_s for step_s, _, _ in counted])
-        if num_restarts and not self.is_fragmented:
+        was_larger = self.is_larger
+        if num_restarts and not self.is_fragmented and not was_larger:
             self.trouble = Trouble.STARTED_OVER
         self.attempts.append(Attempt(self.usable_bytes, step_s, num_restarts, reserved_bytes, ready))
+        if was_larger:  # it is the fastest, or the one before it stays
+            self.settle()
+            return False
         if len(self.attempts) < self.settings.num_attempts and (again or num_restarts > 0):
             if again:
                 self.forget()  # examined plans assume faster copies
             return True
+        if num_restarts == 0 and self._grow(reserved_bytes):
+            return True
         self.settle()
         return False
+
+    def _grow(self, reserved_bytes: int) -> bool:
+        """A larger size, once, where the last plan's steps left much of the budget unmapped."""
+        settings = self.settings
+        left_bytes = int((1 - settings.margin_share) * self.memory_bytes) - reserved_bytes
+        if self.has_grown or self.is_fragmented or not reserved_bytes:
+            return False
+        if left_bytes < settings.grow_share * self.memory_bytes:
+            return False
+        self.has_grown = True
+        self.usable_bytes += left_bytes
+        return True
 
     def settle(self) -> None:
         """Ends the search for a size."""

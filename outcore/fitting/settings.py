@@ -20,6 +20,7 @@ class FittingSettings:
     look_share: float = 0.02  # of the budget, between two sizes for which plans are examined (guessed)
     shrink_share: float = 0.04  # of the budget by which plans shrink after a step ran out of memory (guessed)
     least_shrink: float = 0.9  # of that share: a size must be smaller by so much to count as smaller (guessed)
+    grow_share: float = 0.04  # of the budget that a plan must leave unmapped for a larger one to be tried (guessed)
     margin_share: float = 0.015  # of the budget that plans leave for pages which are only used in part (measured)
     unsplit_bytes: int = 4 * MIB  # by which a CUDA block may be larger than needed without being split (measured)
     num_looks: int = 4  # sizes for which plans are examined before one of them is tried (guessed: some seconds each)

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from outcore.planning.allocator.hints import AllocatorHints
-from outcore.planning.allocator.model import Event, Places, allocations, mapped, safe_bytes, wanted_bytes
+from outcore.planning.allocator.model import NO_HINTS, Event, Places, allocations, mapped, safe_bytes, wanted_bytes
 from outcore.planning.allocator.placeholders import arranged, best_share
 from outcore.planning.planners.hybrid import Flips
 from outcore.planning.planners.scoring import Scored, score, score_if_it_can_fit
-from outcore.planning.program.lower import as_schedule
+from outcore.planning.program.lower import as_schedule, lower
 from outcore.planning.rewrites.common_ops import as_planned
 from outcore.planning.settings import FRAGMENTATION
 from outcore.planning.trace_index import index_of
@@ -65,6 +65,13 @@ def search_placement(
         plan, decisions=dict(best.decisions), predicted_step_s=best.step_s, predicted_peak_bytes=best.peak_bytes
     )
     return Placement(made, search.best_s, search.first.step_s)
+
+
+def finds_places(trace: Trace, machine: Machine, plan: Plan, memory_bytes: int, there: Places = ()) -> bool:
+    """Whether the blocks of a plan fit the cap as they come, without hints and without a restart."""
+    step = as_planned(trace, plan)
+    events = list(allocations(step, lower(step, plan, machine)))
+    return wanted_bytes(step, events, NO_HINTS, there) <= safe_bytes(step, NO_HINTS, memory_bytes)
 
 
 class _Search:

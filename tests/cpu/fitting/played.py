@@ -111,13 +111,17 @@ class Life:
         ops = self.phase.trace.ops
         self.show(TimedOps([op.name for op in ops], [factor * op.seconds for op in ops]))
 
-    def measure(self, factor: float = 1.0, *, restarts: int = 0, stall: float = 0.0, num: int = 1) -> None:
+    def measure(
+        self, factor: float = 1.0, *, restarts: int = 0, stall: float = 0.0, num: int = 1, reserved: float = 0.0
+    ) -> None:
+        """`reserved`: what the allocator held, as a share of the budget."""
         for _ in range(num):
             assert self.phase.ready is not None
             predicted = self.phase.ready.prepared.predicted
             stall_s = predicted.stall_s + stall * predicted.step_s
             step_s = factor * predicted.step_s
-            self.show(Measured(replace(predicted, measured=True, step_s=step_s, stall_s=stall_s), restarts))
+            found = replace(predicted, measured=True, step_s=step_s, stall_s=stall_s)
+            self.show(Measured(replace(found, reserved_bytes=int(reserved * BUDGET_BYTES)), restarts))
 
     def to_timing(self) -> Life:
         self.record()

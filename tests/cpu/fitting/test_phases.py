@@ -273,6 +273,35 @@ def starts_over_lead_to_other_plans_and_the_fastest_stays() -> Life:
 
 
 @scenario
+def memory_that_is_left_unmapped_is_planned_for() -> Life:
+    life = Life().to_trying()
+    life.measure(1.02, num=3, reserved=0.92)
+    assert life.is_in(Timed)
+    life.begin()
+    assert life.is_in(Trying)
+    assert life.kind.plan is not None
+    assert life.kind.plan.budget.device_bytes == pytest.approx((0.92 + 0.985 - 0.92) * BUDGET_BYTES, rel=1e-3)
+    life.measure(1.01, num=3, reserved=0.97)
+    assert life.is_in(Settled)
+    assert life.kind.plan.budget.device_bytes > 0.98 * BUDGET_BYTES
+    return life
+
+
+@scenario
+def a_larger_plan_whose_blocks_find_no_places_is_not_tried() -> Life:
+    life = Life().to_trying()
+    first = life.phase.ready
+    life.measure(1.02, num=3, reserved=0.92)
+    with mock.patch.object(preparing, "finds_places", return_value=False):
+        life.begin()
+    assert life.is_in(Settled)
+    assert first is not None
+    assert life.phase.ready is not None
+    assert life.phase.ready.program is first.program
+    return life
+
+
+@scenario
 def a_plan_that_cannot_be_faster_is_not_tried() -> Life:
     life = Life().to_trying()
     life.measure(1.0, restarts=1, num=3)

@@ -214,14 +214,52 @@ def test_a_size_that_ran_out_is_followed_by_smaller_ones_only() -> None:
     assert headroom.usable_bytes < FITTING.first_share * MEMORY_BYTES
 
 
-def test_a_size_without_restarts_never_changes() -> None:
-    headroom = settle(lambda share: (2.0 - share, 0, share + 0.005))
+def test_a_size_without_restarts_that_leaves_little_never_changes() -> None:
+    headroom = settle(lambda share: (2.0 - share, 0, share + 0.03))
     assert abs(headroom.usable_bytes / MEMORY_BYTES - FITTING.first_share) < 1e-6
 
 
-def follow(headroom: Headroom, step_s: float, num_restarts: int) -> None:
+def test_a_size_that_leaves_memory_unmapped_is_followed_by_a_larger_one() -> None:
+    """Its pages come to as much more than the plan as those of the first: what is left over is used."""
+    headroom = settle(lambda share: (2.0 - share, 0, share + 0.005))
+    assert len(headroom.attempts) == 2
+    assert abs(headroom.usable_bytes / MEMORY_BYTES - (1 - FITTING.margin_share - 0.005)) < 1e-6
+    assert headroom.best is headroom.attempts[1]
+    assert headroom.fits
+
+
+def test_a_larger_size_that_starts_over_gives_way_to_the_one_before() -> None:
+    headroom = settle(lambda share: (1.0, 0, share) if share < 0.93 else (1.2, 2, 1.0))
+    assert len(headroom.attempts) == 2
+    assert headroom.best is headroom.attempts[0]
+    assert headroom.fits
+    assert not headroom.is_fragmented
+    assert abs(headroom.usable_bytes / MEMORY_BYTES - FITTING.first_share) < 1e-6
+
+
+def test_a_larger_size_that_runs_out_gives_way_to_the_one_before() -> None:
+    headroom = Headroom(MEMORY_BYTES)
+    follow(headroom, 1.0, 0, reserved=0.925)
+    assert headroom.judge(ready("first"))
+    assert headroom.is_larger
+    assert not headroom.ran_out()
+    assert headroom.best.ready == ready("first")
+    assert headroom.usable_bytes == headroom.attempts[0].usable_bytes
+
+
+def test_copies_that_turned_out_slower_are_planned_for_before_a_larger_size() -> None:
+    headroom = Headroom(MEMORY_BYTES)
+    follow(headroom, 1.0, 0, reserved=0.925)
+    assert headroom.judge(ready("first"), again=True)
+    assert not headroom.is_larger
+    follow(headroom, 1.0, 0, reserved=0.925)
+    assert headroom.judge(ready("again"))
+    assert headroom.is_larger
+
+
+def follow(headroom: Headroom, step_s: float, num_restarts: int, *, reserved: float = 1.0) -> None:
     headroom.begin()
-    while not headroom.note(step_s, num_restarts, MEMORY_BYTES):
+    while not headroom.note(step_s, num_restarts, int(reserved * MEMORY_BYTES)):
         pass
 
 
