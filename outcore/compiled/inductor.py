@@ -68,6 +68,8 @@ def kernels_of(source: str) -> dict[str, Signature]:
 def _triton(name: str, text: str) -> Signature | None:
     header = re.search(rf"def {re.escape(name)}\(([^)]*)\):", text)
     changed = re.search(r"'mutated_arg_names': \[([^\]]*)\]", text)
+    if header is not None and "@triton_heuristics.template" in text:
+        return _template(header, text)
     if header is None or changed is None:
         return None
     mutated, body = set(re.findall(r"'(\w+)'", changed[1])), text[header.end() :]
@@ -85,6 +87,35 @@ def _triton(name: str, text: str) -> Signature | None:
 
     arguments = [part.strip() for part in header[1].split(",") if "constexpr" not in part]
     return Signature(tuple(map(role, arguments)), not users_own and not _ATOMIC.search(body))
+
+
+def _template(header: re.Match[str], text: str) -> Signature | None:
+    """A matrix product or an attention from one of Inductor's templates, whose text does not list what it writes: every
+    pointer from which the address of a store is computed. None where something else than its main function stores, or
+    where it stores in another way."""
+    main, *after = re.split(r"^@triton\.jit", text[header.end() :], flags=re.M)
+    others = "".join((text[: header.start()], *after))
+    if re.search(r"\b(?:store|atomic_\w+)\(", others) or re.search(r"descriptor_store|(?<!\btl)\.store\(", main):
+        return None
+    arguments = [part.strip() for part in header[1].split(",") if "constexpr" not in part]
+    pointers = [argument for argument in arguments if f"'{argument}': '*" in text]
+    comes_from = {pointer: {pointer} for pointer in pointers}
+    assignments = re.findall(r"^\s*(\w+) = (.+)$", main, re.M)
+    for name, value in assignments:
+        if "tl.load" not in value:
+            found = set[str]().union(*(comes_from.get(part, set()) for part in re.findall(r"\w+", value)))
+            comes_from[name] = comes_from.get(name, set()) | found
+    stores = re.findall(r"(?:tl\.store|tl\.atomic_\w+)\(\s*([^,]+)", main)
+    written = set[str]().union(*(comes_from.get(part, set()) for at in stores for part in re.findall(r"\w+", at)))
+    if not stores or not written:
+        return None
+
+    def role(argument: str) -> Role:
+        if argument.startswith(_WORKSPACES) or argument in written:
+            return "rw"
+        return "r" if argument in pointers else ""
+
+    return Signature(tuple(map(role, arguments)), not _ATOMIC.search(main))
 
 
 def _cpp(types: str, text: str) -> Signature | None:

@@ -79,6 +79,39 @@ extern "C"  void  kernel(float* in_out_ptr0,
 """
 
 
+ATTENTION = """
+triton_tem_fused_0 = async_compile.triton('triton_tem_fused_0', '''
+@triton_heuristics.template(
+    num_stages=3,
+    triton_meta={'signature': {'arg_Q': '*fp32', 'arg_K': '*fp32', 'arg_LSE': '*fp32', 'arg_IDX': '*i32',
+                               'out_ptr0': '*fp32'}},
+    inductor_meta={'kernel_name': 'triton_tem_fused_0', 'grid_type': 'FixedGrid', 'extra_launcher_args': ['_grid_0']},
+)
+@triton.jit
+def triton_tem_fused_0(arg_Q, arg_K, arg_LSE, arg_IDX, out_ptr0):
+    BLOCK_M : tl.constexpr = 64
+    Q = arg_Q
+    K = arg_K
+    LSE = arg_LSE
+    KV_IDX = arg_IDX
+    kv_indices = KV_IDX + tl.program_id(0)
+    kv_start = tl.load(kv_indices) * BLOCK_M
+    q = tl.load(Q + tl.arange(0, BLOCK_M))
+    acc, m_i = forward_inner(Q, K, q, kv_start)
+    xindex = kv_start + tl.arange(0, BLOCK_M)
+    tl.store(out_ptr0 + (xindex), acc)
+    l_ptrs = LSE + xindex
+    if True:
+        tl.store(l_ptrs, m_i)
+
+@triton.jit
+def forward_inner(Q, K, q, kv_start):
+    k = tl.load(K + kv_start)
+    return tl.dot(q, k), q
+''', device_str='cuda')
+"""
+
+
 def program(kernels: str, body: str, num_inputs: int = 2) -> Program:
     names = ", ".join(f"primals_{number}" for number in range(1, num_inputs + 1))
     head = f"{names}, = args\nargs.clear()\n"
@@ -97,6 +130,41 @@ def test_what_kernels_do_with_their_pointers() -> None:
     assert found["triton_scatter"].roles == ("r", "rw", "")
     assert found["cpp_statistics"].roles == ("w", "r", "rw", "")
     assert {name for name, kernel in found.items() if not kernel.is_pure} == {"triton_scatter"}
+
+
+def test_what_templates_write_is_where_their_stores_lead() -> None:
+    """Their text lists nothing: a matrix product, or the kernels of flex attention."""
+    found = kernels_of(ATTENTION)["triton_tem_fused_0"]
+    assert found.roles == ("r", "r", "rw", "r", "rw")
+    assert found.is_pure
+    (launch,) = program(
+        ATTENTION,
+        """
+buf0 = empty_strided_cuda((64, ), (1, ), torch.float32)
+buf1 = empty_strided_cuda((64, ), (1, ), torch.float32)
+stream0 = get_raw_stream(0)
+triton_tem_fused_0.run(primals_1, primals_2, buf0, primals_3, buf1, 4, stream=stream0)
+return (buf1, buf0)
+""",
+        num_inputs=3,
+    ).launches
+    assert launch.is_product
+    assert len(launch.reads) == 3
+    assert len(launch.fresh) == 2
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "    tl.store(Q, q)\n    return tl.dot(q, k), q",  # in a function beside the main one
+        "    desc.store([0], q)\n    return q, q",
+    ],
+)
+def test_templates_that_store_elsewhere_are_not_known(statement: str) -> None:
+    changed = ATTENTION.replace("    return tl.dot(q, k), q", statement)
+    assert changed != ATTENTION
+    assert kernels_of(changed) == {}
+    assert kernels_of(ATTENTION.replace("tl.store(l_ptrs, m_i)", "desc.store([0], m_i)")) == {}
 
 
 def test_allocations_launches_and_results() -> None:
