@@ -1,18 +1,25 @@
 """A compiled step in a byte budget, beside what else a user can do: compiled in-core, eager in-core, eager outcore,
 checkpointing and compilation, and `activation_memory_budget` at five values.
 
-    python -m benchmarks.compiled --networks resnet50 --budgets 24,16 --limit-s 100       # ours, under a hard cap
-    python -m benchmarks.compiled --networks resnet50 --methods peers --limit-s 300       # one compilation each
-    python -m benchmarks.compiled --networks llama,vit_l,resnet152,gpt2,bert_large        # budgets of their own
+    python -m benchmarks.compiled --networks resnet50,llama,vit_l --total-s 560 --out $OUT/one.json   # ours, hard cap
+    python -m benchmarks.compiled --networks resnet152,gpt2,bert_large --total-s 560 --out $OUT/two.json
+    python -m benchmarks.compiled --networks resnet50 --methods in-core,peers --total-s 560 --out $OUT/three.json
+    python -m benchmarks.compiled --networks resnet50 --budgets 0.9,0.75,0.6,0.5,0.4,0.35,0.3,0.25    # does time fall?
+    python -m benchmarks.compiled --networks tiny --methods in-core,ours,peers                       # tries it on a CPU
+    python -m benchmarks.compiled --join one.json --join two.json --out all.json
 
-Each network runs in a process of its own, which is killed after `--limit-s`. Every row is in the file as soon as it was
-measured. Budgets are in GiB and below 1 a share of compiled in-core; 9 stands for nine GiB, 0.33 for a third.
+Each network runs in a process of its own. A row that takes longer than `--row-s` ends that process, and another one
+goes on with the next row: what is compiled by then is in the compiler's cache, which all processes share. Every row is
+in the file as soon as it was measured; nothing begins after `--total-s`. A row that was measured before, in the same
+file, is replaced. Budgets are in GiB and below 1 a share of compiled in-core; 9 stands for nine GiB, 0.33 for a third.
 
 `bits` compares sums over the bits of the loss and of every gradient, in several steps, with those of the same steps
 compiled in-core: "160 of 160" are equal. What compiled in-core does not repeat by itself is not compared (`repeats`).
 The optimizer's rate is zero, so every row computes the same steps. `excess` is the step's time over compiled in-core's.
 One more step is looked at by PyTorch's profiler: `busy_s` and `idle_s` of the compute stream, from its first kernel to
 its last, `late_s` from the step's begin to the first, and `more`: kernels on which ours spends more than in-core does.
+`num_refused` counts memory that was refused to an op, which then did with less (cuDNN), `num_restarts` how often the
+allocator started over, both in the timed steps. `attempts`: the plans that were tried, with the budget's part they use.
 """
 
 from __future__ import annotations
@@ -20,6 +27,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import queue
 import statistics
 import subprocess
 import sys
@@ -30,14 +38,14 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import date
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._autograd import DeviceType
+from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks import networks, peers
@@ -52,6 +60,7 @@ BUDGETS: dict[str, tuple[float, ...]] = {
     "llama": (28, 24),
     "gpt2": (1 / 3,),
     "bert_large": (1 / 3,),
+    "tiny": (0.8, 0.6),
 }
 SHARES = (0.5, 0.3, 0.2, 0.1, 0.0)  # of activation_memory_budget
 PEERS = ("eager", "eager-ours", *(f"share:{share:g}" for share in SHARES), "checkpoint")
@@ -60,6 +69,7 @@ NUM_STEPS = 8  # timed
 NUM_COMPARED = 3  # steps whose bits are compared
 MOST_STEPS_S = 40.0  # until a plan is settled
 NUM_MORE = 8  # kernels that are named
+COMPILE_S = 240.0  # more than a row's own clock, for the first row of a process that has nothing compiled
 Around = Callable[[], AbstractContextManager[Any]]
 
 
@@ -74,16 +84,11 @@ class Bench:
         self._kernels: dict[str, tuple[int, float]] = {}  # of a step compiled in-core: how often, and seconds
         self._compiled: Network | None = None
 
-    def run(self, methods: list[str], budgets: tuple[float, ...]) -> None:
-        for method in methods:
-            if method not in ("ours", "eager-ours"):
-                self._attempt(method, None)
-                continue
-            for budget in budgets:
-                self._attempt(method, budget if budget >= 1 else round(budget * (self.in_core_gib or 1.0), 2))
-
-    def _attempt(self, method: str, memory_gib: float | None) -> None:
+    def attempt(self, method: str, budget: float | None) -> None:
         """One row. A failure is a row, too."""
+        share = budget is not None and budget < 1
+        memory_gib = round(budget * (self.in_core_gib or 1.0), 4) if budget is not None and share else budget
+        print(f"BEGIN {self.name} {method} {budget}", flush=True)
         row: dict[str, Any] = dict.fromkeys(FIELDS) | {"network": self.name, "method": method, "memory_gib": memory_gib}
         began = time.monotonic()
         try:
@@ -128,7 +133,7 @@ class Bench:
 
     def _build(self, *, compiled: bool) -> Network:
         torch._dynamo.reset()
-        found = networks.build(self.name, device=self.device)
+        found = tiny(self.device) if self.name == "tiny" else networks.build(self.name, device=self.device)
         if compiled:
             found.model.compile()
         self.optimizer = torch.optim.SGD(found.model.parameters(), lr=0.0)
@@ -164,6 +169,7 @@ class Bench:
         self._whole_step(network, around)
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
+        refused = _refusals(self.device)
         steps = [self._whole_step(network, around) for _ in range(NUM_STEPS)]
         step_s, forward_s, backward_s = (statistics.median(column) for column in zip(*steps, strict=True))
         found: dict[str, Any] = {
@@ -175,6 +181,8 @@ class Bench:
             "first_step_s": round(first_s, 1),
         }
         if self.device == "cuda":
+            now = _refusals(self.device)
+            found |= {name: now[name] - refused[name] for name in now}
             found["peak_gib"] = round(torch.cuda.max_memory_allocated() / GIB, 3)
             found["reserved_gib"] = round(torch.cuda.max_memory_reserved() / GIB, 3)
         return found
@@ -249,6 +257,13 @@ class Bench:
         return f"{sum(pairs)} of {len(pairs)}"
 
 
+def _refusals(device: str) -> dict[str, int]:
+    if device != "cuda":
+        return {}
+    told = torch.cuda.memory_stats()
+    return {"num_refused": told["num_ooms"], "num_restarts": told["num_alloc_retries"]}
+
+
 def _device_of(found: profile) -> tuple[dict[str, Any], dict[str, tuple[int, float]]]:
     """What a profile says of the stream on which most kernels ran, and its kernels: how often each, and seconds."""
     assert found.profiler is not None
@@ -316,6 +331,18 @@ def _planned(ooc: Limited) -> dict[str, Any]:
         "num_forward": len(forward),
         "num_never_again": sum(op.replay == "no" for op in forward),
         **{f"num_{way}": ooc.stats()[way] for way in ("left", "unplanned")},
+        "attempts": [
+            {
+                "gib": round(attempt.usable_bytes / GIB, 2),
+                "step_s": round(attempt.step_s, 5),
+                "predicted_step_s": round(attempt.ready.prepared.predicted.step_s, 5),
+                "num_restarts": attempt.num_restarts,
+                "reserved_gib": round(attempt.reserved_bytes / GIB, 2),
+            }
+            for kind in ooc.kinds.values()
+            if kind.phase.headroom is not None
+            for attempt in kind.phase.headroom.attempts
+        ],
     }
 
 
@@ -327,28 +354,97 @@ def _sums(tensor: Tensor) -> Tensor:
     return torch.stack([total, odd])
 
 
+def tiny(device: str) -> Network:
+    """A network that compiles in seconds, to try this file where there is no GPU."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64)) for _ in range(3)]
+        model, x, y = nn.Sequential(*blocks), torch.randn(512, 64), torch.randint(0, 64, (512,))
+    return Network("tiny", 512, model, lambda: F.cross_entropy(model(x), y), list(blocks))
+
+
 # --- the command ------------------------------------------------------------------------------------------------------
 
+Row = tuple[str, float | None]  # method, budget
 
-def run_in_process_of_its_own(name: str, options: list[str], limit_s: float, tell: Callable[[Any], None]) -> None:
-    command = [sys.executable, "-m", "benchmarks.compiled", "--one", name, *options]
+
+class Rows:
+    """The rows of a file, each written as soon as it is there."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"] if out.exists() else []
+
+    def add(self, row: dict[str, Any]) -> None:
+        key = _row_key(row)
+        self.rows = [other for other in self.rows if _row_key(other) != key] + [row]
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        self.out.write_text(json.dumps({"question": "compiled", **about(), "rows": self.rows}, indent=1))
+
+
+def _row_key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["network"], row["method"], row["memory_gib"]
+
+
+def rows_of(name: str, methods: str, budgets: str) -> list[Row]:
+    """In the order in which they run."""
+    sizes = tuple(float(part) for part in budgets.split(",") if part) or BUDGETS.get(name, (1 / 3,))
+    found: list[Row] = []
+    for method in methods.replace("peers", ",".join(PEERS)).split(","):
+        found += [(method, size) for size in sizes] if method in ("ours", "eager-ours") else [(method, None)]
+    return found
+
+
+def run_network(name: str, rows: list[Row], row_s: float, ends_s: float, add: Callable[[dict[str, Any]], None]) -> None:
+    """Its rows in a process, and in another one from the next row on where one takes too long."""
+    left, is_first = list(rows), True
+    while left and time.monotonic() < ends_s:
+        baseline: list[Row] = [("in-core", None)] if not is_first and left[0][0] != "in-core" else []
+        num_done = _run_in_process_of_its_own(name, [*baseline, *left], row_s, ends_s, add) - len(baseline)
+        num_done, is_first = max(0, num_done), False
+        if num_done < len(left):
+            method, budget = left[num_done]
+            why = "no time left" if time.monotonic() >= ends_s else f"stopped after {row_s:.0f} s, or ended by itself"
+            row = {"network": name, "method": method, "memory_gib": budget, "error": why}
+            add(dict.fromkeys(FIELDS) | row)
+        left = left[num_done + 1 :]
+
+
+def _run_in_process_of_its_own(
+    name: str, rows: list[Row], row_s: float, ends_s: float, add: Callable[[dict[str, Any]], None]
+) -> int:
+    """How many rows there were before it ended."""
+    command = [sys.executable, "-m", "benchmarks.compiled", "--one", name, "--rows", json.dumps(rows)]
     environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
-    timer, began = threading.Timer(limit_s, process.kill), time.monotonic()
-    timer.start()
-    for line in process.stdout:
-        if line.startswith("ROW "):
-            tell(json.loads(line[4:]))
+    lines: queue.Queue[str] = queue.Queue()
+
+    def read(stream: IO[str]) -> None:
+        for line in stream:
+            lines.put(line)
+        lines.put("")
+
+    threading.Thread(target=read, args=(process.stdout,), daemon=True).start()
+    num_done, until_s = 0, time.monotonic() + row_s + COMPILE_S
+    while True:
+        try:
+            line = lines.get(timeout=max(0.0, min(until_s, ends_s) - time.monotonic()))
+        except queue.Empty:
+            break
+        if not line:
+            break
         print(line, end="", flush=True)
+        if line.startswith("ROW "):
+            add(json.loads(line[4:]))
+            num_done, until_s = num_done + 1, time.monotonic() + row_s
+    process.kill()
     process.wait()
-    timer.cancel()
-    if time.monotonic() - began >= limit_s:
-        tell({**dict.fromkeys(FIELDS), "network": name, "method": "", "error": f"stopped after {limit_s:.0f} s"})
+    return num_done
 
 
 @click.command(help=__doc__)
-@click.option("--networks", "names", default=",".join(BUDGETS), show_default=True)
+@click.option("--networks", "names", default="resnet50,llama,vit_l,resnet152,gpt2,bert_large", show_default=True)
 @click.option(
     "--methods",
     default="in-core,ours",
@@ -356,26 +452,37 @@ def run_in_process_of_its_own(name: str, options: list[str], limit_s: float, tel
     help=f"Also ours:all (a budget that is never needed) and peers: {', '.join(PEERS)}.",
 )
 @click.option("--budgets", default="", help="In GiB, or shares of compiled in-core; default: those of the bars.")
-@click.option("--limit-s", default=300.0, show_default=True, help="Seconds for one network, all methods.")
+@click.option("--row-s", default=150.0, show_default=True, help="Seconds for one row, the first of a network's more.")
+@click.option("--total-s", default=560.0, show_default=True, help="Seconds for everything.")
 @click.option("--out", type=click.Path(path_type=Path), default=None)
-@click.option("--one", default="", hidden=True, help="Run this network here and print its rows.")
-def main(names: str, methods: str, budgets: str, limit_s: float, out: Path | None, one: str) -> None:
+@click.option(
+    "--join", "parts", multiple=True, type=click.Path(path_type=Path), help="Put files together, run nothing."
+)
+@click.option("--one", default="", hidden=True, help="Run rows of this network here and print them.")
+@click.option("--rows", "asked", default="[]", hidden=True)
+def main(
+    names: str,
+    methods: str,
+    budgets: str,
+    row_s: float,
+    total_s: float,
+    out: Path | None,
+    parts: tuple[Path, ...],
+    one: str,
+    asked: str,
+) -> None:
     if one:
-        given = tuple(float(part) for part in budgets.split(",") if part)
-        asked = methods.replace("peers", ",".join(PEERS)).split(",")
-        Bench(one, "cuda" if torch.cuda.is_available() else "cpu").run(asked, given or BUDGETS.get(one, (1 / 3,)))
+        bench = Bench(one, "cuda" if torch.cuda.is_available() else "cpu")
+        for method, budget in json.loads(asked):
+            bench.attempt(method, budget)
         return
-    out = out or Path(f"benchmarks/results/compiled_{hardware()}_{date.today():%Y%m%d}.json")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
-
-    def tell(row: dict[str, Any]) -> None:
-        rows.append(row)
-        out.write_text(json.dumps({"question": "compiled", **about(), "rows": rows}, indent=1))
-
-    for name in names.split(","):
-        run = partial(run_in_process_of_its_own, name, ["--methods", methods, "--budgets", budgets])
-        run(limit_s, tell)
+    ends_s = time.monotonic() + total_s
+    rows = Rows(out or Path(f"benchmarks/results/compiled_{hardware()}_{date.today():%Y%m%d}.json"))
+    for part in parts:
+        for row in json.loads(part.read_text())["rows"]:
+            rows.add(row)
+    for name in names.split(",") if not parts else ():
+        run_network(name, rows_of(name, methods, budgets), row_s, ends_s, rows.add)
 
 
 if __name__ == "__main__":
