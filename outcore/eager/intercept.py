@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch._compile import _disable_dynamo
@@ -29,6 +29,8 @@ from outcore.eager import doors, native
 from outcore.eager.signatures import may_write, signature_of
 from outcore.eager.switches import Switches, switches
 from outcore.memory.tensors import OPS_KEY, PLAIN, TOKEN_DTYPE, WATCHED, WRITES_KEY, token_of
+
+T = TypeVar("T")
 
 _TORCH = Path(torch.__file__).parent
 _FUNCTIONS = str(_TORCH / "autograd" / "function.py")
@@ -177,11 +179,30 @@ _frames: Any = torch._C._dynamo.eval_frame
 _compiler_is_near: Any = getattr(_frames, "get_eval_frame_callback", None)
 if hasattr(_frames, "set_code_exec_strategy"):
     _strategy = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
-    _frames.set_code_exec_strategy(_kernel_of("").__code__, _strategy)
-    _frames.set_code_exec_strategy(_writer_of("").__code__, _strategy)
 else:
-    _compiler_is_near = None
+    _strategy = _compiler_is_near = None
 compiler_near: Callable[[], Any] | None = _compiler_is_near  # tells what compiles the Python that runs now, if anything
+
+
+def leave_as_it_is(function: Any) -> None:
+    """Where the compiler is near, it does not compile this function, but may compile what the function calls."""
+    if _strategy is not None:
+        _frames.set_code_exec_strategy(function.__code__, _strategy)
+
+
+def keep_from_compiler(function: Callable[..., T]) -> Callable[..., T]:
+    """The same function; the compiler compiles neither it nor what it calls."""
+    careful: Callable[..., T] = _disable_dynamo(function)
+
+    def kept(*args: Any) -> T:
+        return careful(*args) if _compiler_is_near is None or _compiler_is_near() else function(*args)
+
+    leave_as_it_is(kept)
+    return kept
+
+
+for function in (_kernel_of(""), _writer_of(""), _find):
+    leave_as_it_is(function)
 _pass_on_carefully: Any = _disable_dynamo(_pass_on)
 _write_carefully: Any = _disable_dynamo(_write)
 
@@ -290,6 +311,11 @@ class Interception:
         self._listener = self._on_first = None
 
     def _pack(self, tensor: torch.Tensor) -> Any:
+        if _compiler_is_near is None or _compiler_is_near():
+            return _pack_carefully(self, tensor)
+        return self._pack_now(tensor)
+
+    def _pack_now(self, tensor: torch.Tensor) -> Any:
         if tensor.dtype is TOKEN_DTYPE and token_of(tensor) is not None:
             return tensor  # what it stands for was packed before
         if self._listener is None and self._on_first is not None:
@@ -368,8 +394,20 @@ def _enable_hooks() -> None:
 
 
 def _unpack(handle: Any) -> torch.Tensor:
+    near = _compiler_is_near is None or _compiler_is_near()
+    unpacked: torch.Tensor = _unpack_carefully(handle) if near else _unpack_now(handle)
+    return unpacked
+
+
+def _unpack_now(handle: Any) -> torch.Tensor:
     unpacked: torch.Tensor = handle if isinstance(handle, torch.Tensor) else handle.run.unpack(handle)
     return unpacked
+
+
+_pack_carefully: Any = _disable_dynamo(Interception._pack_now)
+_unpack_carefully: Any = _disable_dynamo(_unpack_now)
+leave_as_it_is(Interception._pack)
+leave_as_it_is(_unpack)
 
 
 def called_by_engine() -> bool:

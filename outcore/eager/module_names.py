@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from outcore.eager.intercept import leave_as_it_is
+
 
 class ModuleNames:
     """Which module is running, for `explain`. Quiet where parts are compiled: hooks would break their graphs."""
@@ -50,6 +52,10 @@ def _weakly(names: ModuleNames, act: Callable[..., None]) -> Callable[..., None]
             act(found, *args)
 
     return hook
+
+
+for function in (_weakly(ModuleNames.__new__(ModuleNames), ModuleNames._enter), ModuleNames._enter, ModuleNames._leave):
+    leave_as_it_is(function)
 
 
 def _remove(hooks: list[Any]) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
+from outcore.eager.intercept import keep_from_compiler, leave_as_it_is
 from outcore.errors import warn
 from outcore.memory.tensors import gradient_of
 
@@ -41,8 +42,10 @@ class ForwardHook:
         self._outside = _Outside()
 
     def __call__(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            return
+        if not torch.compiler.is_dynamo_compiling():
+            _tell(self, model, args, kwargs)
+
+    def tell(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if ACTIVE:
             self._outside.reset()
             if ACTIVE[-1].model is model:
@@ -68,6 +71,10 @@ class ForwardHook:
         if not list(self.owners) and self._handle is not None:
             self._handle.remove()
             self._handle = None
+
+
+_tell = keep_from_compiler(ForwardHook.tell)
+leave_as_it_is(ForwardHook.__call__)
 
 
 def hook_of(model: torch.nn.Module, num_forgotten: int) -> ForwardHook:

@@ -115,6 +115,20 @@ def test_compiled_and_recorded_in_one_step() -> None:
     ooc.close()
 
 
+def test_the_compiler_does_not_compile_us_where_it_leaves_a_model_as_it_is() -> None:
+    """It compiles nothing of a model that has no code but PyTorch's own, and what that calls has the compiler near."""
+    like = residuals(1)
+    training = Training(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)), like.x, like.y)
+    training.model.compile()
+    expected, before = training.step(), dict(counters["frames"])
+    ooc = limit(training.model, "1GiB", measure=True)
+    for _ in range(3):
+        assert same(training.step(ooc), expected)
+    assert dict(counters["frames"]) == before
+    assert [kind.num_left for kind in ooc.kinds] == [0]
+    ooc.close()
+
+
 def trace_of(ooc: Limited) -> Trace:
     assert ooc.trace is not None
     return ooc.trace
