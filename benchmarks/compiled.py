@@ -354,11 +354,21 @@ def _sums(tensor: Tensor) -> Tensor:
     return torch.stack([total, odd])
 
 
+class TinyBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(64, 256), nn.Linear(256, 64), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.dropout(self.down(F.gelu(self.up(x))))
+        return out
+
+
 def tiny(device: str) -> Network:
     """A network that compiles in seconds, to try this file where there is no GPU."""
     torch.manual_seed(0)
     with torch.device(device):
-        blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64)) for _ in range(3)]
+        blocks = [TinyBlock() for _ in range(3)]
         model, x, y = nn.Sequential(*blocks), torch.randn(512, 64), torch.randint(0, 64, (512,))
     return Network("tiny", 512, model, lambda: F.cross_entropy(model(x), y), list(blocks))
 
