@@ -22,7 +22,7 @@ from outcore.memory.clock import Looks
 from outcore.memory.device import DeviceMemory
 from outcore.memory.store import Store
 from outcore.planning import AS_IT_IS, plan, plans
-from outcore.planning.allocator.fragmentation import Placement, finds_places, search_placement
+from outcore.planning.allocator.fragmentation import Placement, has_room, search_placement
 from outcore.planning.allocator.hints import AllocatorHints
 from outcore.planning.planners.scoring import lean_bytes
 from outcore.planning.planners.simple import swap_all
@@ -127,17 +127,17 @@ class Preparer:
             if headroom.attempts:
                 return None
             raise
-        if headroom.is_larger and not self._finds_places(trace, found, search):
+        if headroom.is_larger and not self._has_room(trace, found, search):
             return None
         headroom.usable_bytes = found.budget.device_bytes
         return found
 
-    def _finds_places(self, trace: Trace, plan: Plan, search: Search | None) -> bool:
-        """Whether the allocator need not start over in the steps of a plan, as far as its model knows."""
+    def _has_room(self, trace: Trace, plan: Plan, search: Search | None) -> bool:
+        """Whether the steps of a plan do not run out of memory, as far as the model of the allocator knows."""
         asked = (trace, self.machine, plan, self.budget.device_bytes, self.memory.places())
         if search is None:
-            return finds_places(*asked)
-        return search.ask(("finds places", plan.budget.device_bytes), finds_places, *asked)
+            return has_room(*asked)
+        return search.ask(("has room", plan.budget.device_bytes), has_room, *asked)
 
     def _search_places(self, trace: Trace, headroom: Headroom, planner: str, search: Search | None) -> Plan | None:
         """Returns a plan that fits in spite of fragmentation, of the size that should be fastest."""

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from outcore.planning.allocator.hints import AllocatorHints
-from outcore.planning.allocator.model import NO_HINTS, Event, Places, allocations, mapped, safe_bytes, wanted_bytes
+from outcore.planning.allocator.model import Event, Places, allocations, mapped, safe_bytes, wanted_bytes
 from outcore.planning.allocator.placeholders import arranged, best_share
 from outcore.planning.planners.hybrid import Flips
 from outcore.planning.planners.scoring import Scored, score, score_if_it_can_fit
@@ -67,11 +67,10 @@ def search_placement(
     return Placement(made, search.best_s, search.first.step_s)
 
 
-def finds_places(trace: Trace, machine: Machine, plan: Plan, memory_bytes: int, there: Places = ()) -> bool:
-    """Whether the blocks of a plan fit the cap as they come, without hints and without a restart."""
+def has_room(trace: Trace, machine: Machine, plan: Plan, memory_bytes: int, there: Places = ()) -> bool:
+    """Whether the steps of a plan run in the cap at all, without hints and if need be with restarts."""
     step = as_planned(trace, plan)
-    events = list(allocations(step, lower(step, plan, machine)))
-    return wanted_bytes(step, events, NO_HINTS, there) <= safe_bytes(step, NO_HINTS, memory_bytes)
+    return mapped(step, list(allocations(step, lower(step, plan, machine))), memory_bytes, there=there) is not None
 
 
 class _Search:

@@ -288,11 +288,11 @@ def memory_that_is_left_unmapped_is_planned_for() -> Life:
 
 
 @scenario
-def a_larger_plan_whose_blocks_find_no_places_is_not_tried() -> Life:
+def a_larger_plan_that_would_run_out_of_memory_is_not_tried() -> Life:
     life = Life().to_trying()
     first = life.phase.ready
     life.measure(1.02, num=3, reserved=0.92)
-    with mock.patch.object(preparing, "finds_places", return_value=False):
+    with mock.patch.object(preparing, "has_room", return_value=False):
         life.begin()
     assert life.is_in(Settled)
     assert first is not None
