@@ -18,6 +18,7 @@ compiled in-core: "160 of 160" are equal. What compiled in-core does not repeat 
 The optimizer's rate is zero, so every row computes the same steps. `excess` is the step's time over compiled in-core's.
 One more step is looked at by PyTorch's profiler: `busy_s` and `idle_s` of the compute stream, from its first kernel to
 its last, `late_s` from the step's begin to the first, and `more`: kernels on which ours spends more than in-core does.
+`num_ran_out`: steps that ran out of memory while plans were tried; a training would have ended there.
 `num_refused` counts memory that was refused to an op, which then did with less (cuDNN), `num_restarts` how often the
 allocator started over, both in the timed steps. `attempts`: the plans that were tried, with the budget's part they use.
 """
@@ -68,6 +69,7 @@ ALL = 1.5  # of compiled in-core: what a budget costs that is never needed
 NUM_STEPS = 8  # timed
 NUM_COMPARED = 3  # steps whose bits are compared
 MOST_STEPS_S = 40.0  # until a plan is settled
+MOST_RAN_OUT = 4  # steps out of memory while plans are tried, before a row fails
 NUM_MORE = 8  # kernels that are named
 COMPILE_S = 240.0  # more than a row's own clock, for the first row of a process that has nothing compiled
 Around = Callable[[], AbstractContextManager[Any]]
@@ -232,12 +234,21 @@ class Bench:
             total = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, size_gib * GIB / total))
         ooc = limit(network.model, int(size_gib * GIB))
-        began, num_steps = time.monotonic(), 0
+        began, num_steps, num_ran_out = time.monotonic(), 0, 0
         try:
             while not ooc.settled and time.monotonic() - began < MOST_STEPS_S:
-                self._whole_step(network, ooc.step)
+                try:
+                    self._whole_step(network, ooc.step)
+                except torch.OutOfMemoryError:  # the next one follows a smaller plan
+                    num_ran_out += 1
+                    if num_ran_out > MOST_RAN_OUT:
+                        raise
                 num_steps += 1
-            settled = {"settled_s": round(time.monotonic() - began, 1), "settled_steps": num_steps}
+            settled = {
+                "settled_s": round(time.monotonic() - began, 1),
+                "settled_steps": num_steps,
+                "num_ran_out": num_ran_out,
+            }
             tried = _measured_close(ooc)
             found = {**self._measured(network, ooc.step), **_planned(ooc), **tried, **settled}
             if compares and self._in_core:
