@@ -166,7 +166,24 @@ def language() -> Training:
     return training
 
 
-PROGRAMS = [custom_ops, custom_functions, channels_last, autocast_and_norms, language]
+def hugging_face() -> Training:
+    """GPT-2 with dropout, under autocast."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=512, n_positions=64)
+    tokens = torch.randint(0, 512, (8, 64))
+    training = Training(transformers.GPT2LMHeadModel(config).train(), tokens, tokens)
+
+    def loss() -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found: Tensor = training.model(input_ids=tokens, labels=tokens).loss
+            return found
+
+    training.loss = loss  # type: ignore[method-assign]
+    return training
+
+
+PROGRAMS = [custom_ops, custom_functions, channels_last, autocast_and_norms, language, hugging_face]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
