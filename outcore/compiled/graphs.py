@@ -217,6 +217,8 @@ class Graph:
                 "the model is compiled with CUDA graphs, whose memory stays allocated between launches and cannot be "
                 "planned; compile it with mode='default' or mode='max-autotune-no-cudagraphs'"
             )
+        lasting = self._facts.lasting
+        self._own_places = tuple(place for place in range(len(inputs)) if place not in lasting)
         self.kernels: tuple[Kernel, ...] = ()
         self.changes: tuple[list[int], ...] = ()
         self._functions: Functions | None = None
@@ -250,7 +252,8 @@ class Graph:
     def __call__(self, inputs: list[Any]) -> Any:
         from outcore.compiled import inductor
 
-        first = None if self._facts.is_backward or self._facts.is_inference else self._own_inputs(inputs)
+        begins_steps = not (self._facts.is_backward or self._facts.is_inference)
+        first = self._own_inputs(inputs) if begins_steps and _sessions else None
         session = _sessions[0](first) if _sessions else None
         opened = self._facts.is_backward and _replace_tokens(inputs)
         if self._functions is None or not (session or opened) or not inductor.align(self._facts, inputs):
@@ -265,7 +268,7 @@ class Graph:
 
     def _own_inputs(self, inputs: Sequence[Any]) -> list[Any]:
         """Without parameters and buffers."""
-        return [item for place, item in enumerate(inputs) if place not in self._facts.lasting]
+        return [inputs[place] for place in self._own_places]
 
 
 def _replace_tokens(inputs: list[Any]) -> bool:
