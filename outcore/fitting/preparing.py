@@ -127,17 +127,13 @@ class Preparer:
             if headroom.attempts:
                 return None
             raise
-        if headroom.is_larger and not self._has_room(trace, found, search):
-            return None
+        if headroom.is_larger:  # it must not run out of memory, as far as the model of the allocator knows
+            asked = (trace, self.machine, found, self.budget.device_bytes, self.memory.places())
+            part = ("has room", found.budget.device_bytes)
+            if not (search.ask(part, has_room, *asked) if search is not None else has_room(*asked)):
+                return None
         headroom.usable_bytes = found.budget.device_bytes
         return found
-
-    def _has_room(self, trace: Trace, plan: Plan, search: Search | None) -> bool:
-        """Whether the steps of a plan do not run out of memory, as far as the model of the allocator knows."""
-        asked = (trace, self.machine, plan, self.budget.device_bytes, self.memory.places())
-        if search is None:
-            return has_room(*asked)
-        return search.ask(("has room", plan.budget.device_bytes), has_room, *asked)
 
     def _search_places(self, trace: Trace, headroom: Headroom, planner: str, search: Search | None) -> Plan | None:
         """Returns a plan that fits in spite of fragmentation, of the size that should be fastest."""
@@ -235,13 +231,8 @@ class Preparer:
         if headroom is not None and headroom.is_fragmented:
             there = self.memory.places()
             hints = headroom.arrange(prepared.trace, prepared.schedule, most_bytes, there)
-        program = Program(
-            prepared.trace,
-            prepared.schedule,
-            hints.placeholders,
-            pools_gradients=bool(hints.pooled),
-            may_switch=may_switch,
-        )
+        made, pools = (prepared.trace, prepared.schedule, hints.placeholders), bool(hints.pooled)
+        program = Program(*made, pools_gradients=pools, may_switch=may_switch)
         return Ready(prepared, program, max(plan.before_bytes, trace.before_bytes), in_place)
 
     def made_to_switch(self, ready: Ready) -> Ready:

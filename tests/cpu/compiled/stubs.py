@@ -18,7 +18,7 @@ import torch._inductor.config
 from torch import Tensor
 from torch._inductor.async_compile import AsyncCompile
 
-from outcore.compiled.inductor import _cpp
+from outcore.compiled.kernel_text import _cpp
 
 
 @contextmanager

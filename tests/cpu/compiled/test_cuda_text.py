@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.select_algorithm import extern_kernels
 
-from outcore.compiled import graphs, inductor
+from outcore.compiled import graphs, inductor, kernel_text
 from outcore.limit import Limited, limit
 from outcore.planning.trace_index import index_of
 from outcore.values import Budget, Plan
@@ -66,7 +66,7 @@ def namespace(text: str) -> dict[str, Any]:
         "assert_size_stride": lambda *args: None,
         "assert_alignment": lambda *args: None,
     }
-    names |= {name: Kernel(name, kernel.roles) for name, kernel in inductor.kernels_of(text).items()}
+    names |= {name: Kernel(name, kernel.roles) for name, kernel in kernel_text.kernels_of(text).items()}
     call = next(n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef) and n.name == "call")
     call.args.args = call.args.args[-1:]  # without self
     exec(ast.unparse(call), names)

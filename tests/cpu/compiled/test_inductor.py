@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
+import re
 import textwrap
+from pathlib import Path
 
 import pytest
 
-from outcore.compiled.inductor import kernels_of, read
+from outcore.compiled.inductor import read
+from outcore.compiled.kernel_text import kernels_of
 from outcore.compiled.program import Program, UnknownStatement
 
 TRITON = """
@@ -286,3 +290,39 @@ def test_statements_that_nobody_knows(statement: str) -> None:
 def test_text_that_is_not_python() -> None:
     with pytest.raises(UnknownStatement, match="not Python"):
         read("#include <torch/csrc/inductor/cpp_wrapper/cpu.h>\nvoid call() {}", [])
+
+
+def golden(network: str, kind: str) -> str:
+    """What Inductor 2.11 writes for an H200: flex attention with a score function, two layers of GPT-2 with dropout."""
+    packed = Path(__file__).parents[2] / f"golden/compiled_{network}_{kind}.txt.gz"
+    return gzip.decompress(packed.read_bytes()).decode()
+
+
+@pytest.mark.parametrize("network", ["flex", "gpt2"])
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_every_statement_for_a_gpu_is_known(network: str, kind: str) -> None:
+    text = golden(network, kind)
+    inputs = re.search(r"def call\(self, args\):\n\s+(.*?) = args", text)
+    assert inputs is not None
+    found = read(text, [True] * len(inputs[1].rstrip(", ").split(",")))
+    assert (
+        len(found.launches)
+        == {"flex": {"forward": 6, "backward": 2}, "gpt2": {"forward": 41, "backward": 72}}[network][kind]
+    )
+    impure = [name for name, kernel in kernels_of(text).items() if not kernel.is_pure]
+    if kind == "forward":
+        assert not impure
+    else:
+        assert all("embedding_dense_backward" in name for name in impure)
+
+
+def test_what_flex_attention_writes() -> None:
+    def written(kind: str) -> list[str]:
+        text = golden("flex", kind)
+        ((name, kernel),) = ((name, one) for name, one in kernels_of(text).items() if name.startswith("triton_tem"))
+        header = re.search(rf"def {name}\((.*?)\):", text)
+        assert header is not None
+        return [argument for argument, role in zip(header[1].split(", "), kernel.roles) if role == "rw"]
+
+    assert written("forward") == ["arg_LSE", "arg_MAX", "out_ptr0", "out_ptr1"]
+    assert written("backward") == ["arg_DQ", "arg_DV", "out_ptr0"]
