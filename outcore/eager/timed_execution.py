@@ -9,6 +9,8 @@ import torch
 
 from outcore.eager.cells import Handle, Kept
 from outcore.eager.execution import Execution
+from outcore.eager.launches import Kernel, Tensors
+from outcore.eager.planned_launches import PlannedLaunches
 from outcore.eager.signatures import OpOverload
 from outcore.memory.clock import HostGaps, Looks
 
@@ -35,6 +37,9 @@ class TimedExecution(Execution):
         self._host.leave()
         return result
 
+    def enter_graph(self, kernels: Sequence[Kernel]) -> PlannedLaunches:
+        return _TimedLaunches(super().enter_graph(kernels), self._host, self._gaps)
+
     def pack(self, tensor: torch.Tensor) -> Handle | Kept:
         self._host.arrive(1)
         handle = super().pack(tensor)
@@ -46,3 +51,20 @@ class TimedExecution(Execution):
         tensor = super().unpack(handle)
         self._host.leave()
         return tensor
+
+
+class _TimedLaunches(PlannedLaunches):
+    """The launches of a compiled graph, with what the host does before each: they are ops of the step, too."""
+
+    def __init__(self, launches: PlannedLaunches, host: HostGaps, gaps: list[tuple[float, int]]) -> None:
+        vars(self).update(vars(launches))
+        self._host, self._gaps = host, gaps
+
+    def before(self, kernel: Kernel, reads: Tensors, changes: Tensors, numbers: Sequence[Any]) -> Any:
+        self._host.arrive()
+        self._gaps.append(self._host.take())
+        return super().before(kernel, reads, changes, numbers)
+
+    def after(self, mark: Any, fresh: Tensors, overwritten: Tensors) -> None:
+        super().after(mark, fresh, overwritten)
+        self._host.leave()
