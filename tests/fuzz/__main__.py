@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 from pathlib import Path
 
 from tests.fuzz.check import COMBINATIONS, check
@@ -39,6 +40,7 @@ def main() -> None:
     jobs = int(os.environ.get("OUTCORE_EXPLORE_JOBS", os.cpu_count() or 1))
     parser.add_argument("--programs", type=int, default=int(os.environ.get("OUTCORE_EXPLORE", "200")))
     parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--scale", type=int, default=1, help="how many times as large tensors are")
     parser.add_argument("--jobs", type=int, default=jobs)
     parser.add_argument("--out", type=Path, default=Path("fuzz.json"))
     parser.add_argument("--show", type=int, metavar="SEED")
@@ -50,7 +52,9 @@ def main() -> None:
         show(arguments.shrink if smallest else arguments.show, smallest=smallest, which=arguments.which)
         return
     seeds = range(arguments.first, arguments.first + arguments.programs)
-    answers = explore(seeds, run_seed, arguments.jobs, arguments.out, lambda found: summary_of(found))
+    answers = explore(
+        seeds, partial(run_seed, scale=arguments.scale), arguments.jobs, arguments.out, lambda found: summary_of(found)
+    )
     for key, value in summary_of(answers).items():
         print(key, value if key != "failing" else "", sep=": ")
         for line in value if key == "failing" else ():

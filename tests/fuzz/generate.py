@@ -146,6 +146,8 @@ class Generator:
         )
 
 
-def generate(seed: int) -> Program:
-    """The program of a seed."""
-    return Generator(seed).program()
+def generate(seed: int, scale: int = 1) -> Program:
+    """The program of a seed. `scale`: how many times as many rows its tensors have."""
+    program = Generator(seed).program()
+    rows = tuple(scale * rows for rows in program.frame.rows)
+    return replace(program, frame=replace(program.frame, rows=rows))

@@ -11,8 +11,8 @@ from tests.fuzz.explore import as_answer
 from tests.fuzz.generate import generate
 
 
-def run_seed(seed: int) -> dict[str, Any]:
-    program = generate(seed)
+def run_seed(seed: int, scale: int = 1) -> dict[str, Any]:
+    program = generate(seed, scale)
     return as_answer(check(program)) | {"features": sorted(program.features)}
 
 
@@ -20,12 +20,17 @@ def summary_of(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """How many programs, runs and steps; what is wrong, by kind and by feature."""
     programs, runs, wrong = collections.Counter[str](), collections.Counter[str](), collections.Counter[str]()
     features = collections.Counter[str]()
-    steps = planned = 0
+    combinations: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    least, most = 1.0, 0.0
+    steps = planned = left_over = 0
     for answer in answers:
         programs[answer["outcome"]] += 1
         outcomes = {verdict["outcome"] for verdict in answer.get("verdicts", ())}
         for verdict in answer.get("verdicts", ()):
             runs[verdict["outcome"]] += 1
+            combinations[f"{verdict['planner']} at {verdict['share']}"][verdict["outcome"]] += 1
+            least, most = min(least, verdict["least_measured"]), max(most, verdict["most_measured"])
+            left_over += verdict["num_left_over"]
             steps, planned = steps + verdict["num_steps"], planned + verdict["num_planned"]
         for outcome in outcomes - {"same"}:
             wrong[outcome] += 1
@@ -36,6 +41,9 @@ def summary_of(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "runs": dict(runs),
         "steps": steps,
         "steps_planned": planned,
+        "steps_that_left_and_warned_of_their_budget": left_over,
+        "measured_peak_by_predicted": [least, most],
+        "runs_by_combination": {name: dict(counts) for name, counts in combinations.items()},
         "programs_by_failure": dict(wrong),
         "features_of_failing_programs": dict(features.most_common(30)),
         "failing": [

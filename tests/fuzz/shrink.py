@@ -82,7 +82,7 @@ torch.set_num_threads(1); warnings.simplefilter("ignore")
 {pieces}
 {program}
 def data(rows, t): return torch.randn(rows, 32, generator=torch.Generator().manual_seed(1000 * t + rows))
-def bits(t): return None if t is None else t.detach().contiguous().numpy().tobytes()
+def bits(t): return None if t is None else t.detach().clone().contiguous().numpy().tobytes()
 def run(planner=None, memory=None, plain=None):
     torch.manual_seed({seed}); m = Net(); opt = torch.optim.SGD(m.parameters(), lr=0.05, momentum={momentum})
     torch.manual_seed({seed} + 1); ooc = outcore.limit(m, memory, planner=planner, measure=True) if planner else None
