@@ -107,6 +107,7 @@ class Cell:
         "held",
         "is_read",
         "is_saved",
+        "lent",
         "num_bytes",
         "parcel",
         "recipe",
@@ -123,6 +124,7 @@ class Cell:
         self.recipe: MakesAgain | None = None
         self.held = (0, 0)  # version and storage of `data` when it was held
         self.follows = False  # it is whatever is there, not what was there
+        self.lent: weakref.ref[torch.UntypedStorage] | None = None  # autograd may have its content there at the moment
         self.is_saved = False  # a handle refers to it
         self.is_read = False  # a recipe refers to it
         self.fetched = False  # data is being swapped in and was not waited for
@@ -164,6 +166,10 @@ class Cell:
     def __del__(self) -> None:
         if getattr(self, "fetched", False) and self.parcel is not None:
             self.parcel.abandon_in()
+
+
+def whole(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def cell_of(tensor: torch.Tensor) -> Cell | None:

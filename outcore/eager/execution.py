@@ -39,7 +39,7 @@ from outcore.eager.unplanned import UnplannedSaves
 from outcore.memory.clock import Clock, OpTimes
 from outcore.memory.meter import LiveBytes, see_brought
 from outcore.memory.store import Store
-from outcore.memory.tensors import is_plain
+from outcore.memory.tensors import has_memory
 
 
 def is_distributed() -> bool:
@@ -66,9 +66,9 @@ class Execution:
         spare_bytes: Callable[[], int] = int,
     ) -> None:
         """`meter` counts bytes where no allocator does. `log` notes each action, and has them timed; `clock` times each
-        op. `outside`: the storages that were there before the step. `asked_late` grows by values that autograd asks for
-        after the step. `others`: what the step may turn out to follow. `spare_bytes`: of saved tensors that stay on the
-        device where it turns out to follow no program."""
+        op. `outside`: storages that were there before the step. `asked_late` grows by values that autograd asks for
+        after it. `others`: what it may turn out to follow. `spare_bytes`: of saved tensors that stay where it follows
+        no program."""
         self.asked_late = set() if asked_late is None else asked_late
         self.is_over = False
         self.is_watched: bool | None = None  # a mode of the user's looked at the backward; None: no backward yet
@@ -115,6 +115,14 @@ class Execution:
         self.is_over = True
         self.plan.close()
 
+    def was_left(self) -> None:
+        """What the plan kept may go, but for the backward of a step that looked at no write."""
+        if not self._looks_away:
+            self._unplanned.take_over(self, saw_writes=True)
+        elif not in_backward():
+            watch(ops=False, writes=True)
+            self._unplanned.take_over(self, saw_writes=False)
+
     # -- ops and launches ---------------------------------------------------------------------------------------------
 
     def op(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -154,7 +162,7 @@ class Execution:
         if self.meter is not None:
             everything = self.meter.knows_existing
             made = tensors_in((result,)) if everything else outputs_of(func, args, kwargs, result)[0]
-            for tensor in filter(is_plain, made):
+            for tensor in filter(has_memory, made):
                 self.meter.see(tensor)
         return result
 
@@ -251,6 +259,7 @@ class Execution:
                     plan.leave(f"autograd asked for saved tensor {handle.pack} out of the planned order")
         if tick is None and self.is_over and handle.pack >= 0:
             self.asked_late.add(plan.program.pack_values[handle.pack])
+        handle = handle if plan.on_plan else self._unplanned.find(handle)
         if isinstance(handle, Kept):
             if tick is not None and tick.is_busy:
                 self.follow(tick)
@@ -279,7 +288,7 @@ class Execution:
                 check_unchanged(cell.held[0], data)
             tensor = handle.of(data)
             if absent:
-                cell.let_go()
+                self.plan.contents.lend(cell)
             elif not cell.follows:
                 # Autograd may take it over as a parameter's gradient, where plain PyTorch would copy it: what is done
                 # to that must not be done to what others ask for.

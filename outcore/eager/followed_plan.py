@@ -95,6 +95,7 @@ class FollowedPlan:
                     self.spare.add(cell)
         self.packed_again.clear()
         self.on_the_way_out.clear()
+        self.contents.tell_left()
 
     def switch_at_tick(self, tick: PlannedTick | None, is_next: Callable[[PlannedTick], bool]) -> Switch | None:
         """Goes over to a program that begins as the step did, and whose tick in the place of `tick` fits; None where

@@ -42,6 +42,7 @@ from outcore.eager.cells import (
     storage_at,
     unmark,
     version_of,
+    whole,
 )
 from outcore.eager.intercept import asked_by_function, in_backward
 from outcore.eager.replay import Away, Held
@@ -53,16 +54,24 @@ from outcore.memory.tensors import PLAIN, Source, as_bytes, below_everything, is
 class Contents:
     """What a step will read again, by where it lies."""
 
-    def __init__(self, store: Store, run: Any, on_copy: Callable[[torch.Tensor], None] = see_brought) -> None:
-        """`on_copy` is told of each copy on the device."""
+    def __init__(
+        self,
+        store: Store,
+        run: Any,
+        on_copy: Callable[[torch.Tensor], None] = see_brought,
+        on_taken: Callable[[torch.Tensor], None] = lambda tensor: None,
+    ) -> None:
+        """`on_copy` is told of each copy on the device. `on_taken`: of memory that a custom function got back and that
+        is about to be written into by others, where nothing saved lies in it."""
         self.marks = Marks()
         self._store = store
         self._run = weakref.ref(run)  # of which handles are: it refers to this
-        self._on_copy = on_copy
+        self._on_copy, self._on_taken = on_copy, on_taken
         self.held: dict[int, list[weakref.ref[Held]]] = {}
         self._away: dict[int, list[weakref.ref[Away]]] = {}  # by the id of who brings them
         self._opened: Places = {}  # there are tensors on these storages that have version counters of their own
         self.exposed: Places = {}  # somebody may write into these without any op
+        self._lent: dict[int, weakref.ref[Cell]] = {}  # where autograd may have the content of a cell at the moment
         self._handed: Places = {}  # custom functions got these back, and may have made gradients of them
 
     def clear(self) -> None:
@@ -72,6 +81,13 @@ class Contents:
         self._opened.clear()
         self.exposed.clear()
         self._handed.clear()
+        self._lent.clear()
+
+    def tell_left(self) -> None:
+        """The step has left its plan."""
+        run = self._run()
+        if run is not None:
+            run.was_left()
 
     def will_read(self, held: Held) -> bool:
         """A rerun will read a tensor that was there before the step. False: it must not, because somebody may write
@@ -98,10 +114,12 @@ class Contents:
             address = address_of(tensor)
             if not address:
                 continue  # it has no bytes
+            if address in self._lent:
+                self._end_loan(address)
             if address in self.held:
                 needed |= self._keep_for_reruns(address)
             if address in self._handed:
-                self._copy_kept(address)
+                self._copy_kept(address, tensor)
             if self._away:
                 needed |= self._keep_away(address, tensor)
             storage = self.marks.find(address)
@@ -118,6 +136,21 @@ class Contents:
         """It is unpacked. Who asks for it is looked up here."""
         if asked_by_function() and is_plain(tensor):
             self._handed[address_of(tensor)] = weakref.ref(tensor.untyped_storage())
+
+    def lend(self, cell: Cell) -> None:
+        """What was brought for one node of the graph goes with it, and until then another one may have it, too. A
+        custom function has its own: it may write into that."""
+        if not asked_by_function():
+            assert cell.data is not None
+            storage = cell.data.untyped_storage()
+            cell.lent = weakref.ref(storage)
+            self._lent[storage_ptr(storage)] = weakref.ref(cell)
+        cell.let_go()
+
+    def _end_loan(self, address: int) -> None:
+        cell = self._lent.pop(address)()
+        if cell is not None:
+            cell.lent = None
 
     def expose(self, storage: torch.UntypedStorage) -> bool:
         """Somebody may write into it without any op, from now on. True: something was put away for that."""
@@ -194,18 +227,23 @@ class Contents:
             away.put_away(cell)
         return True
 
-    def _kept_at(self, address: int) -> list[Kept]:
-        kept = [one for one in gc.get_referrers(self._run()) if type(one) is Kept]
-        return [one for one in kept if is_plain(one.tensor) and address_of(one.tensor) == address]
+    def kept(self) -> list[Kept]:
+        """The handles of what stays, found by looking through all that Python holds, as below."""
+        return [one for one in gc.get_referrers(self._run()) if type(one) is Kept]
 
-    def _copy_kept(self, address: int) -> None:
+    def _kept_at(self, address: int) -> list[Kept]:
+        return [one for one in self.kept() if is_plain(one.tensor) and address_of(one.tensor) == address]
+
+    def _copy_kept(self, address: int, written: torch.Tensor) -> None:
         """What a function does to the memory it gets back is its own affair: plain PyTorch's check of versions decides
         about that. What is done to a gradient is not. No plan is left for it: plain PyTorch has copied by now, too."""
         if storage_at(self._handed, address) is None or asked_by_function():
             return
         del self._handed[address]
         kept = [one for one in self._kept_at(address) if version_of(one.tensor) == one.version]
-        if kept:
+        if not kept:
+            self._on_taken(written)
+        else:
             with below_everything():
                 copy = as_bytes(kept[0].tensor).clone()
                 self._on_copy(copy)
@@ -267,10 +305,6 @@ class Contents:
             else:
                 copy = cell.data = as_bytes(cell.data).clone()
                 cell.held = state_of(copy)
-
-
-def whole(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _saved_by(node: Any) -> set[int]:

@@ -28,7 +28,7 @@ from outcore.eager.settings import EAGER
 from outcore.eager.signatures import UNFILLED
 from outcore.memory.meter import see_brought
 from outcore.memory.store import Store
-from outcore.values import Tick
+from outcore.values import Storage, Tick
 
 H = TypeVar("H", Handle, Kept)
 
@@ -90,6 +90,7 @@ class RecordedSaves:
         self.ticks: list[RecordedTick] = []
         self.stuck_bytes = 0  # no tier had room for them, and they cannot be made again
         self.asked_late: set[int] = set()  # values that autograd wants after the step
+        self._taken: list[tuple[int, int]] = []  # (value, slot): what was given of it is written into there
         self._is_over = False
         self._storages, self._ops, self._cells = storages, ops, cells
         self._contents, self._safety, self._beside = contents, safety, beside
@@ -170,6 +171,7 @@ class RecordedSaves:
             self._safety.see_given(function, value, tensor)
         if not present:
             tick.dies = -1  # until it is seen to die
+            self._contents.hand(tensor)
             self._storages.watch_brought(data.untyped_storage(), value, tick.end)
             handle.cell.let_go()
         self._ops.reset_peak()
@@ -181,6 +183,21 @@ class RecordedSaves:
         tick = RecordedTick(slot, kind, value, pack, dies, tuple(shape_of(tensor)), dtype)
         self.ticks.append(tick)
         return tick
+
+    def was_taken(self, value: int) -> None:
+        self._taken.append((value, self._storages.slot))
+
+    def copies(self, last_slot: int) -> list[Storage]:
+        """Where a value stays on the device, it is copied before what was given of it is written into, and the copy is
+        there as long as somebody may ask for the value. Such a value stays (`planning.trace_index`)."""
+        found = []
+        for value, slot in self._taken:
+            ticks = [tick.finish(last_slot) for tick in self.ticks if tick.value == value]
+            ends = [tick.dies for tick in ticks if tick.dies > slot and (tick.kind == "pack" or tick.slot > slot)]
+            if ends:
+                num_bytes = self._storages.storage_of(value).bytes
+                found.append(Storage(num_bytes, slot, max(ends), external=False, movable=False))
+        return found
 
     def close(self) -> None:
         """The step is over: what is unpacked from now on is no part of its trace."""

@@ -83,6 +83,11 @@ class RecordedStorages:
         here = tensor.device.type == self._device_type
         return self._add(tensor, external=known or not here, producer=-1)
 
+    def number_all(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.layout is torch.strided:
+                self.number_of(tensor)
+
     def _number_from(self, source: Source, tensor: torch.Tensor) -> int:
         """A weight has one number, wherever it is at the moment: it was there before the step."""
         number = self._of_sources.get(source)

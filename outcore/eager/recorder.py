@@ -63,7 +63,8 @@ class Recorder:
         self.name = type(model).__name__
         self.device = memory.device
         self.switches = switches()  # that the step began with
-        self._contents = contents = Contents(store, self, on_copy=partial(_see_copy, weakref.ref(self)))
+        mark = weakref.ref(self)
+        self._contents = contents = Contents(store, self, partial(_see_copy, mark), partial(_see_taken, mark))
         self.storages = storages = RecordedStorages(
             existing_storages(model, inputs), memory, contents.is_exposed, state_bytes
         )
@@ -107,6 +108,8 @@ class Recorder:
             replay, recipe = "no", None
         fresh, overwritten = outputs_of(func, args, kwargs, result)
         fresh = [tensor for tensor in fresh if tensor.layout is torch.strided]
+        if signature.is_view and not read:  # what a sparse tensor is made of: seen here for the first time
+            storages.number_all(tensors_in((result,)))
         workspace_bytes = max(running.unseen_bytes, ops.workspace_bytes(running, fresh))
         if forward:
             ops.try_norm_replay(func, args, fresh)
@@ -237,7 +240,7 @@ class Recorder:
         return Trace(
             ops=self.ops.finish(saved, self.safety.written_into, self.safety.is_lost, self.safety.changed_away, looks),
             values=tuple(self.storages.values),
-            storages=self.storages.finish(last_slot),
+            storages=(*self.storages.finish(last_slot), *self.saves.copies(last_slot)),
             ticks=tuple(tick.finish(last_slot) for tick in self.saves.ticks),
             before_bytes=self.before_bytes,
             state=tuple(self._state),
@@ -253,3 +256,10 @@ def _see_copy(mark: weakref.ref[Recorder], copy: torch.Tensor) -> None:
     recorder = mark()
     if recorder is not None:
         recorder.storages.number_of(copy)
+
+
+def _see_taken(mark: weakref.ref[Recorder], tensor: torch.Tensor) -> None:
+    """Autograd made a gradient of what it was given, and somebody writes into that."""
+    recorder = mark()
+    if recorder is not None:
+        recorder.saves.was_taken(recorder.storages.value_of(tensor))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from outcore.eager.cells import Cell, MakesAgain
+from outcore.eager.cells import Cell, MakesAgain, whole
 from outcore.eager.settings import EAGER
 from outcore.memory.store import Store
 
@@ -41,6 +41,8 @@ def rerun(
 
 def bring(cell: Cell, see: Callable[[torch.Tensor | None], None] = lambda tensor: None) -> torch.Tensor:
     """The data of a cell, whatever it takes. What is brought along the way is let go after its last reader."""
+    if cell.data is None and cell.lent is not None and (storage := cell.lent()) is not None:
+        cell.data = whole(storage)
     if cell.data is not None:
         cell.arrive()
         return cell.data

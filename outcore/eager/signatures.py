@@ -42,8 +42,6 @@ _SHAPES_ONLY = frozenset(
         "detach_",
         "rename_",
         "requires_grad_",
-        "resize_",
-        "resize_as_",
         "squeeze_",
         "swapaxes_",
         "swapdims_",
@@ -159,7 +157,10 @@ def outputs_of(
     made = tensors_in(result if type(result) is tuple else (result,))
     if len(made) == num_recorded and not signature.written:
         return made, []
-    everything = [tensor for tensor in signature.parts_of(args, kwargs, torch.Tensor) if tensor.layout is torch.strided]
+    asked = signature.parts_of(args, kwargs, torch.Tensor)
+    everything = [tensor for tensor in asked if tensor.layout is torch.strided]
+    if signature.is_view and len(everything) < len(asked):
+        return [], []  # the values or indices of a sparse tensor, which has no storage
     given = {tensor.untyped_storage()._cdata for tensor in everything}
     fresh: list[torch.Tensor] = []
     for tensor in made:
@@ -181,6 +182,7 @@ class Signature:
         "func",
         "is_random",
         "is_simple",
+        "is_view",
         "name",
         "names_out",
         "noise",
@@ -201,6 +203,7 @@ class Signature:
         self.is_random = torch.Tag.nondeterministic_seeded in func.tags
         # One kernel a device: no switch chooses between libraries or precisions.
         self.is_simple = torch.Tag.pointwise in func.tags or schema.name in _SIMPLE
+        self.is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
         self.writes_unsaid = schema.name.startswith(_COLLECTIVES)
         # Positions of the arguments that are or contain tensors, and of those that the schema says are written.
         self.tensors = tuple(i for i, argument in enumerate(schema.arguments) if "Tensor" in str(argument.type))

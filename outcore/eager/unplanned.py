@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from outcore.eager.branching import Spare
-from outcore.eager.cells import Cell, Handle, Kept, View, cell_of, kept
+from outcore.eager.cells import Cell, Handle, Kept, View, cell_of, kept, version_of
 from outcore.eager.overwriting import Contents
 from outcore.eager.replay import below_everything
 from outcore.eager.restoring import SMALL_BYTES
@@ -27,12 +27,28 @@ class UnplannedSaves:
         self._find_outside = find_outside
         self._outside: frozenset[int] | None = None
         self._views: weakref.WeakKeyDictionary[Cell, Hashable] = weakref.WeakKeyDictionary()
+        self._moved: weakref.WeakKeyDictionary[Kept, Handle] = weakref.WeakKeyDictionary()
 
-    def pack(self, tensor: torch.Tensor, run: Any) -> Handle | Kept:
-        """`run`: the execution, which the handle will ask for its tensor."""
+    def take_over(self, run: Any, *, saw_writes: bool) -> None:
+        """What the plan kept stays only as far as there is room, too. `saw_writes`: noise that is still to be drawn is
+        known (`Contents.expose`)."""
+        for one in sorted(self._contents.kept(), key=lambda one: one.pack):
+            tensor, source = one.tensor, one.source()
+            is_filled = saw_writes or source is None or source.requires_grad
+            handle = self.pack(tensor, run, is_filled=is_filled) if version_of(tensor) == one.version else None
+            if isinstance(handle, Handle):
+                self._moved[one], one.tensor = handle, torch.empty(0)
+
+    def find(self, handle: Handle | Kept) -> Handle | Kept:
+        """What stands for the tensor of a handle by now."""
+        return self._moved.get(handle, handle) if isinstance(handle, Kept) else handle
+
+    def pack(self, tensor: torch.Tensor, run: Any, *, is_filled: bool = False) -> Handle | Kept:
+        """`run`: the execution, which the handle will ask for its tensor. `is_filled`: its content is there already."""
         if not is_plain(tensor) or tensor.device.type != self._store.device.type or self._is_outside(tensor):
             return kept(tensor, -1, run) if is_plain(tensor) else Kept(tensor, -1, run)
-        if not tensor.requires_grad and tensor.is_floating_point():  # noise, say, that is saved before it is drawn
+        is_filled = is_filled or tensor.requires_grad or not tensor.is_floating_point()
+        if not is_filled:  # noise, say, that is saved before it is drawn
             return Kept(tensor, -1, run)
         if self._contents.is_exposed(tensor):
             return Kept(tensor, -1, run)

@@ -103,6 +103,16 @@ class Kind:
                 "free (do what only some steps do outside of ooc.step())"
             )
 
+    def warn_if_over(self, peak_bytes: int) -> None:
+        """A step that left its plan keeps only what it has room for, but it may hold more than that itself."""
+        budget_bytes = self.preparer.budget.device_bytes
+        if peak_bytes > budget_bytes:
+            warn(
+                f"a step that left its plan took {format_bytes(peak_bytes)} of a budget of "
+                f"{format_bytes(budget_bytes)}: it held more at once than the step that was recorded, with everything "
+                "put away that could be (raise the budget, or give steps that differ names)"
+            )
+
     def let_switch(self) -> None:
         """Prepares for steps that turn out to be of another kind after they began."""
         if not self.may_switch:

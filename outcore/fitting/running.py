@@ -262,6 +262,8 @@ class RunningStep:
         elif isinstance(listener, Execution):
             way = "unplanned" if kind.is_given_up else "planned" if listener.plan.on_plan else "left"
             self.owner.tally.counts[way] += 1
+            if not listener.plan.on_plan and self._watch is not None:
+                kind.warn_if_over(self._watch.peak.read().allocated_bytes)
             if not listener.plan.on_plan and isinstance(kind.phase, Shared):
                 self.owner.families.left(self._call.structure, self._call.sizes, listener.plan.left_because)
             elif not listener.plan.on_plan and not kind.is_given_up:
@@ -368,10 +370,7 @@ def _other_programs(kinds: Kinds, kind: Kind, before_bytes: int) -> list[Program
 
 
 def _spare_bytes(preparer: Preparer, kinds: Kinds, kind: Kind, before_bytes: int, gradient_bytes: int) -> int:
-    """Returns how many bytes of saved tensors may stay on the device if the step turns out to be of no known kind. It
-    is zero for kinds whose steps never did: what their plans keep cannot be swapped out later."""
-    if not kind.may_switch:
-        return 0
+    """Returns how many bytes of saved tensors may stay on the device if the step turns out to be of no known kind."""
     traces = [kind.trace, *(other.trace for other in kinds.beside(kind))]
     known = [trace for trace in traces if trace is not None]
     return min((preparer.spare_bytes(trace, before_bytes, gradient_bytes) for trace in known), default=0)

@@ -57,6 +57,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether it has a storage of bytes that count. A nested tensor has one, though it is not moved byte by byte."""
+    return type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor._is_zerotensor()
+
+
 def innermost(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor inside the wrappers of torch.func, which have no memory of their own."""
     while _functorch.is_functorch_wrapped_tensor(tensor):

@@ -7,8 +7,10 @@ one is tried: the promise holds for it too.
 from __future__ import annotations
 
 import time
+import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -330,3 +332,170 @@ def test_a_graph_that_crosses_two_limits_stays_within_both(planner: str, tmp_pat
     assert both.predicted is not None
     assert both.plan.count("keep") == 0
     assert both.timeline.peak_bytes == both.predicted.peak_bytes
+
+
+class Changing(nn.Module):
+    """In its fifth step it does what no step did before."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+        self.change, self.t = change, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.t += 1
+        change = self.change if self.t == 5 else ""
+        for number, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if change == "in the middle" and number == 4:
+                x = torch.sin(x) * torch.cos(x)
+        for _ in range(8 if change == "at the end" else 0):
+            x = torch.sin(x) * torch.cos(x)
+        return x
+
+
+@pytest.mark.parametrize("change", ["in the middle", "at the end"])
+@pytest.mark.parametrize(("planner", "share"), [("hybrid", 0.7), ("pooch", 0.7), ("hybrid", 1.0), ("keep-all", 1.0)])
+def test_a_step_that_leaves_its_plan_stays_within_the_budget(
+    change: str, planner: str, share: float, tmp_path: Path
+) -> None:
+    """What the plan kept is put away, too, as far as the step has no room for it. A step over its budget warns."""
+
+    def step(model: nn.Module, ooc: Limited | None) -> Tensor:
+        model.zero_grad()
+        with ooc.step() if ooc is not None else nullcontext():
+            loss: Tensor = model(torch.ones(1024, 64) * 0.3).square().mean()
+            loss.backward()
+        return loss
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return Changing(change)
+
+    memory_bytes = int(share * in_core_bytes(made(), lambda model, ooc: (step(model, ooc), None)[1], tmp_path))
+    plain, model = made(), made()
+    ooc = limit(model, memory_bytes, planner=planner, measure=True, disk=tmp_path)
+    for _ in range(6):
+        step(plain, None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step(model, ooc)
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters()))  # type: ignore[arg-type]
+    assert ooc.stats()["left"] == 1
+    ooc.close()
+    assert ooc.store.num_parcels == 0
+
+
+class _ReturnsSaved(torch.autograd.Function):
+    """The gradient of `p` is what was saved, itself."""
+
+    @staticmethod
+    def forward(ctx: Any, p: Tensor, g: Tensor) -> Tensor:
+        ctx.save_for_backward(g)
+        return (p * g).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.saved_tensors[0], None
+
+
+class Scaled(nn.Module):
+    """A hook scales the gradient of `p` in place, and others saved what that gradient is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.p = nn.Linear(64, 64), nn.Parameter(torch.ones(128, 64))
+        self.p.register_post_accumulate_grad_hook(lambda p: (p.grad.mul_(0.5), None)[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        g = torch.tanh(self.layer(x))
+        total = torch.sin(torch.sin(g)).sum()
+        returned: Tensor = _ReturnsSaved.apply(self.p, g)  # type: ignore[no-untyped-call]
+        return total + returned
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("share", [1.0, 0.7])
+def test_the_copy_of_a_saved_tensor_that_became_a_gradient_is_planned(
+    planner: str, share: float, tmp_path: Path
+) -> None:
+    def step(model: nn.Module, ooc: Limited) -> None:
+        model.zero_grad()
+        with ooc.step():
+            model(torch.ones(128, 64) * 0.3).backward()
+
+    memory_bytes = int(share * in_core_bytes(Scaled(), step, tmp_path))
+    assert_within(Scaled(), step, memory_bytes, planner, tmp_path)
+
+
+@pytest.mark.parametrize(("change", "said"), [("", "a step took"), ("at the end", "a step that left its plan took")])
+def test_a_step_that_takes_more_than_its_budget_warns(change: str, said: str, tmp_path: Path) -> None:
+    """What the program itself holds cannot be put away."""
+
+    def step(model: nn.Module, ooc: Limited) -> None:
+        model.zero_grad()
+        with ooc.step():
+            model(torch.ones(1024, 64) * 0.3).square().mean().backward()
+            held = torch.ones(2**20) if getattr(model, "t", 0) == 5 else None
+        del held
+        ooc.stats()  # reads what the step measured
+
+    memory_bytes = int(0.7 * in_core_bytes(Changing(change), step, tmp_path))
+    model = Changing(change)
+    ooc = limit(model, memory_bytes, measure=True, disk=tmp_path)
+    for _ in range(4):
+        step(model, ooc)
+    with pytest.warns(UserWarning, match=said):
+        step(model, ooc)
+    ooc.close()
+
+
+class Bag(nn.Module):
+    """The gradient of its table is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layers = nn.EmbeddingBag(500, 64, mode="mean", sparse=True), Changing("")
+
+    def forward(self, indices: Tensor) -> Tensor:
+        out: Tensor = self.layers(self.table(indices))
+        return out
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_the_parts_of_a_sparse_gradient_count_once(planner: str, tmp_path: Path) -> None:
+    indices = torch.arange(256 * 6).view(256, 6) % 500
+
+    def step(model: nn.Module, ooc: Limited) -> None:
+        model.zero_grad()
+        with ooc.step():
+            model(indices).square().mean().backward()
+
+    model = Bag()
+    assert_within(model, step, int(0.8 * in_core_bytes(model, step, tmp_path)), planner, tmp_path)
+
+
+class Nested(nn.Module):
+    """Some of its tensors are nested."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        nested = torch.nested.as_nested_tensor([h[:16], h[16:]]) * 0.5
+        return torch.nested.to_padded_tensor(nested, 0.0).reshape(-1, 32)[: h.shape[0]] + h
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_nested_tensors_count(planner: str, tmp_path: Path) -> None:
+    x = torch.ones(64, 32)
+
+    def step(model: nn.Module, ooc: Limited) -> None:
+        model.zero_grad()
+        with ooc.step():
+            model(x).square().mean().backward()
+
+    model = Nested()
+    assert_within(model, step, in_core_bytes(model, step, tmp_path), planner, tmp_path)

@@ -54,6 +54,13 @@ def replaced(t: Tensor) -> None:
     t.data = t.data * 0.5
 
 
+def resized(t: Tensor) -> None:
+    """Its version counter moves before anybody writes into it."""
+    with torch.no_grad():
+        shape = t.shape
+        t.resize_(shape[0] // 2, *shape[1:]).resize_(shape).fill_(0.5)
+
+
 UNVERSIONED = [through_data, as_out, through_set, by_numpy, by_dlpack, replaced]
 
 
@@ -91,7 +98,9 @@ def loss_of(model: Any, step: int) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("change", [*UNVERSIONED, without_gradients, in_inference_mode], ids=lambda door: door.__name__)
+@pytest.mark.parametrize(
+    "change", [*UNVERSIONED, without_gradients, in_inference_mode, resized], ids=lambda door: door.__name__
+)
 def test_a_buffer_that_reruns_read_changes(change: Callable[[Tensor], None]) -> None:
     assert_same_steps(lambda: Reads(change), loss_of, num_steps=5)
 

@@ -9,8 +9,10 @@ import gc
 import os
 import random
 import sys
+import tempfile
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -83,9 +85,12 @@ def test_nothing_grows() -> None:
     live(draw, 0, 100)
     gc.collect()
     before = process.num_fds(), threading.active_count(), len(gc.get_objects()), process.memory_info().rss
+    swap_files = set(Path(tempfile.gettempdir()).glob("outcore-*"))
     live(draw, 100, NUM_STEPS - 100)
     gc.collect()
     after = process.num_fds(), threading.active_count(), len(gc.get_objects()), process.memory_info().rss
+    print(f"after {NUM_STEPS} steps (descriptors, threads, objects, resident bytes): {after}, after 100: {before}")
+    assert set(Path(tempfile.gettempdir()).glob("outcore-*")) <= swap_files
     assert after[:2] == before[:2]
     assert after[2] <= before[2] + 200
     assert after[3] < before[3] + 30 * 1024**2
