@@ -347,3 +347,17 @@ def powers(model: Any, step: int) -> Tensor:
 
 def test_a_number_to_the_power_of_a_tensor_in_steps_that_look_at_writes_only() -> None:
     assert_same_steps(lambda: Powers(through_data), powers, num_steps=LATER + 1)
+
+
+class Random(Reads):
+    """What it draws is saved, and is drawn again by reruns; the ops after it draw from the same generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.one(x))
+        h = h * torch.rand_like(h) + torch.randn(h.shape) * h
+        h = nn.functional.dropout(self.other(h), 0.3)
+        return torch.tanh(h * torch.bernoulli(torch.full_like(h, 0.7)))
+
+
+def test_what_is_drawn_again_is_the_same_and_later_ops_draw_what_they_would() -> None:
+    assert_same_steps(lambda: Random(through_data), loss_of, num_steps=4)
