@@ -117,7 +117,7 @@ def _write(func: Any, keys: torch._C.DispatchKeySet, args: Sequence[Any], kwargs
         return func.redispatch(keys & _BELOW_WRITES, *args, **kwargs)
     guard = _GUARDS.pop() if _GUARDS else torch._C._ExcludeDispatchKeyGuard(WATCHED)
     with guard:
-        if _listener is not None:
+        if _listener is not None and not _is_traced(args, kwargs):
             _listener.write(func, args, kwargs)
         result = func._op(*args, **kwargs)
     _GUARDS.append(guard)

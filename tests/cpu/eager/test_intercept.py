@@ -132,3 +132,24 @@ def test_a_mode_of_the_users_around_any_part_of_a_step(around: str, planner: str
         return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
     assert all(torch.equal(a, b) for a, b in zip(gradients(ours=False), gradients(ours=True), strict=True))
+
+
+class CompiledLater(nn.Module):
+    """It compiles a part of itself when steps are no longer measured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.num_calls = nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 32), nn.Tanh()), 0
+        self.compiled = torch.compile(self.last, backend="aot_eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        h = torch.tanh(self.first(x))
+        out: Tensor = self.compiled(h) if self.num_calls > 6 else self.last(h)
+        return out
+
+
+@pytest.mark.timeout(120)
+def test_what_is_compiled_in_a_step_that_looks_at_writes_only() -> None:
+    torch._dynamo.reset()
+    assert_same_steps(CompiledLater, loss_of, planners=("swap-all", "keep-all"), shares=(1.0,), num_steps=9)
