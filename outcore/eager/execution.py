@@ -117,11 +117,10 @@ class Execution:
 
     def was_left(self) -> None:
         """What the plan kept may go, but for the backward of a step that looked at no write."""
-        if not self._looks_away:
-            self._unplanned.take_over(self, saw_writes=True)
-        elif not in_backward():
-            watch(ops=False, writes=True)
-            self._unplanned.take_over(self, saw_writes=False)
+        if not (self._looks_away and in_backward()):
+            if self._stops_watching:
+                watch(ops=False, writes=True)
+            self._unplanned.take_over(self, saw_writes=not self._looks_away)
 
     # -- ops and launches ---------------------------------------------------------------------------------------------
 
@@ -290,8 +289,7 @@ class Execution:
             if absent:
                 self.plan.contents.lend(cell)
             elif not cell.follows:
-                # Autograd may take it over as a parameter's gradient, where plain PyTorch would copy it: what is done
-                # to that must not be done to what others ask for.
+                # Autograd may make a gradient of it, which is written into then: others must not see that.
                 self.plan.contents.marks.set(data.untyped_storage(), weakref.ref(cell))
                 self.plan.contents.hand(tensor)
         return tensor

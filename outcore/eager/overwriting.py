@@ -114,8 +114,8 @@ class Contents:
             address = address_of(tensor)
             if not address:
                 continue  # it has no bytes
-            if address in self._lent:
-                self._end_loan(address)
+            if address in self._lent and (cell := self._lent.pop(address)()) is not None:
+                cell.lent = None
             if address in self.held:
                 needed |= self._keep_for_reruns(address)
             if address in self._handed:
@@ -146,11 +146,6 @@ class Contents:
             cell.lent = weakref.ref(storage)
             self._lent[storage_ptr(storage)] = weakref.ref(cell)
         cell.let_go()
-
-    def _end_loan(self, address: int) -> None:
-        cell = self._lent.pop(address)()
-        if cell is not None:
-            cell.lent = None
 
     def expose(self, storage: torch.UntypedStorage) -> bool:
         """Somebody may write into it without any op, from now on. True: something was put away for that."""

@@ -250,8 +250,7 @@ class RunningStep:
         self.leave()
         kind, listener, kinds = self._kind, self.listener, self.owner.kinds
         if kind is None:
-            if self._is_transformed:
-                _warn_of_transform()
+            _warn_if_transformed(self._is_transformed)
             return
         if isinstance(listener, Recorder):
             self.owner.tally.counts["recorded"] += 1
@@ -260,13 +259,12 @@ class RunningStep:
             self.owner.families.note_recorded(self._call.structure, self._call.sizes, trace)
             self.owner.memory.after_recording()
         elif isinstance(listener, Execution):
-            way = "unplanned" if kind.is_given_up else "planned" if listener.plan.on_plan else "left"
-            self.owner.tally.counts[way] += 1
-            if not listener.plan.on_plan and self._watch is not None:
-                kind.warn_if_over(self._watch.peak.read().allocated_bytes)
-            if not listener.plan.on_plan and isinstance(kind.phase, Shared):
+            has_left = not listener.plan.on_plan
+            self.owner.tally.counts["unplanned" if kind.is_given_up else "left" if has_left else "planned"] += 1
+            _warn_if_over(kind, self._watch if has_left else None)
+            if has_left and isinstance(kind.phase, Shared):
                 self.owner.families.left(self._call.structure, self._call.sizes, listener.plan.left_because)
-            elif not listener.plan.on_plan and not kind.is_given_up:
+            elif has_left and not kind.is_given_up:
                 kinds.left(kind, self._call.scalars, listener.plan.left_because, listener.plan.resembled)
             else:
                 self._was_followed(kind, listener)
@@ -355,12 +353,19 @@ def _why_not_recorded(preparer: Preparer, stuck_bytes: int) -> str:
     return f"outcore: a step cannot even be recorded in {memory}; raise that or lower the batch size"
 
 
-def _warn_of_transform() -> None:
+def _warn_if_transformed(is_transformed: object) -> None:
+    if not is_transformed:
+        return
     warn(
         "the model ran inside a transform of torch.func, which saves its tensors by itself, and nothing else of the "
         "step was saved: the step is not limited; call loss.backward() in its place, or use transforms for parts of "
         "the model"
     )
+
+
+def _warn_if_over(kind: Kind, watch: _Watch | None) -> None:
+    if watch is not None:
+        kind.warn_if_over(watch.peak.read().allocated_bytes)
 
 
 def _other_programs(kinds: Kinds, kind: Kind, before_bytes: int) -> list[Program]:
