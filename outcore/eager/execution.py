@@ -74,13 +74,8 @@ class Execution:
         self.is_watched: bool | None = None  # a mode of the user's looked at the backward; None: no backward yet
         self.meter = meter
         self.times = OpTimes(clock) if clock is not None else None
-        self.plan = plan = FollowedPlan(
-            program,
-            Contents(store, self),
-            HeldPlaces(program.placeholders, store.device, on_refused),
-            Spare(spare_bytes, store),
-            others,
-        )
+        places = HeldPlaces(program.placeholders, store.device, on_refused)
+        self.plan = plan = FollowedPlan(program, Contents(store, self), places, Spare(spare_bytes, store), others)
         self.actions = Actions(plan, store, log)
         self.captures = Captures(plan)
         self._unplanned = UnplannedSaves(store, plan.contents, plan.spare, outside)

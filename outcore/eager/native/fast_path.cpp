@@ -181,7 +181,7 @@ struct Classes {
   Slot cell_value{cell, "value"}, cell_num_bytes{cell, "num_bytes"}, cell_version{cell, "version"},
       cell_data{cell, "data"}, cell_parcel{cell, "parcel"}, cell_recipe{cell, "recipe"}, cell_held{cell, "held"},
       cell_follows{cell, "follows"}, cell_is_saved{cell, "is_saved"}, cell_is_read{cell, "is_read"},
-      cell_fetched{cell, "fetched"};
+      cell_fetched{cell, "fetched"}, cell_lent{cell, "lent"};
   Slot recipe_op{recipe, "op"}, recipe_func{recipe, "func"}, recipe_signature{recipe, "signature"},
       recipe_args{recipe, "args"}, recipe_kwargs{recipe, "kwargs"}, recipe_grad_mode{recipe, "grad_mode"},
       recipe_switches{recipe, "switches"}, recipe_statistics{recipe, "statistics"}, recipe_inner{recipe, "inner"},
@@ -320,6 +320,7 @@ Owned cell_for(PyObject* value, const at::Tensor& tensor, PyObject* recipe) {
   classes->cell_held.set(it, classes->not_held.get());
   classes->cell_follows.set(it, Py_False);
   classes->cell_is_saved.set(it, Py_False);
+  classes->cell_lent.set(it, Py_None);
   classes->cell_is_read.set(it, Py_False);
   classes->cell_fetched.set(it, Py_False);
   return cell;
