@@ -485,7 +485,8 @@ class Nested(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.layer(x)
         nested = torch.nested.as_nested_tensor([h[:16], h[16:]]) * 0.5
-        return torch.nested.to_padded_tensor(nested, 0.0).reshape(-1, 32)[: h.shape[0]] + h
+        out: Tensor = torch.nested.to_padded_tensor(nested, 0.0).reshape(-1, 32)[: h.shape[0]] + h
+        return out
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
