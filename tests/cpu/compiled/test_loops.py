@@ -36,7 +36,7 @@ def follow(training: Training, model: nn.Module | None = None, share: float = 0.
     """Records and plans in less than in-core needs, and compares every step."""
     expected = training.step()
     ooc = limit(model or training.model, "1GiB", measure=True, **options)
-    for _ in range(2):
+    for _ in range(3):
         assert same(training.step(ooc), expected)
     assert ooc.timeline is not None
     budget_bytes = int(share * ooc.timeline.peak_bytes)

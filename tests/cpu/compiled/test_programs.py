@@ -194,7 +194,7 @@ def test_bits_in_three_budgets(program: Callable[[], Training]) -> None:
     expected = training.step()
     assert same(training.step(), expected), "the program does not repeat itself"
     ooc = limit(training.model, "1GiB", measure=True)
-    for _ in range(2):
+    for _ in range(3):
         assert same(training.step(ooc), expected)
     assert ooc.timeline is not None
     assert ooc.trace is not None

@@ -79,7 +79,7 @@ def test_forms_of_compilation(form: Callable[[Training], nn.Module]) -> None:
     model = form(training)
     expected = training.step()
     ooc = limit(model, "1GiB", measure=True)
-    for _ in range(2):
+    for _ in range(3):
         assert same(training.step(ooc), expected)
     compiled = num_graphs()
     in_core = ooc.timeline
@@ -176,7 +176,7 @@ def test_a_budget_that_is_too_small_names_one_that_is_not() -> None:
         training.step(ooc)
     ooc.close()
     ooc = limit(model, refused.value.needed_bytes, measure=True)
-    for _ in range(2):
+    for _ in range(3):
         assert same(training.step(ooc), expected)
     assert ooc.timeline is not None
     assert ooc.timeline.peak_bytes <= refused.value.needed_bytes
