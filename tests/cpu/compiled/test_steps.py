@@ -28,8 +28,8 @@ def training(request: pytest.FixtureRequest) -> Iterator[Training]:
 
 def recorded(training: Training) -> tuple[Trace, int]:
     """The trace of a step, and the peak of the same step in-core."""
-    ooc = limit(training.model, "1GiB")
-    for _ in range(3):  # recorded; its ops are timed again; measured
+    ooc = limit(training.model, "1GiB", measure=True)
+    for _ in range(6):  # recorded; its ops are timed again, some times; measured
         training.step(ooc)
     assert ooc.trace is not None
     assert ooc.timeline is not None
