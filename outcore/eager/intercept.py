@@ -58,7 +58,8 @@ _listener: Listener | None = None  # of the step that is running
 _GUARDS: list[Any] = []  # not in use: to make one takes a tenth of what an op takes
 
 
-_NUMBERS = (bool, int, float, complex)
+_DTYPE_OF = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+_NUMBERS = tuple(_DTYPE_OF)
 _stays_on = False  # until the step ends
 
 
@@ -114,7 +115,7 @@ def _write(func: Any, keys: torch._C.DispatchKeySet, args: Sequence[Any], kwargs
         # PyTorch's own call, from `2 ** x`: a number in a tensor's place, which no call from Python may have there.
         args = (torch.scalar_tensor(args[0], dtype=kwargs["out"].dtype), *args[1:])
     if not _are_plain(args):
-        return func.redispatch(keys & _BELOW_WRITES, *args, **kwargs)
+        return func.redispatch(keys & _BELOW_WRITES, *_with_tensors(func, args), **kwargs)
     guard = _GUARDS.pop() if _GUARDS else torch._C._ExcludeDispatchKeyGuard(WATCHED)
     with guard:
         if _listener is not None and not _is_traced(args, kwargs):
@@ -122,6 +123,16 @@ def _write(func: Any, keys: torch._C.DispatchKeySet, args: Sequence[Any], kwargs
         result = func._op(*args, **kwargs)
     _GUARDS.append(guard)
     return result
+
+
+def _with_tensors(func: Any, args: Sequence[Any]) -> list[Any]:
+    """The arguments with tensors in the place of numbers, which PyTorch hands over where the schema wants a tensor and
+    does not take back. A number with dimensions beside it takes part in an op as it would have."""
+    places = signature_of(func).tensors
+    return [
+        torch.scalar_tensor(item, dtype=_DTYPE_OF[type(item)]) if at in places and type(item) in _NUMBERS else item
+        for at, item in enumerate(args)
+    ]
 
 
 def _are_plain(args: Sequence[Any]) -> bool:
