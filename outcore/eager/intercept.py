@@ -195,6 +195,9 @@ else:
 compiler_near: Callable[[], Any] | None = _compiler_is_near  # tells what compiles the Python that runs now, if anything
 
 
+_was_near = False
+
+
 def leave_as_it_is(function: Any) -> None:
     """Where the compiler is near, it does not compile this function, but may compile what the function calls."""
     if _strategy is not None:
@@ -206,10 +209,22 @@ def keep_from_compiler(function: Callable[..., T]) -> Callable[..., T]:
     careful: Callable[..., T] = _disable_dynamo(function)
 
     def kept(*args: Any) -> T:
-        return careful(*args) if _compiler_is_near is None or _compiler_is_near() else function(*args)
+        global _was_near
+        if _compiler_is_near is not None and not _compiler_is_near():
+            return function(*args)
+        before, _was_near = _was_near, _compiler_is_near is not None
+        try:
+            return careful(*args)
+        finally:
+            _was_near = before
 
     leave_as_it_is(kept)
     return kept
+
+
+def compiler_was_near() -> bool:
+    """Whether what runs now was called where the compiler is near, and is kept from it."""
+    return _was_near
 
 
 for function in (_kernel_of(""), _writer_of(""), _find):

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from outcore.eager.intercept import leave_as_it_is
+from outcore.eager.intercept import compiler_was_near, leave_as_it_is
 
 
 class ModuleNames:
-    """Which module is running, for `explain`. Quiet where parts are compiled: hooks would break their graphs."""
+    """Which module is running, for `explain`. Quiet where the model or parts of it are compiled: hooks would break
+    their graphs, and a compiled function asks how many there are."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.current = ""
@@ -22,7 +23,7 @@ class ModuleNames:
         # An interrupt may end a step before anybody has what it is to close: the hooks go with this object, too.
         self._detach = weakref.finalize(self, _remove, hooks)
         self._detach.atexit = False
-        if any(type(module).__name__ == "OptimizedModule" for module in model.modules()):
+        if compiler_was_near() or any(type(module).__name__ == "OptimizedModule" for module in model.modules()):
             return
         register = torch.nn.modules.module
         hooks.append(register.register_module_forward_pre_hook(_weakly(self, ModuleNames._enter)))

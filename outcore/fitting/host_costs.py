@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -21,6 +22,7 @@ from outcore.eager.intercept import Interception
 from outcore.eager.program import Program
 from outcore.eager.signatures import signature_of
 from outcore.eager.switches import Switches, switches
+from outcore.errors import StoreError
 from outcore.fitting.preparing import Preparer
 from outcore.fitting.settings import FITTING
 from outcore.memory.clock import Looks
@@ -82,7 +84,10 @@ def _measured(chain: _Chain) -> HostPath:
     plain, hooked, passed = chain.plain(), chain.passing(ops=False), chain.passing(ops=True)
     kept, seen = chain.following(), chain.following({ops: "recompute"})
     rerun = chain.following(dict.fromkeys(range(2, ops + 1, 2), "recompute"))
-    copied = chain.following(dict.fromkeys(range(2, ops + 1, 2), "swap")) if chain.can_copy else kept
+    copied = kept
+    if chain.can_copy:
+        with suppress(StoreError):  # a disk that is full says so in the step that swaps to it
+            copied = chain.following(dict.fromkeys(range(2, ops + 1, 2), "swap"))
     seen_s = max(0.0, seen.forward_s - kept.forward_s) / ops
     backward_ops_s = chain.op_s
     costs = HostCosts(
