@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import os
 
+import pytest
 from hypothesis import settings
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is there
@@ -31,7 +32,9 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)  # a plugin may have had it before us
 
 
-def pytest_collection_finish() -> None:
-    """What libraries and pytest hold need not be walked over at every recorded step and every collection."""
+@pytest.fixture(scope="module", autouse=True)
+def _small_heap() -> None:
+    """What libraries and earlier tests hold is not walked over at every recorded step: the compiler alone has millions
+    of objects, and a collection of them takes longer than most tests."""
     gc.collect()
     gc.freeze()
