@@ -1,1 +1,1 @@
-"""The eager front end: records and runs steps through dispatch modes and saved-tensor hooks."""
+"""The eager front end: records and runs steps through two unused dispatch keys and saved-tensor hooks."""

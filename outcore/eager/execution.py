@@ -1,8 +1,8 @@
 """Schedule + the user's step -> the same step in less memory.
 
 The hot path follows a schedule made ready (Program): packs count up the forward's clock, unpacks the backward's, and at
-each tick the schedule's actions run. Only ops that the schedule reruns are looked at in the forward, and those before
-which a placeholder is given back.
+each tick the schedule's actions run. Ops are seen up to the last one that the schedule reruns, or before which a
+placeholder is given back; those that will be rerun are captured.
 
 Leaving the plan is always safe. Every handle can bring its tensor back by itself, so when a step turns out to be
 another one (a new branch, a new shape), it goes over to the program of that one, if there is one (`branching`). Else

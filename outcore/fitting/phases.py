@@ -4,48 +4,64 @@ A phase has two methods. `begin` is called when a step begins and returns the ph
 made there, because only then is it known how much memory is in use before the step. `after` is called with what the
 step showed and returns the next phase. A step that fails shows nothing, unless it ran out of memory.
 
-    New ──▶ Recorded ──▶ Timing ──▶ Searching ──▶ Trying ──▶ Settled      GivenUp
-     │          │                     │     ▲      │  ▲ │       │
-     │          │                     │     └──────┘  │ │       │
-     └──────────┴─────────────────────┴───▶ Timed ────┴─────────┤
+    New ──▶ Recorded ──▶ Timing ──▶ Searching ──▶ Trying ──▶ Settled      Restored ──▶ Trying, Settled or Timed
+     │          │           │         │     ▲      │  ▲ │       │         GivenUp: from any phase whose plan is left
+     │          │           │         │     └──────┘  │ │       │         Shared: made and withdrawn by a family of sizes
+     └──────────┴───────────┴─────────┴───▶ Timed ────┴─────────┤
                                               ▲         │       │
                                               └─────────┴───────┘
 
-    phase     its step                           what happens                                      next phase
-    --------  ---------------------------------  ------------------------------------------------  -----------------
-    New       is recorded                        recorded; the planner searches, or the device     Recorded
-                                                 times ops a second time
-                                                 recorded; neither, or the user gave its plan      Timed
-                                                 `expect`: its trace is known without recording    Timed
-    Recorded  is planned briefly when it begins  there is a plan                                   Timing
-                                                 no brief plan fits; the full planner may find one Timed, and plans
-    Timing    follows the brief plan, ops timed  timed; a better plan is searched for in parallel  Searching
-                                                 timed; the next step waits for the search         Timed
-                                                 timed on the CPU, and everything is kept          Settled
-                                                 its plan is outdated                              Recorded, and plans
-                                                 out of memory, and a smaller plan is left         Recorded
-    Searching follows the current plan           a plan was found                                  Trying
-                                                 no plan can beat the best that was tried          Settled on that one
-                                                 its plan is outdated, or the search failed        Timed, and plans
-    Timed     is planned when it begins          the device has a caching allocator                Trying
-                                                 it has none                                       Settled
-                                                 no plan can beat the best that was tried          Settled on that one
-    Trying    follows a plan, measured           measured often enough: another plan may be better Searching, Timed
-                                                 measured often enough: it or an earlier one stays Settled
-                                                 everything is kept, or the plan was given         Settled
-    Trying,   follow a plan                      it is outdated                                    Timed, and plans
-    Settled                                      out of memory, and a smaller plan is left         Timed
-                                                 out of memory, and none is left                   Settled on the best
-    Settled   follows a plan, on the CPU         a few steps took so long: predictions are         Settled
-                                                 corrected by their pace
-    Timing,   follow a plan                      a step left its plan                              New
-    Searching,                                   ... for the third time                            GivenUp
+When a step begins. Recorded, Timed and Restored are phases between steps: no step runs in them.
+
+    phase      what is found                                          the step runs in
+    ---------  -----------------------------------------------------  ----------------------------------------------
+    New        nothing is known                                       New: it is recorded
+    Recorded   a brief plan fits                                      Timing
+               no brief plan fits; the full planner may find one      as from Timed
+    Timed      a plan was made, and there is a caching allocator      Trying
+               a plan was made, and there is none                     Settled
+               no plan can beat the best one that was tried           Settled on that one
+    Restored   the plan of an earlier run fits into the free memory   Trying or Settled
+               it does not fit                                        as from Timed
+    Searching  the search goes on                                     Searching
+               a plan was found                                       Trying
+               no plan can beat the best one that was tried           Settled on that one
+               no plan fits                                           Settled on the best tried; Trying if none was
+               the search failed otherwise                            as from Timed
+    Timing     its plan is outdated (see below)                       as from Recorded
+    Searching,
     Trying,
-    Settled
-    Restored  follows a plan of an earlier run   it fits into the memory that is free              Trying, Settled
-                                                 it does not                                       as from Timed
-    GivenUp   swaps everything, unplanned        anything                                          GivenUp
-    Shared    follows a plan for a larger size   anything (`Families` makes and withdraws it)      Shared
+    Settled    its plan is outdated                                   as from Timed
+
+When a step has ended.
+
+    phase      what the step showed                                   next phase
+    ---------  -----------------------------------------------------  ----------------------------------------------
+    New        a recording; the planner searches, or the device       Recorded
+               times ops a second time
+               a recording; neither, or the user gave the plan        Timed
+               a recording that an earlier run has planned            Restored (`Kinds` asks the cache)
+               none: the trace was given by `expect`                  Timed
+    Timing     the seconds of its ops; a search runs in parallel      Searching
+               the seconds of its ops; the next step waits for it     Timed
+               the same on the CPU, and everything is kept            Settled
+    Trying     enough measurements; another plan may be better        Searching or Timed
+               enough measurements; this or an earlier plan stays     Settled
+               everything is kept, or the plan was given              Settled
+    Settled    on the CPU, how long a few steps took                  Settled, its prediction corrected by their pace
+    Timing     it ran out of memory; a smaller plan is left           Recorded
+               it ran out of memory; none is left                     Timing
+    Searching,
+    Trying,
+    Settled    it ran out of memory; a smaller plan is left           Timed
+               it ran out of memory; none is left                     Settled on the best
+    all four   no step that does what was recorded ever follows the   New; GivenUp for the third time
+               plan to its end
+    GivenUp    anything: it swaps everything, without a plan          GivenUp
+    Shared     anything: it follows a plan for a larger size          Shared
+
+A single step that leaves its plan does not change the phase: `Kinds` takes it for a step of another kind, which is
+recorded when it comes again.
 
 A plan is outdated in three cases: more memory is in use before the step than the plan was made for; the plan assumes
 that autograd adds gradients in place, but a dispatch mode of the user was active in a backward, which prevents that; or

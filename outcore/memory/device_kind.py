@@ -1,6 +1,6 @@
 """Device -> DeviceKind: what CUDA and the CPU can do, apart from their memory. One record for each.
 
-Only this room compares device types; other code asks for the ability that it needs.
+No other room of the core compares device types: it asks for the ability that it needs.
 """
 
 from __future__ import annotations
