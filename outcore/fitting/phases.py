@@ -4,9 +4,9 @@ A phase has two methods. `begin` is called when a step begins and returns the ph
 made there, because only then is it known how much memory is in use before the step. `after` is called with what the
 step showed and returns the next phase. A step that fails shows nothing, unless it ran out of memory.
 
-    New ──▶ Recorded ──▶ Timing ──▶ Searching ──▶ Trying ──▶ Settled      Restored ──▶ Trying, Settled or Timed
-     │          │           │         │     ▲      │  ▲ │       │         GivenUp: from any phase whose plan is left
-     │          │           │         │     └──────┘  │ │       │         Shared: made and withdrawn by a family of sizes
+    New ──▶ Recorded ──▶ Timing ──▶ Searching ──▶ Trying ──▶ Settled    Restored ──▶ Trying, Settled or Timed
+     │          │           │         │     ▲      │  ▲ │       │       GivenUp: from phases that follow a plan
+     │          │           │         │     └──────┘  │ │       │       Shared: made and withdrawn by a family
      └──────────┴───────────┴─────────┴───▶ Timed ────┴─────────┤
                                               ▲         │       │
                                               └─────────┴───────┘
