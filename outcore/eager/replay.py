@@ -10,7 +10,7 @@ Exactness:
   once per step, not twice;
 - batch normalisation can be applied again from the statistics it saved, in one pass instead of three, where a check on
   the recorded step, and on weights that are no ones and zeros, showed that this gives the same bits (`norm_replay`);
-- ops whose results nobody else reads can be run in the same pass as the op that reads them (`Recipe.fuse`, fused_replay.py);
+- ops whose results nobody else reads can be run in the same pass as the op that reads them (`fused_replay`);
 - an in-place op overwrites the value it read only if nobody needs that value again, else a copy of it;
 - a parameter or input that was changed since is read as it was put away before; if that was not seen, and its version
   tells, it is an error. `docs/design/009-why-replay-is-safe.md` lists every way to change it, and the known limits.
