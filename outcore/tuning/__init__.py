@@ -1,9 +1,9 @@
 """Batch size and learning rate under a memory plan.
 
-`Adaptive` holds a training loop's batch and learning rate, `Shares` splits a batch over unequal workers. An advice is
-made of `measure_noise` and `range_test`; `untouched` puts everything back after a trial. `Batch`, `Data`, `Effort`,
-`Goal`, `LearningRate`, `Memory` and `Workers` are what `outcore.tune` takes beside plain values. Names are loaded when
-they are first used.
+`Adaptive` controls the batch and the learning rate of a training loop; `Shares` splits a batch over unequal workers.
+`measure_noise` and `range_test` are the measurements that an advice is based on, and `untouched` restores everything
+after a trial. `Batch`, `Data`, `Effort`, `Goal`, `LearningRate`, `Memory` and `Workers` are option objects that
+`outcore.tune` accepts in place of plain values. Names are imported when they are first used.
 
 ```python
 import outcore
@@ -16,7 +16,7 @@ dataset = TensorDataset(torch.randn(256, 8), torch.randint(0, 4, (256,)))
 adaptive = outcore.tuning.Adaptive(model, optimizer, batch=32, micro_batch=32)
 for x, y in adaptive.batches(DataLoader(dataset, batch_size=32)):
     torch.nn.functional.cross_entropy(model(x), y).backward()
-    adaptive.step()  # in the place of the optimizer's step and zero_grad
+    adaptive.step()  # replaces optimizer.step() and optimizer.zero_grad()
 ```
 """
 
@@ -68,7 +68,7 @@ __all__ = [
     "untouched",
 ]
 
-if not TYPE_CHECKING:  # type checkers would take any name for one of ours
+if not TYPE_CHECKING:  # with a __getattr__, type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:

@@ -1,4 +1,4 @@
-"""A training loop -> the same loop with the batch and learning rate that get furthest per second, as the noise grows.
+"""Adapts the batch and learning rate of a training loop to the gradient noise, for the most progress per second.
 
     adaptive = Adaptive(model, optimizer, batch=256, micro_batch=64, largest_batch=8192)
     for x, y in adaptive.batches(loader):        # micro-batches; the loader's own batch size does not matter
@@ -6,21 +6,21 @@
             loss_fn(model(x), y).backward()      # a mean over samples, not divided by anything
         adaptive.step()                          # in place of optimizer.step() and optimizer.zero_grad()
 
-Two lines change. `batches` regroups what the loader yields into micro-batches, `step` counts them: when a batch is
-complete it averages the gradients, lets the optimizer step and returns True. Gradient noise is measured on the way
-(noise.py), seconds are taken from the clock or from `step_s`, and every `interval_steps` steps (by the clock six at
-least, so that one is timed) the batch may double or halve towards the highest goodput (goodput.py). The learning rate
-is multiplied by the rule's factor for the step alone: a scheduler goes on seeing, and changing, the rate of the first
-batch. What to add where it is needed:
+Two lines of the loop change. `batches` regroups the loader's samples into micro-batches and `step` counts them: when a
+batch is complete, `step` averages the gradients, lets the optimizer step and returns True. Gradient noise is measured
+during training (noise.py). Seconds of a step are measured, or given by `step_s`. Every `interval_steps` steps (at least
+six if steps are timed, so that one of them is) the batch may double or halve towards the highest goodput (goodput.py).
+The learning rate is multiplied by the rule's factor during the optimizer's step only: a scheduler continues to see, and
+to change, the rate of the first batch. Additions for special cases:
 
 - clipping: `optimizer.register_step_pre_hook(lambda *_: clip_grad_norm_(model.parameters(), 1.0))`
-- a schedule written in steps of the first batch: `scheduler=...`; it advances by each step's gain, as in AdaScale
-- several ranks: wrap the model in DistributedDataParallel; `batch` counts all ranks, and all decide alike
+- a schedule in steps of the first batch: pass `scheduler=...`; it advances by each step's gain, as in AdaScale
+- several ranks: wrap the model in DistributedDataParallel; `batch` is the sum over all ranks, and all decide alike
 
-Follows Pollux (arXiv 2008.12260) in what is optimised and AdaScale (arXiv 2007.05105) in the rate. Unlike Pollux no
-model of the hardware is fitted: the next larger batch is tried for a few steps, which are worth what they cost or
-nearly so, and kept if it pays. Where `largest_batch` equals `batch` nothing is adapted, and the training is, bit for
-bit, plain accumulation.
+The objective follows Pollux (arXiv 2008.12260), the rate AdaScale (arXiv 2007.05105). In contrast to Pollux no model of
+the hardware is fitted: the next larger batch is tried for a few steps, which are at least nearly worth their cost, and
+is kept if it pays off. If `largest_batch` equals `batch`, nothing is adapted, and the training is bitwise the same as
+plain accumulation.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ ADAPTIVE = SETTINGS.adaptive
 class RateRule:
     """How the learning rate follows the batch.
 
-    `name` is "adascale", "sqrt", "linear", "legw" or "fixed". `warm_up_steps` follow every change of the batch.
-    `scale_beta2` keeps Adam's second half-life in samples.
+    `name` is "adascale", "sqrt", "linear", "legw" or "fixed". Every change of the batch is followed by `warm_up_steps`
+    steps of warm-up. With `scale_beta2` the half-life of Adam's second moment stays constant in samples.
     """
 
     name: str = "adascale"
@@ -65,7 +65,7 @@ class RateRule:
 
 @dataclass(frozen=True)
 class Change:
-    """The batch changed. `num_samples` were trained on by then; `why` is one sentence."""
+    """A change of the batch, after `num_samples` samples of training. `why` gives the reason in one sentence."""
 
     num_steps: int
     num_samples: int
@@ -77,11 +77,12 @@ class Change:
 
 
 class Adaptive:
-    """Holds the batch and the learning rate of a training loop; see the module's head for the loop.
+    """Controls the batch and the learning rate of a training loop; the module's docstring shows the loop.
 
-    `batch` is the one the optimizer's learning rate was chosen for, and the smallest that is used; `micro_batch` the
-    most samples one forward and backward may take on this rank (`outcore.tune` finds it). `rule` says how the rate
-    follows the batch. `step_s(batch)` gives seconds of a whole step where they are known beforehand.
+    `batch` is the batch that the optimizer's learning rate was chosen for, and the smallest batch that is used.
+    `micro_batch` is the maximum number of samples of one forward and backward on this rank (`outcore.tune` finds it).
+    `rule` determines how the rate follows the batch. `step_s(batch)` returns the seconds of a whole step, if they are
+    known in advance.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Adaptive:
     # -- the loop's two lines ------------------------------------------------------------------------------------------
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The loader's samples in micro-batches. What is left at the end waits for the next call: none is lost."""
+        """Yields the loader's samples in micro-batches. Samples left at the end are kept for the next call."""
         if self._handed_out:
             self._start_over()
         for loaded in loader:
@@ -139,13 +140,14 @@ class Adaptive:
                 yield self._regrouped.take(self._micro)
 
     def _start_over(self) -> None:
-        """The last loop was left between a micro-batch and its step: whether it had its backward is unknown."""
+        """Discards an incomplete batch: the last loop was left before `step`, and it is unknown whether the micro-batch
+        had its backward."""
         self._handed_out, self._num_micro, self._small = False, 0, []
         self._norms.drop()
         self.optimizer.zero_grad(set_to_none=True)
 
     def step(self) -> bool:
-        """After each backward. True when a batch was complete and the optimizer stepped."""
+        """Call after each backward. Returns True if a batch was complete and the optimizer stepped."""
         if not self._handed_out:
             raise TuningError("adaptive.step() goes with adaptive.batches(loader): once after each micro-batch of it")
         self._handed_out = False
@@ -174,7 +176,7 @@ class Adaptive:
         self._lay_out()
 
     def _step_optimizer(self) -> None:
-        """The optimizer's groups are changed for the step alone: whoever set them finds them again."""
+        """Steps the optimizer with changed groups and restores them afterwards, so that others see their own values."""
         kept = [dict(group) for group in self.optimizer.param_groups]
         factor = self.lr_factor
         for group in self.optimizer.param_groups:
@@ -198,7 +200,7 @@ class Adaptive:
                 self.scheduler.step()
 
     def _sync_ranks(self, last: bool) -> None:
-        """Ranks need to meet only for the last micro-batch of a batch; this is what `no_sync` sets."""
+        """Lets DistributedDataParallel communicate in the last micro-batch of a batch only, as `no_sync` does."""
         if isinstance(self.model, DistributedDataParallel):
             self.model.require_backward_grad_sync = last
 
@@ -216,7 +218,7 @@ class Adaptive:
         return candidates
 
     def _parts_of(self, batch: int, *, split: bool) -> int:
-        """Micro-batches per rank: as few as the memory allows, all alike; at least two where noise is to be seen."""
+        """Returns the number of equal micro-batches per rank: as few as fit, but at least two if noise is measured."""
         mine, rest = divmod(batch, self.num_ranks)
         if rest or not mine:
             raise TuningError(f"a batch of {batch} cannot be shared by {self.num_ranks} ranks; take a multiple of them")
@@ -230,7 +232,8 @@ class Adaptive:
         )
 
     def _lay_out(self) -> None:
-        """The cut of the next batch, and whether its noise is measured: where it costs nothing, or now and then."""
+        """Splits the next batch, and decides whether its noise is measured: if that costs nothing, or once in a
+        while."""
         adapting = len(self.candidates) > 1
         num_parts = self._parts_of(self.batch, split=False)
         if num_parts * self.num_ranks == 1 and adapting and self.num_steps % ADAPTIVE.split_every == 0:
@@ -243,7 +246,7 @@ class Adaptive:
 
     @property
     def noise(self) -> Noise | None:
-        """Measurement over the last steps; None as long as no step had two micro-batches."""
+        """The noise over the last steps; None as long as no step had two micro-batches."""
         return self.running.now
 
     def _noise_scale(self) -> float:
@@ -251,7 +254,7 @@ class Adaptive:
         return noise.scale if noise is not None else 0.0
 
     def _note_noise(self) -> None:
-        """Lengths are read a step later: by then the device has them ready, and nobody waits."""
+        """Stores this step's gradient norms. They are read one step later, when the device has computed them."""
         self._read_pending()
         if self._norms.on:
             small, self._small = torch.stack(self._small).mean(), []
@@ -268,7 +271,7 @@ class Adaptive:
 
     @property
     def lr_factor(self) -> float:
-        """What the optimizer's learning rate is multiplied with at the next step."""
+        """The factor that the optimizer's learning rate is multiplied by in the next step."""
         factor = lr_factor(
             self.rule.name, self.batch, self.first_batch, self._noise_scale(), normalised=self._normalised
         )
@@ -278,7 +281,7 @@ class Adaptive:
         return factor
 
     def _patience(self) -> int:
-        """Steps between two decisions; fewer while a batch is only tried, but one of them is timed."""
+        """Returns the steps between two decisions: fewer while a batch is only tried, but enough to time one."""
         on_trial = bool(self.changes) and not self._times.known(self.batch)
         num_trial_steps = ADAPTIVE.num_settling + ADAPTIVE.num_tried
         wanted = min(num_trial_steps, self.interval_steps) if on_trial else self.interval_steps
@@ -328,7 +331,7 @@ class Adaptive:
         return "\n".join(lines + [f"  step {change.num_steps}: {change.why}" for change in self.changes])
 
     def state_dict(self) -> dict[str, Any]:
-        """Between two batches; gradients and samples of a batch that is under way are not part of it."""
+        """Returns the state between two batches, without gradients and samples of an incomplete batch."""
         names = ("batch", "num_steps", "num_samples", "progress")
         return {name: getattr(self, name) for name in names} | {"running": self.running.state_dict()}
 
@@ -341,12 +344,12 @@ class Adaptive:
         self._lay_out()
 
     def close(self) -> None:
-        """Takes the hooks off the parameters."""
+        """Removes the hooks from the parameters."""
         self._norms.close()
 
 
 class _Times:
-    """Seconds of a step at each batch: as predicted where a prediction was given, else by the clock."""
+    """Seconds of a step at each batch: predicted if a prediction was given, otherwise measured."""
 
     def __init__(self, step_s: Callable[[int], float] | None) -> None:
         self._given = step_s
@@ -364,19 +367,19 @@ class _Times:
         self._last_s = now_s
 
     def settle(self) -> None:
-        """The steps to come are of another size."""
+        """Restarts the measurement, because the following steps have another batch."""
         self._steps_s, self._num_settling = [], ADAPTIVE.num_settling
 
     @property
     def num_until_timed(self) -> int:
-        """Steps of another size until one of them was timed."""
+        """The number of steps of a new batch until one of them is timed."""
         return 1 if self._given is not None else ADAPTIVE.num_settling + 1
 
     def known(self, batch: int) -> bool:
         return self._given is not None or batch in self._known_s
 
     def agree(self, batch: int, group: Any) -> Callable[[int], float | None]:
-        """Seconds by batch, the same on every rank; None for a batch that nothing is known of."""
+        """Returns a function batch -> seconds that is the same on every rank; None for an unknown batch."""
         if self._given is not None:
             return self._given
         if self._steps_s:
@@ -387,7 +390,8 @@ class _Times:
         return self._estimate
 
     def _estimate(self, batch: int) -> float | None:
-        """A batch not tried yet is taken at its best: on the straight line through two tried ones, or free."""
+        """Returns the seconds of a batch. A batch that was not tried yet is estimated optimistically, on the straight
+        line through two smaller ones, or with the seconds of half the batch."""
         if batch in self._known_s:
             return self._known_s[batch]
         half, quarter = self._known_s.get(batch // 2), self._known_s.get(batch // 4)
@@ -397,6 +401,7 @@ class _Times:
 
 
 def _typical_s(steps_s: list[float]) -> float:
-    """The mean, without pauses (an evaluation, a checkpoint). Not the median: devices are waited for now and then."""
+    """Returns the mean without pauses such as evaluations or checkpoints. A median would miss the steps in which the
+    host waits for the device."""
     limit_s = 4 * statistics.median(steps_s)
     return statistics.fmean(second for second in steps_s if second <= limit_s)

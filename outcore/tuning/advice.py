@@ -1,4 +1,4 @@
-"""What the tuner says: Advice, as a value and as JSON."""
+"""The result of the tuner, as a value and as JSON."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from outcore.values.codec import Saved
 
 
 class HasSchedule:
-    """A training with a length: its rate rises over the warm-up and falls to zero at the end."""
+    """A training with a length. Its rate rises over the warm-up and falls to zero over the last third."""
 
     num_steps: int
     num_warm_up_steps: int
 
     def rate_factor(self, step: int) -> float:
-        """The factor of the learning rate at an optimizer step, counted from 0; also beyond the length."""
+        """Returns the factor of the learning rate at an optimizer step, counted from 0, also beyond the length."""
         return rate_factor(step, self.num_steps, self.num_warm_up_steps)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
-        """The same for an optimizer made with `learning_rate`: call its `step()` after each step of the optimizer."""
+        """Returns a scheduler with this factor, for an optimizer whose rate is `learning_rate`. Call its `step()` after
+        each optimizer step."""
         return LambdaLR(optimizer, self.rate_factor)
 
 
 @dataclass(frozen=True)
 class Setting(HasSchedule):
-    """A setting that is told beside the advice."""
+    """A setting that is reported beside the advice."""
 
     micro_batch: int
     accumulation: int
     learning_rate: float | None
-    num_steps: int  # the rate falls to zero over the last third of them; 0: not known
+    num_steps: int  # the rate falls to zero over the last third of them; 0: unknown
     num_warm_up_steps: int = 0
     beta2: float | None = None
 
@@ -85,21 +86,20 @@ class Advice(Saved, HasSchedule):
     first_batch: int = 0  # the batch that noise and learning rate are compared with
     target: str = ""
     target_s: float | None = None  # predicted seconds of training to the target
-    num_steps: int = 0  # the rate falls to zero over the last third of them: to the target, or as long as the user
-    # means to train, where they said so; 0: not known
-    soonest: Setting | None = None  # only where they said so, and the target was reached: how to come to it first
+    num_steps: int = 0  # to the target, or the user's length; the rate falls to zero over the last third; 0: unknown
+    soonest: Setting | None = None  # what reaches the target first, if a length was given and the target was reached
     noise_told: str = ""  # the noise scale in words, with how sure it is
-    spent_s: float = 0.0  # tuning took
+    spent_s: float = 0.0  # seconds that tuning took
     unchecked: str = ""  # why today's setting is advised instead of what was proposed; "": the advice was checked
     proposal: Setting | None = None  # what was proposed and not checked
     workers: int = 1
     shares: tuple[int, ...] = ()  # samples of each worker in a step, where there are several
     communication_s: float = 0.0  # of a step
-    scaling: float = 1.0  # samples per second against the sum of what the workers would do alone
+    scaling: float = 1.0  # samples per second, relative to the sum over workers that train alone
 
     @property
     def effective_batch(self) -> int:
-        """Of all workers together."""
+        """The batch of all workers together."""
         return sum(self.shares) or self.micro_batch * self.accumulation
 
     @property
@@ -114,7 +114,7 @@ class Advice(Saved, HasSchedule):
         )
 
     def to_json(self) -> str:
-        """Of one worker nothing is said about workers: programs that know nothing of them read what they always did."""
+        """Returns JSON. With one worker the fields about workers are left out, for programs that do not know them."""
         text = super().to_json()
         return text if self.workers > 1 else text[: text.rindex(',"workers":')] + "}"
 
@@ -125,7 +125,7 @@ class Advice(Saved, HasSchedule):
 
 
 def on_one_device(advice: Advice) -> Advice:
-    """One worker training the batch of all of them, as closely as its micro-batches allow."""
+    """Returns the advice for one worker that trains the global batch, as closely as its micro-batches allow."""
     accumulation = max(1, round(advice.effective_batch / advice.micro_batch))
     return replace(
         advice,

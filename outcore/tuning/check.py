@@ -1,6 +1,7 @@
-"""A proposal and today's setting -> whichever trains faster, by training both and others for a while.
+"""Compares a proposal with today's setting by training with both, and with others, for a while.
 
-Theory alone changes nothing: what cannot be compared is `Uncheckable`, with the reason, and today's setting stays.
+A setting is never changed on theory alone: a proposal that cannot be compared raises `Uncheckable` with the reason, and
+today's setting stays.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class SettingCheck:
     settings: SettingBuilder
 
     def reason_against(self) -> str:
-        """Why nothing can be compared, whatever is proposed; "": it can."""
+        """Returns why nothing can be compared, whatever is proposed; "" if comparing is possible."""
         parts = self.parts
         if parts.has_few_samples:
             few = f"the data set has {parts.samples.num} samples"
@@ -53,7 +54,7 @@ class SettingCheck:
         return ""
 
     def winner(self, proposal: Advice, today: Advice) -> Advice:
-        """Whichever trains best: today's setting, the proposal, or the proposal at another rate or a smaller batch."""
+        """Returns the setting that trains best: today's, the proposal, or the proposal at another rate or batch."""
         if reason := self.reason_against():
             raise Uncheckable(reason)
         try:
@@ -108,7 +109,8 @@ class SettingCheck:
     def _best_in_the_end(
         self, soonest: Advice, settings: dict[str, Advice], comparison: Comparison, run: Run, length_s: float
     ) -> Advice:
-        """What is best after a training as long as the user's; what was soonest at the target is kept beside it."""
+        """Returns the setting that is best at the end of a training as long as the user's, with the one that reaches
+        the target first in `soonest`."""
         trainings = FullLengthComparison.after(comparison, length_s, self._limit_s(FULL_LENGTH.time_share))
         larger = [_candidate(name, settings[name]) for name in LARGER.values() if name in settings]
         with self.parts.without_momentum():
@@ -127,7 +129,7 @@ class SettingCheck:
         return replace(advice, num_steps=max(1, round(length_s / advice.step_s)), soonest=beside)
 
     def _with_length(self, advice: Advice, run: Run, length_s: float | None) -> Advice:
-        """How long to train to the target, by what the comparison told about it."""
+        """Sets the number of steps to the target, according to the comparison."""
         if length_s is None:
             return advice
         num_steps, target = math.ceil(length_s / advice.step_s), run.target.name
@@ -140,7 +142,7 @@ class SettingCheck:
         return replace(advice, num_steps=num_steps, target=target, target_s=num_steps * advice.step_s)
 
     def _smaller(self, proposal: Advice) -> dict[str, Advice]:
-        """The proposal with half and a quarter of its batch: goodput is a rule of thumb."""
+        """Returns the proposal with half and a quarter of its batch, because goodput is only a rule of thumb."""
         batch, least = proposal.effective_batch, self.parts.smallest_batch
         if not self.parts.request.batch.is_free:
             return {}
@@ -148,8 +150,10 @@ class SettingCheck:
         return self._others({SMALLER[part]: batch // part for part in parts})
 
     def _larger(self, winner: Advice, comparison: Comparison) -> dict[str, Advice]:
-        """Twice and four times the batch that is soonest, where none larger was compared: noise grows while a network
-        learns, and the batch that gets furthest at first may be too small in the end."""
+        """Returns twice and four times the batch that reaches the target first, unless a larger one was compared.
+
+        Gradient noise grows during training, so the batch with the best goodput at first may be too small at the end.
+        """
         batch, most = winner.effective_batch, self.parts.largest_batch() // 4
         compared = any(run.candidate.batch > batch for run in comparison.history.runs)
         if not self.parts.request.batch.is_free or compared:
@@ -157,7 +161,7 @@ class SettingCheck:
         return self._others({name: times * batch for times, name in LARGER.items() if times * batch <= most})
 
     def _others(self, batches: dict[str, int]) -> dict[str, Advice]:
-        """Other effective batches and their rates; those that do not fit are left out."""
+        """Returns settings with other effective batches and their rates; those that do not fit are left out."""
         settings: dict[str, Advice] = {}
         for name, batch in batches.items():
             with suppress(TuningError):
@@ -168,7 +172,8 @@ class SettingCheck:
 
 
 def check_trains_in_core(advice: Advice, curve: Curve) -> None:
-    """As compared trainings do, in one go or in micro-batches beside their gradients."""
+    """Raises `TuningError` unless the setting can be trained in-core, at once or in accumulated micro-batches, as the
+    compared trainings do."""
     if advice.effective_batch > curve.largest_in_core and not curve.in_core_accumulating:
         raise TuningError(
             f"a batch of {advice.effective_batch} is not in-core, nor is one sample beside accumulated gradients"

@@ -22,44 +22,44 @@ UNCHECKED_STATUS = 3  # of the process, where nothing but today's setting could 
 @click.argument("script", metavar="FILE.py", type=FILE)
 @click.option("--memory", required=True, help='Device memory for the whole step: "16GiB", "80%", or bytes.')
 @click.option(
-    "--batch", type=click.IntRange(min=1), help="The effective batch you train with; kept.  [default: it is free]"
+    "--batch", type=click.IntRange(min=1), help="The effective batch you train with; it is kept.  [default: any batch]"
 )
-@click.option("--free", is_flag=True, help="Let --batch change; it is then only where learning rate and noise start.")
+@click.option("--free", is_flag=True, help="Let --batch change; it is then the reference for learning rate and noise.")
 @click.option("--learning-rate", help="The rate that belongs to --batch, or `find`.  [default: the optimizer's]")
 @click.option("--rule", default="adascale", show_default=True, help="How the rate follows a freed batch.")
-@click.option("--target", help="Also predict the time to it: val_accuracy=0.97 or val_loss=0.2.")
+@click.option("--target", help="Also predict the time to a target: val_accuracy=0.97 or val_loss=0.2.")
 @click.option(
-    "--epochs", "num_epochs", type=float, help="You mean to train so long: advise what is best in the end of that."
+    "--epochs", "num_epochs", type=float, help="Length of your training: advise what is best at the end of it."
 )
-@click.option("--train-s", type=float, help="The same in seconds.")
+@click.option("--train-s", type=float, help="Length of your training in seconds, instead of --epochs.")
 @click.option(
     "--trial",
     "trial_s",
     type=click.FloatRange(min=0),
     default=20.0,
     show_default=True,
-    help="Seconds by which all go that train: range test, race, runs of a search, the way to --target.",
+    help="Seconds of compute that trial trainings scale with: range test, comparison, search, time to --target.",
 )
-@click.option("--race/--no-race", default=True, show_default=True, help="Train a little as today and as advised first.")
+@click.option("--race/--no-race", default=True, show_default=True, help="Compare with today's setting by training.")
 @click.option(
     "--search",
     "num_trials",
     type=click.IntRange(min=0),
     default=0,
-    help="Runs of a search around the advice, for what is soonest at --target.  [default: none]",
+    help="Number of runs of a search around the advice, for the fastest way to --target.  [default: none]",
 )
-@click.option("--study", type=FILE, help="File of the search: it goes on from there when it was interrupted.")
-@click.option("--largest", type=click.IntRange(min=1), help="Look at no larger micro-batch.")
+@click.option("--study", type=FILE, help="File that keeps the search, from which an interrupted one continues.")
+@click.option("--largest", type=click.IntRange(min=1), help="The largest micro-batch to consider.")
 @click.option("--workers", help="Plan for several devices like this one: 8, or speeds relative to it: 1,1,0.5.")
 @click.option(
-    "--communication-s", type=click.FloatRange(min=0), help="Seconds in which they sum their gradients, per step."
+    "--communication-s", type=click.FloatRange(min=0), help="Seconds per step that --workers need to sum gradients."
 )
 @click.option("--folder", type=click.Path(path_type=Path, file_okay=False), help="Folder for the swap file.")
-@click.option("--model", "model_name", default="make_model", show_default=True, help="Its name in the file.")
-@click.option("--loss", "loss_name", default="loss_fn", show_default=True, help="Its name in the file.")
-@click.option("--data", "data_name", default="dataset", show_default=True, help="Its name in the file.")
+@click.option("--model", "model_name", default="make_model", show_default=True, help="Name of the function in FILE.py.")
+@click.option("--loss", "loss_name", default="loss_fn", show_default=True, help="Name of the function in FILE.py.")
+@click.option("--data", "data_name", default="dataset", show_default=True, help="Name of the data set in FILE.py.")
 @click.option(
-    "--optimizer", "optimizer_name", default="make_optimizer", show_default=True, help="Its name in the file."
+    "--optimizer", "optimizer_name", default="make_optimizer", show_default=True, help="Name of the function."
 )
 @click.option("--curve", type=FILE, help="Also draw the curve: a file that ends in .svg, .png or .pdf.")
 @click.option("-o", "--out", type=FILE, help="Save the advice as JSON.")
@@ -69,13 +69,14 @@ def tune_command(script: Path, curve: Path | None, out: Path | None, as_json: bo
 
     FILE.py is an ordinary script that defines `make_model`, a function that returns the model on its device; `loss_fn`,
     called as loss_fn(model(x), y); `dataset`, a map-style data set or a function batch_size -> (x, y); and
-    `make_optimizer`, called with the parameters. If it defines `validation`, --target is looked at there. See
-    examples/tune_batch.py. A few small batches are recorded, all others are predicted, the best are confirmed with real
-    steps; memory is never overrun to find out what fits.
+    `make_optimizer`, called with the parameters. If it defines `validation`, --target is evaluated on it. See
+    examples/tune_batch.py. A few small batches are recorded, all others are predicted, and the best are confirmed with
+    real steps. The command never runs out of memory to find out what fits.
 
-    The example takes about a minute on two cores. Networks with slower steps take longer to record; what trains goes by
-    --trial: about 1.4 times as many seconds, 2.4 where the target is near, with --epochs 1.5 times more, with --search
-    once more for each run and up to six times to check what it found. Looking at held-out samples comes on top.
+    The example takes about a minute on two cores. Networks with slower steps take longer to record. The time of all
+    trial trainings scales with --trial: they take about 1.4 times as many seconds, 2.4 times if the target is nearly
+    reached, 1.5 times more with --epochs, and with --search once more for each run and up to six times to check its
+    result. Evaluating held-out samples comes on top.
 
     \b
         outcore tune train.py --memory 16GiB --batch 256
@@ -84,12 +85,12 @@ def tune_command(script: Path, curve: Path | None, out: Path | None, as_json: bo
         outcore tune train.py --memory 16GiB --workers 8 --communication-s 0.02
         torchrun --nproc-per-node 8 -m outcore tune train.py --memory 16GiB
 
-    Under torchrun or `outcore launch` every rank measures its own device, all together measure how long they
-    communicate, and rank 0 prints what they agreed on; --curve, --out and the curve printed are rank 0's.
+    Under torchrun or `outcore launch` every rank measures its own device, all ranks together measure their
+    communication, and rank 0 prints the common advice; --curve, --out and the printed curve are those of rank 0.
 
-    What FILE.py keeps behind `if __name__ == "__main__":` does not run.
+    The part of FILE.py under `if __name__ == "__main__":` is not run.
 
-    Exit status 3 says that nothing but today's setting could be advised, and the first line of the advice why.
+    Exit status 3 means that only today's setting could be advised; the first line of the advice gives the reason.
     """
     from outcore.reporting.progress import progress
     from outcore.script import names_in
@@ -125,7 +126,7 @@ def tune_command(script: Path, curve: Path | None, out: Path | None, as_json: bo
 
 
 def _read(options: dict[str, Any]) -> dict[str, Any]:
-    """Options as `tune` takes them."""
+    """Returns the command line's options as arguments of `tune`."""
     rate, target, free = options["learning_rate"], options["target"], options["free"]
     if free and options["batch"] is None:
         raise TuningError("--free frees the batch you train with; name it with --batch, or leave both out")
@@ -156,7 +157,7 @@ def _read(options: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _group() -> Iterator[bool]:
-    """The process group, where a launcher started several of us; True on the one that prints."""
+    """Joins the process group if a launcher started several processes; yields True on the one that prints."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield True
         return
@@ -170,13 +171,13 @@ def _group() -> Iterator[bool]:
     dist.init_process_group("nccl" if on_devices else "gloo")
     try:
         yield dist.get_rank() == 0
-        dist.barrier()  # rank 0 hosts what the others still talk to
+        dist.barrier()  # rank 0 hosts the store that the others still use
     finally:
         dist.destroy_process_group()
 
 
 def _say_nothing(what: str, part: float) -> None:
-    """What is being done is told by rank 0."""
+    """Ignores progress; only rank 0 shows it."""
 
 
 def _workers(text: str) -> int | list[float]:
@@ -200,7 +201,8 @@ def _number(text: str, option: str) -> float:
 
 
 def _names(names: dict[str, Any], script: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """What the script defines, as `tune` takes it."""
+    """Returns the objects that the script defines, as arguments of `tune`."""
+
     from outcore.tuning.options import Data
 
     optimizer = names.get(options["optimizer_name"])

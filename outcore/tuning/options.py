@@ -1,4 +1,4 @@
-"""What a user asks of `tune`: option objects, read from plain values, and checked before anything is paid for.
+"""The options of `tune`: objects that are read from plain values and checked before any work is done.
 
 tune(make_model, loss_fn, dataset, memory="16GiB", optimizer=..., batch=256)                      plain values
 tune(make_model, loss_fn, Data(train, validation=val), memory=Memory("16GiB", disk="/scratch"),   option objects
@@ -94,7 +94,7 @@ class Batch:
 
     @property
     def kept(self) -> int | None:
-        """The batch that has to stay."""
+        """The batch that has to stay, or None if it may change."""
         return None if self.is_free else self.size
 
 
@@ -123,11 +123,11 @@ class LearningRate:
 
 @dataclass(frozen=True)
 class Goal:
-    """What the training is for.
+    """The purpose of the training.
 
-    `target`, such as `("val_accuracy", 0.97)` or `(function of the model, value)`, asks for the time to it.
-    `num_epochs`, or `train_s` in seconds, says how long you mean to train: then the advice is what is best at the end
-    of that.
+    With `target`, such as `("val_accuracy", 0.97)` or `(function of the model, value)`, the time to reach it is
+    predicted. `num_epochs`, or `train_s` in seconds, is the intended length of the training; the advice is then the
+    setting that is best at the end of it.
     """
 
     target: Any = None
@@ -153,7 +153,7 @@ class Goal:
         return self.num_epochs is not None or self.train_s is not None
 
     def length_s(self, num_samples: int | None, batch: int, step_s: float) -> float | None:
-        """Of the training that the user means, with this batch; None where they did not say."""
+        """Returns the intended seconds of training with this batch; None if no length was given."""
         if self.num_epochs is None or self.train_s is not None:
             return self.train_s
         return max(1.0, self.num_epochs * (num_samples or 0) / batch) * step_s
@@ -161,11 +161,12 @@ class Goal:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much may be tried.
+    """How much work `tune` may do.
 
-    Range test, race, the way to a target and each run of a search go by `trial_s` seconds of compute. `race=False`
-    trains nothing for comparison: then nothing but today's setting is advised. `num_trials` asks for an Optuna study of
-    so many runs around the advice, `study` names its file, from which it goes on when it was interrupted.
+    The range test, the comparison, the training towards a target and each run of a search scale with `trial_s` seconds
+    of compute. With `race=False` nothing is trained for comparison, and only today's setting is advised. `num_trials`
+    is the number of runs of an Optuna study around the advice; `study` names its file, from which an interrupted study
+    continues.
     """
 
     trial_s: float = 20.0
@@ -184,10 +185,11 @@ class Effort:
 
 @dataclass(frozen=True)
 class Workers:
-    """Workers that train together, and are not here: how many, or their speeds relative to this device.
+    """Workers that will train together but are not available now: their number, or their speeds relative to this
+    device.
 
-    `communication_s` are the seconds to sum their gradients. In a process group of torch.distributed the ranks are the
-    workers; then only `communication_s` may be given, and is measured where it is not.
+    `communication_s` is the time to sum their gradients, in seconds. In a process group of torch.distributed the ranks
+    are the workers; then only `communication_s` may be given, and it is measured if it is not.
     """
 
     speeds: int | Sequence[float] | None = None
@@ -204,7 +206,7 @@ class Workers:
 
 @dataclass(frozen=True)
 class Request:
-    """One call of `tune`, read and checked."""
+    """The arguments of one call of `tune`, read and checked."""
 
     make_model: MakeModel
     loss_fn: LossFn
@@ -228,7 +230,7 @@ class Request:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What all ranks have to be asked alike."""
+        """The arguments that must be the same on all ranks."""
         return {
             "batch": self.batch.size,
             "free": self.batch.is_free,
@@ -243,7 +245,7 @@ class Request:
         }
 
     def check(self, *, alone: bool) -> None:
-        """Refuses what cannot be done, before any work. `alone`: no other workers."""
+        """Raises `TuningError` for requests that cannot be fulfilled, before any work. `alone` means one worker."""
         if self.rate.rate is not None and self.make_optimizer is None:
             raise TuningError("a learning rate belongs to an optimizer; give optimizer=..., such as torch.optim.AdamW")
         if self.goal.has_length and self.make_optimizer is None:
@@ -269,7 +271,7 @@ class Request:
             raise TuningError("a search trains on one device; search without workers, then keep the batch it found")
 
     def make(self) -> tuple[torch.nn.Module, bool]:
-        """The model to try things on, and whether it is a new one that nobody else holds."""
+        """Returns the model to use for trials, and whether it is new and referenced by nobody else."""
         if isinstance(self.make_model, torch.nn.Module):
             return self.make_model, False
         model = self.make_model()
@@ -281,7 +283,8 @@ class Request:
 
     @contextmanager
     def model(self) -> Iterator[torch.nn.Module]:
-        """The same in training mode; the user's own is restored afterwards."""
+        """Yields the same model in training mode; a model that belongs to the user is restored afterwards."""
+
         model, is_new = self.make()
         with nullcontext() if is_new else untouched(model):
             yield model.train()

@@ -1,4 +1,4 @@
-"""What one call of `tune` works with: the request, the model and optimizer it tries things on, the data, the bench."""
+"""The objects of one call of `tune`: request, model and optimizer for trials, data and bench."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Parts:
     validation: Samples | None
     progress: Progress
     bench: Bench
-    has_state: bool = False  # the optimizer, before its first step
+    has_state: bool = False  # whether the optimizer has state before its first step
     why: list[str] = field(default_factory=list)  # sentences for the advice
 
     @property
@@ -41,16 +41,17 @@ class Parts:
         return 2 if self.normalises else 1
 
     def without_momentum(self) -> AbstractContextManager[None]:
-        """Timed steps leave momentum behind, at a rate of zero: what trains begins without it."""
+        """A context in which the optimizer has no state: timed steps leave momentum behind, although their rate is
+        zero, and trainings must begin without it."""
         return nullcontext() if self.optimizer is None or self.has_state else without_state(self.optimizer)
 
     def largest_batch(self, largest: int | None = None) -> int:
-        """No batch beyond this is looked at."""
+        """Returns the largest batch to consider."""
         limits = (self._num_trained_on(), largest, self.request.batch.kept, TUNER.largest_batch)
         return max(1, min(limit for limit in limits if limit is not None))
 
     def _num_trained_on(self) -> int | None:
-        """Samples that a batch is drawn from; others may be held out."""
+        """Returns the number of samples that batches are drawn from, without those that are held out."""
         num, goal = self.samples.num, self.request.goal
         trains = goal.target is not None or goal.has_length
         if num is not None and self.request.batch.is_free and trains and self.validation is None:
@@ -58,7 +59,7 @@ class Parts:
         return num
 
     def why_one(self) -> tuple[str, str]:
-        """Where no batch beyond 1 is looked at: the reason, and what to change."""
+        """Returns why no batch above 1 is considered, and what to change about that."""
         num, num_left = self.samples.num, self._num_trained_on()
         if self.request.batch.kept == 1:
             return "a batch of 1 is to be kept", "ask for a batch of 2 or more"
@@ -70,7 +71,7 @@ class Parts:
 
     @property
     def has_few_samples(self) -> bool:
-        """Too few to measure noise, find a rate or compare trainings by."""
+        """Whether the samples are too few to measure noise, find a rate or compare trainings."""
         return self.samples.num is not None and self.samples.num < DATA.min_samples
 
 

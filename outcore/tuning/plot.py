@@ -1,4 +1,4 @@
-"""Advice -> a picture of its curve: samples per second, goodput and memory over the micro-batch."""
+"""Draws the curve of an advice: samples per second, goodput and memory over the micro-batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEPT, SWAPPED, RECOMPUTED, INK, GOOD = "#9db4c0", "#c97b63", "#e0b05c", "#253237
 
 
 def check_picture(path: Path) -> None:
-    """Refuses before any time is spent."""
+    """Raises if the picture cannot be written, before any time is spent."""
     if path.suffix not in SUFFIXES:
         raise BadFile(f"{path} names no kind of picture; end it in {', '.join(SUFFIXES)}")
     if not path.resolve().parent.is_dir():
@@ -30,7 +30,7 @@ def check_picture(path: Path) -> None:
 
 
 def draw(advice: Advice, path: Path) -> None:
-    """Two pictures above each other over one axis of batches."""
+    """Draws speed above memory, over one axis of batches, and writes the picture to `path`."""
     from matplotlib.figure import Figure
 
     figure: Any = Figure(figsize=(8.5, 7), layout="constrained")
@@ -64,7 +64,7 @@ def _draw_speed(axes: Any, advice: Advice) -> None:
     if advice.noise is not None:
         good = [goodput(curve.rate(batch), batch, advice.first_batch, advice.noise) for batch in batches]
         axes.plot(batches, good, "--", color=GOOD, label=f"goodput (against a batch of {advice.first_batch})")
-    axes.set_ylim(0, 1.2 * axes.get_ylim()[1])  # names of batches stand above the curves
+    axes.set_ylim(0, 1.2 * axes.get_ylim()[1])  # leaves space for the names of batches above the curves
     axes.set_ylabel("samples per second")
     axes.legend(loc="best", fontsize=10)
 
@@ -83,7 +83,7 @@ def _draw_memory(axes: Any, advice: Advice) -> None:
         axes.stackplot(batches, *parts, colors=[KEPT, SWAPPED, RECOMPUTED], labels=labels)
     axes.plot(batches, sizes(_peak_bytes), color=INK, marker=".", label="peak of the step")
     axes.axhline(advice.curve.memory_bytes / unit, color=INK, linestyle=":", label="budget")
-    axes.set_ylim(0, 1.6 * advice.curve.memory_bytes / unit)  # the legend stands above the budget
+    axes.set_ylim(0, 1.6 * advice.curve.memory_bytes / unit)  # leaves space for the legend above the budget
     axes.set_ylabel(f"device memory, {name}")
     axes.legend(loc="upper left", fontsize=10, ncols=3)
 

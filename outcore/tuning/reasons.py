@@ -1,4 +1,4 @@
-"""Curve and choice -> the sentences that say why."""
+"""The sentences that explain an advice."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def why_micro_batch(curve: Curve, micro_batch: int, accumulation: int) -> list[s
     if tried:
         why.append(f"checked with real steps of {tried} samples: predictions were within {error:.1f} %")
     if curve.looped:
-        why.append(f"short steps ({_listed(sorted(curve.looped))} samples) count as a loop runs them that never waits")
+        why.append(f"short steps ({_listed(sorted(curve.looped))} samples) were timed in a loop that never waits")
     return why + _why_accumulation(accumulation)
 
 
@@ -70,7 +70,7 @@ def _why_in_core_ends(curve: Curve) -> list[str]:
 
 
 def why_goodput(advice: Advice, largest: int) -> list[str]:
-    """Which batch gets furthest per second, by the same curve and noise scale as the table's column says."""
+    """Returns which batch has the highest goodput, with the curve and noise scale of the table."""
     if advice.noise is None or not advice.curve.is_trusted:
         return []
     curve, noise = advice.curve, advice.noise
@@ -92,7 +92,7 @@ def why_goodput(advice: Advice, largest: int) -> list[str]:
 
 
 def why_out_of_memory(errors: Mapping[int, str]) -> list[str]:
-    """A plan that was wrong about memory must not go unnoticed."""
+    """Returns one sentence for each batch that a plan wrongly said would fit."""
     return [
         f"a batch of {batch} was predicted to fit and did not: {(error.splitlines() or ['no reason given'])[0]}"
         for batch, error in sorted(errors.items())
@@ -100,7 +100,7 @@ def why_out_of_memory(errors: Mapping[int, str]) -> list[str]:
 
 
 def why_loading(curve: Curve, micro_batch: int, load_s: float) -> list[str]:
-    """Where one process cannot read samples as fast as they are trained."""
+    """Returns advice on loader workers if one process cannot read samples as fast as they are trained."""
     num_workers = load_s * curve.rate(micro_batch)
     if num_workers < 0.5:
         return []
@@ -119,7 +119,7 @@ def why_last_batch(num_samples: int | None, micro_batch: int, normalises: bool) 
 
 
 def why_batch_kept(curve: Curve, micro_batch: int, effective: int, *, rate_stays: bool = True) -> list[str]:
-    """Where a batch with better divisors would be faster."""
+    """Returns that the batch is kept, and a batch with better divisors if that would be faster."""
     accumulation = effective // micro_batch
     knee = curve.knee.micro_batch
     lost = curve.rate(knee, max(1, round(effective / knee))) / curve.rate(micro_batch, accumulation) - 1

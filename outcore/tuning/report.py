@@ -1,4 +1,4 @@
-"""Advice -> tables for people: the setting with its reasons, and the curve behind it."""
+"""Formats an advice as tables: the setting with its reasons, and the curve behind it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outcore.tuning.advice import Advice, Setting
 from outcore.tuning.gradients.goodput import goodput
 from outcore.units import format_bytes, format_seconds, two_digits
 
-MAX_SHARES = 4  # different shares of workers that a table lists
+MAX_SHARES = 4  # different shares of workers that a table lists at most
 
 
 def advice_text(advice: Advice) -> str:
@@ -86,10 +86,10 @@ def _with(soonest: Setting | None) -> str:
 
 
 def curve_table(advice: Advice) -> Table:
-    """The curve as text: a bar per batch. What does not fit has no samples per second."""
+    """Returns the curve as a table with a bar per batch. Batches that do not fit have no samples per second."""
     curve = advice.curve
     top = max(curve.rate(point.micro_batch) for point in curve.fitting)
-    with_goodput = advice.noise is not None and advice.workers == 1  # it belongs to global batches
+    with_goodput = advice.noise is not None and advice.workers == 1  # several workers: of global batches
     headings = ["batch", "peak", "samples/s", "", "swapped", "recomputed", "real steps", "goodput"]
     table = Table(title="samples per second over the micro-batch", title_justify="left")
     for heading in headings if with_goodput else headings[:-1]:

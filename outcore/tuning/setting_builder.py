@@ -1,4 +1,4 @@
-"""Curve + effective batch -> Advice: its micro-batch, accumulation, seconds, peak, and the rate that goes with it."""
+"""Builds a setting for an effective batch: micro-batch, accumulation, seconds, peak, and the matching learning rate."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from outcore.units import format_bytes
 
 @dataclass
 class SettingBuilder:
-    """Settings of one training on one device. `curves` is None where a single batch size is all there is."""
+    """Builds settings of one training on one device. `curves` is None if only a single batch size can be run."""
 
     parts: Parts
     curves: CurveBuilder | None
-    only: Curve | None = None  # that single one
+    only: Curve | None = None  # the curve of that single batch size
     today_batch: int = 0
     today_rate: float = 0.0
     rate_batch: int = 0  # the batch that the optimizer's present rate belongs to
@@ -34,7 +34,7 @@ class SettingBuilder:
         return self.only
 
     def cut(self, batch: int, micro_batch: int) -> Advice:
-        """This batch in micro-batches of at most this size; the optimizer's present rate is not part of it yet."""
+        """Returns the batch split into micro-batches of at most this size, without a learning rate."""
         size, peak_bytes = self._peak(micro_batch, batch)
         accumulation = batch // size
         return Advice(
@@ -52,7 +52,7 @@ class SettingBuilder:
         )
 
     def at(self, batch: int) -> Advice:
-        """This batch, cut the fastest way, in the seconds of a training's steps."""
+        """Returns the batch split in the fastest way, with the seconds that its steps take in a training."""
         curves = self.curves
         if curves is None:
             (size,) = self.curve.batches
@@ -63,14 +63,14 @@ class SettingBuilder:
         return self.timed(self.cut(batch, micro_batch_for(batch)(curves.curve)))
 
     def timed(self, advice: Advice) -> Advice:
-        """With the seconds of a training's steps, whatever its batch was chosen by."""
+        """Returns the advice with the seconds that its steps take in a training, whatever timings chose its batch."""
         if self.curves is not None:
             self.curves.time_in_loop(advice.micro_batch)
         curve, cut = self.curve, (advice.micro_batch, advice.accumulation)
         return replace(advice, samples_per_s=curve.rate(*cut), step_s=curve.seconds(*cut), curve=curve)
 
     def today(self) -> Advice:
-        """Today's setting. Where timings tell nothing it is cut by its bytes: as few micro-batches as are in-core."""
+        """Returns today's setting. If timings cannot be trusted, it uses the largest micro-batch that is in-core."""
         curves, batch = self.curves, self.today_batch
         if curves is not None and batch not in curves.curve.batches:
             whole = batch <= curves.curve.largest_in_core
@@ -81,7 +81,7 @@ class SettingBuilder:
         return replace(advice, learning_rate=rate, rule="fixed", num_warm_up_steps=0, beta2=None)
 
     def _largest_divisor(self, batch: int) -> int:
-        """The largest micro-batch that is in-core, else the largest that fits."""
+        """Returns the largest micro-batch that is in-core, or the largest that fits."""
         curve = self.curve
         points = [point for point in curve.fitting if batch % point.micro_batch == 0]
         whole = [point for point in points if point.micro_batch == batch or curve.accumulates(point.micro_batch)]
@@ -90,7 +90,7 @@ class SettingBuilder:
         return max(whole, key=lambda point: (point.in_core, point.micro_batch)).micro_batch
 
     def _peak(self, micro_batch: int, effective: int) -> tuple[int, int]:
-        """The micro-batch to use, and its peak: while gradients are accumulated a smaller one may be needed."""
+        """Returns the micro-batch to use and its peak; under accumulation a smaller micro-batch may be needed."""
         point, curves, bench = self.curve.point(micro_batch), self.curves, self.parts.bench
         if effective == micro_batch or (curves is None and effective % micro_batch == 0):
             return micro_batch, point.measured_peak_bytes or point.peak_bytes
@@ -113,7 +113,7 @@ class SettingBuilder:
     # -- the learning rate --------------------------------------------------------------------------------------------
 
     def set_rate(self, rate: float) -> None:
-        """The optimizer's first group gets this rate, the others keep their ratio to it."""
+        """Sets this rate in the optimizer's first group; the rates of the others keep their ratio to it."""
         optimizer = self.parts.optimizer
         assert optimizer is not None
         first_rate = float(optimizer.param_groups[0]["lr"])
@@ -121,7 +121,8 @@ class SettingBuilder:
             group["lr"] = group["lr"] * (rate / first_rate) if first_rate else rate
 
     def with_rate(self, advice: Advice, *, says_why: bool = True) -> Advice:
-        """The rate that the rule gives for the advice's batch, with what belongs to it."""
+        """Returns the advice with the rate that the rule gives for its batch, its warm-up and beta2."""
+
         optimizer, wanted_rule = self.parts.optimizer, self.parts.request.rate.rule
         if optimizer is None:
             return advice

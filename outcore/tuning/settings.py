@@ -64,7 +64,7 @@ class CurveSettings:
     max_interpolations: int = 8  # bytes looked up on a line before the search halves its interval (guessed)
     swapped_value_bytes: int = 256 * KIB  # bytes a swapped value costs beside its own on a CPU (measured, two networks)
     swap_cost_share: float = 0.03  # of a step; a smaller difference may be the line's error (guessed)
-    max_measured: int = 4  # batches that are tried with real steps at most (guessed)
+    max_measured: int = 4  # batches that are measured with real steps, at most (guessed)
     num_larger: int = 2  # in-core batches above the picked one that are compared with it (guessed)
     close_share: float = 0.8  # of the most samples per second; noise may hide that such a batch is better (guessed)
     far_factor: int = 4  # times the largest in-core batch; the curve ends there (guessed)
@@ -94,8 +94,8 @@ class GradientSettings:
     time_share: float = 0.1  # of `trial_s`, for measuring noise at most (guessed)
     unsure_share: float = 0.5  # of the noise scale; with a larger error only its order is known (guessed)
     decay: float = 0.95  # of the running moments per measurement: about the last twenty count (guessed)
-    max_plunge_steps: int = 60  # steps of training before noise is measured, at most (measured)
-    plunged_share: float = 0.3  # of the first loss; below it gradients no longer all agree (measured)
+    max_descent_steps: int = 60  # steps of training before noise is measured, at most (measured)
+    descent_share: float = 0.3  # of the first loss; after it fell by this, gradients no longer all agree (measured)
     range_batch: int = 256  # samples for the range test, at most: a large batch shows the rate, not noise (measured)
     num_range_steps: int = 80  # steps of a range test (guessed)
     num_range_seeds: int = 3  # seeds of a range test, at most (measured: one seed is off by a factor of 3)
@@ -104,13 +104,13 @@ class GradientSettings:
     range_width_decades: float = 0.25  # standard deviation of the weights that a line is fitted with (guessed)
     diverged_margin: float = 3.0  # factor below the rate at which the loss diverged (guessed)
     sure_errors: float = 2.0  # standard errors that a slope must lie below zero (derived: about 95 %)
-    num_diverged: int = 3  # losses in a row that are too high: it does not come back (guessed)
+    num_diverged: int = 3  # losses in a row that are too high: the training does not recover (guessed)
     num_first_losses: int = 5  # steps at rates too low to matter, whose loss is the one to compare with (guessed)
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """The learning rate on the way through a training, and predictions of its length."""
+    """The learning rate during a training, and predictions of its length."""
 
     decay_share: float = 1 / 3  # of a training whose end is known; the rate falls to zero over it (guessed)
     round_share: float = 1 / 2  # of the length; a round that follows a missed target (measured on MNIST and digits)
@@ -137,7 +137,7 @@ class ComparisonSettings:
     num_starts: int = 3  # initial weights and orders of the data in the final (measured: one start tells little)
     not_reached_factor: float = 1.25  # times a run that missed the target; its cost at least (guessed)
     give_up_excess_share: float = 1.0  # of the leader's error; a run beyond it at half time stops (guessed)
-    together_share: float = 0.15  # of the time to the target; another start differs by more (measured on MNIST)
+    together_share: float = 0.15  # of the time to the target; other starts differ by more (measured on MNIST)
     behind_share: float = 0.15  # of the leader's error; today's setting runs on while it is nearer (guessed)
     max_extrapolation: float = 4  # times the winner's run; a target beyond is not predicted (guessed)
     shorter_factor: float = 1.25  # times the seconds to the target; so long are runs once it was reached (guessed)
@@ -182,7 +182,7 @@ class SearchSettings:
 
 @dataclass(frozen=True)
 class TunerSettings:
-    """How one call of `tune` goes about it."""
+    """Limits of one call of `tune`."""
 
     first_batch: int = 32  # samples; the batch that is assumed where none is given (guessed)
     largest_batch: int = 1 << 16  # samples; no larger batch is looked at (guessed)
@@ -203,18 +203,18 @@ class WorkerSettings:
 
 @dataclass(frozen=True)
 class AdaptiveSettings:
-    """The loop whose batch follows the noise."""
+    """The training loop whose batch follows the gradient noise."""
 
     worth_factor: float = 1.05  # times the present goodput that another batch must promise (guessed)
-    min_measurements: int = 5  # before the noise is believed (guessed)
+    min_measurements: int = 5  # measurements before the noise is used (guessed)
     num_settling: int = 5  # steps of another batch that are not timed: recorded, planned, compiled (derived)
     num_tried: int = 8  # timed steps of a new batch before it is decided whether to stay (guessed)
-    split_every: int = 4  # steps; of single micro-batches every so many runs in two halves (guessed)
+    split_every: int = 4  # steps; a single micro-batch is halved every so many steps, for noise (guessed)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All of them."""
+    """The settings of all parts of the tuner."""
 
     timing: TimingSettings = field(default_factory=TimingSettings)
     probes: ProbeSettings = field(default_factory=ProbeSettings)

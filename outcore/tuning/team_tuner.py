@@ -1,7 +1,7 @@
-"""Parts of one call on every worker -> one Advice for all of them, each with its own micro-batch and curve.
+"""Computes one advice for all workers of a process group, each with its own micro-batch and curve.
 
-Each worker finds its own curve; all exchange them, choose a global batch and each one's part of it, and run their parts
-at the same time: what one seems slower by because it was measured in another moment does not count. A changed batch or
+Each worker measures its own curve. All exchange their curves, choose a global batch and the part of each worker, and
+run their parts at the same time, so that differences between moments of measurement do not count. A changed batch or
 rate is compared with today's by rank 0, which trains the global batch alone and counts the seconds of the group.
 """
 
@@ -28,7 +28,7 @@ TUNER, WORKERS, TIMING = SETTINGS.tuner, SETTINGS.workers, SETTINGS.timing
 
 @dataclass(frozen=True)
 class GroupSetting:
-    """What all workers agreed on."""
+    """The setting that all workers agreed on."""
 
     batch: int
     learning_rate: float | None
@@ -42,13 +42,13 @@ class GroupSetting:
 
 
 class TeamTuner(Tuner):
-    """One call of `tune` on every worker."""
+    """One call of `tune` on all workers."""
 
     ranks: Ranks
     communication_s: float
-    is_trusted = True  # the timings of every worker
-    level = 1.0  # this worker's seconds while all others run too, over those of its curve
-    spread = 0.0  # of its timings; infinite: nobody's speed is known
+    is_trusted = True  # whether the timings of every worker can be trusted
+    level = 1.0  # seconds while all workers run, relative to the curve's
+    spread = 0.0  # of this worker's timings; infinite if no speed is known
 
     def join(self, ranks: Ranks, communication_s: float) -> None:
         self.ranks, self.communication_s = ranks, communication_s
@@ -119,7 +119,7 @@ class TeamTuner(Tuner):
         )
 
     def _look_at_gradients(self) -> float | None:
-        """Learning rate and noise, found by rank 0 for all; its reasons are everybody's."""
+        """Returns the gradient noise. Rank 0 finds noise and learning rate for all, with reasons that all report."""
         settings, parts, kept = self.settings, self.parts, self.request.batch.kept
         with self.ranks.all_or_none():
             self._note_today_rate()
@@ -139,7 +139,7 @@ class TeamTuner(Tuner):
     # -- the split ----------------------------------------------------------------------------------------------------
 
     def _agree(self, largest: int, noise: float | None) -> tuple[WorkerGroup, Split]:
-        """Choose, run all parts at the same time, exchange; again where that changes the choice."""
+        """Chooses a split, runs all parts at the same time and exchanges the timings, until the choice is stable."""
         group, measured = self._group(), 0
         for at in range(WORKERS.num_agreements):
             self.parts.progress("choosing a batch for all workers", at / WORKERS.num_agreements)
@@ -166,7 +166,7 @@ class TeamTuner(Tuner):
         return self.ranks.worker_group(worker if self.is_trusted else worker.by_samples(), self.communication_s)
 
     def _most_accumulating(self) -> int:
-        """The largest micro-batch of the curve that fits beside the gradients of those before it."""
+        """Returns the largest micro-batch of the curve that fits beside accumulated gradients."""
         sizes = [point.micro_batch for point in self.curve.fitting]
         if self.curves is None:
             return sizes[-1]
@@ -174,7 +174,7 @@ class TeamTuner(Tuner):
         return next((size for size in reversed(sizes) if accumulating.predict(size).plan is not None), 0)
 
     def _run_part(self, micro_batch: int) -> None:
-        """Real steps of this worker's part, in rounds that all workers run at the same time."""
+        """Runs real steps of this worker's part, in rounds that all workers run at the same time."""
         curves = self.curves
         predicted: PredictedBatch | None = None
         with self.ranks.all_or_none():
@@ -189,7 +189,7 @@ class TeamTuner(Tuner):
             self.level = statistics.median(times_s) / curves.curve.seconds(micro_batch)
 
     def _rounds(self, predicted: PredictedBatch | None) -> list[float]:
-        """Seconds of a step in each round. Every round ends with an exchange: if a rank fails, all stop."""
+        """Returns the seconds of a step in each round. Ranks communicate after every round: if one fails, all stop."""
         times_s: list[float] = []
         with ExitStack() as stack:
             with self.ranks.all_or_none():
@@ -203,7 +203,7 @@ class TeamTuner(Tuner):
     # -- the check ----------------------------------------------------------------------------------------------------
 
     def _chosen(self, group: WorkerGroup, split: Split, noise: float | None) -> GroupSetting:
-        """The batch and rate of the split, if they change nothing or win on rank 0; else today's."""
+        """Returns the batch and rate of the split if they change nothing or win on rank 0, otherwise today's."""
         parts, settings = self.parts, self.settings
         proposal = replace(self._one_device_setting(split), noise=noise)
         with self.ranks.all_or_none():
@@ -222,7 +222,7 @@ class TeamTuner(Tuner):
         return chosen
 
     def _compared(self, group: WorkerGroup, split: Split, proposal: Advice, today: GroupSetting) -> GroupSetting:
-        """On rank 0: both settings trained by this device alone, in the seconds that the group takes for a step."""
+        """Trains with both settings on rank 0's device, counting the seconds that the group takes for a step."""
         try:
             if not self.is_trusted:
                 raise Uncheckable(BUSY)
@@ -241,7 +241,7 @@ class TeamTuner(Tuner):
         return _group_setting(winner.effective_batch, winner)
 
     def _one_device_setting(self, split: Split) -> Advice:
-        """The global batch as one device is said to train it: its own micro-batch, and all samples of the step."""
+        """Returns the setting that trains the global batch on one device."""
         micro_batch = split.sizes[self.ranks.rank]
         return Advice(
             micro_batch=split.batch,
@@ -269,7 +269,7 @@ class TeamTuner(Tuner):
 
 
 class GroupCheck(SettingCheck):
-    """The same in given seconds: the group's, not this device's. Other batches of the group are not tried."""
+    """A check that counts the given seconds of the group instead of this device's, and tries no other batches."""
 
     def _timed(self, proposal: Advice) -> Advice:
         return proposal

@@ -1,15 +1,14 @@
-"""The front door: tune(make_model, loss_fn, dataset, memory=...) -> Advice.
+"""The public function: tune(make_model, loss_fn, dataset, memory=...) -> Advice.
 
-Which batch and which learning rate train fastest in the memory there is? A few small batches are recorded; every other
-one is predicted by scaling their traces, planning and simulating; the best few are confirmed with real steps. The
-micro-batch is the knee of that curve. The effective batch is kept by accumulation or, where it is free, chosen by
-goodput: samples per second times what a sample is worth at that batch, by the measured noise of the gradients. Whatever
-would change what is trained is first compared with today's setting, by training both.
+Finds the batch and the learning rate that train fastest in the given memory. A few small batches are recorded. Every
+other batch is predicted: their traces are scaled, planned and simulated. The best few predictions are confirmed with
+real steps. The micro-batch is the knee of that curve. The effective batch is kept by accumulation or, if it may change,
+chosen by goodput: samples per second times what a sample is worth at that batch, given the measured gradient noise.
+Anything that would change the training is first compared with today's setting by training with both.
 
-After Guo et al. (AccUDNN, arXiv 1901.06773), who look for the efficiency-optimal minibatch once swapping has removed
-the memory wall; the statistics are those of Pollux and AdaScale (see `gradients.goodput`). Nothing is found by running
-out of memory, and nothing of the user's training is changed: not the model, not the random generators, not the data's
-order.
+The method follows Guo et al. (AccUDNN, arXiv 1901.06773), who look for the efficiency-optimal minibatch once swapping
+has removed the memory wall; the statistics are those of Pollux and AdaScale (see `gradients.goodput`). No limit is
+found by running out of memory. The user's model, random generators and order of the data are left as they were.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from outcore.tuning.tuner import Tuner
 from outcore.tuning.workers.ranks import Ranks, check_alike
 from outcore.units import format_seconds
 
-MOVED = {  # keywords of version 0.1 and what is written instead
+MOVED = {  # keywords of version 0.1, and their replacements
     "free": "batch=Batch(256, free=True)",
     "largest": "batch=Batch(largest=4096)",
     "rule": "learning_rate=LearningRate(rule='sqrt')",
@@ -77,36 +76,39 @@ def tune(
 ) -> Advice:
     """Advises micro-batch, accumulation and learning rate for training in `memory` bytes of the model's device.
 
-    `make_model()` makes the model on its device (a model itself will do, and is not changed). `dataset` is a map-style
-    data set, a function batch_size -> batch, or a `Data` object. A batch of `(x, y)` is trained by
-    `loss_fn(model(x), y)`, a dictionary by `loss_fn(model(**batch), batch)`: any other step can be written as a model
-    whose forward is that step. `optimizer(parameters)` makes the optimizer, for example
-    `partial(torch.optim.AdamW, lr=1e-3)`; without it its state is not counted and no learning rate is advised.
+    `make_model()` returns the model on its device (a model is accepted too, and is not changed). `dataset` is a
+    map-style data set, a function batch_size -> batch, or a `Data` object. The loss of a batch `(x, y)` is
+    `loss_fn(model(x), y)`, that of a dictionary is `loss_fn(model(**batch), batch)`; any other step can be written as a
+    model whose forward is that step. `optimizer(parameters)` returns the optimizer, for example
+    `partial(torch.optim.AdamW, lr=1e-3)`. Without it, optimizer state is not counted and no learning rate is advised.
 
-    `batch` is the effective batch you train with today: it is kept by accumulation, unless `Batch(256, free=True)`.
-    Without it the batch is free. `learning_rate` is the rate that belongs to `batch` (the optimizer's, if not given),
-    or "find" for a range test, which is the default where no batch is given. Before the rate or the batch is changed,
-    settings race from the same starts: what is soonest at the target on held-out samples (without one, or with a
-    function for its metric: at the least loss), in the mean over up to three starts (further models, as `make_model()`
-    makes them), is the advice. What could not be compared, or rests on timings of a busy machine, is not advised:
-    `advice.unchecked` then says why, and the advice is today's setting.
+    `batch` is the effective batch you train with today. It is kept by accumulation, unless `Batch(256, free=True)` is
+    given; without `batch` any batch may be chosen. `learning_rate` is the rate that belongs to `batch` (by default the
+    optimizer's), or "find" for a range test, which is the default if no batch is given. Before the rate or the batch is
+    changed, settings are compared by training from the same starts. The advice is the setting that reaches the target
+    on held-out samples first, in the mean over up to three starts (further models that `make_model()` makes). Without a
+    target, or if its metric is a function, the setting with the lowest loss wins. A setting that could not be compared,
+    or that rests on timings of a busy machine, is not advised: then the advice is today's setting, and
+    `advice.unchecked` gives the reason.
 
-    `goal` is what the training is for: a target such as `("val_accuracy", 0.97)`, whose time is then predicted, or a
-    `Goal` with a length. With a length the advice is what is best at the end of such a training (as long as
-    `num_epochs` take with the batch that won the race), and what is soonest at the target is in its `soonest`. With a
-    target of val_accuracy ends are compared by the probability of the right class, else by the loss.
+    `goal` is the purpose of the training: a target such as `("val_accuracy", 0.97)`, the time to which is then
+    predicted, or a `Goal` with a length. With a length, the advice is the setting that is best at the end of a training
+    of that length (`num_epochs` are converted to seconds with the batch that won the comparison), and the setting that
+    reaches the target first is in `advice.soonest`. With a target of val_accuracy, trainings are compared at their end
+    by the probability of the right class, otherwise by the loss.
 
-    `effort` bounds what is tried: `Effort(trial_s=20)` seconds of compute by which all go that train. All that training
-    takes about 1.4 `trial_s` at most (2.3 where the target is near but not reached, 1.5 more with a length); reading
-    the data and evaluating held-out samples come on top. `Effort(num_trials=20)` adds an Optuna study around the
-    advice, which replaces the advice by what is sooner from three further starts.
+    `effort` bounds the work: the time of all trial trainings scales with `Effort(trial_s=20)`, in seconds of compute.
+    They take about 1.4 `trial_s` at most (2.3 if the target is nearly reached, 1.5 more with a length); reading the
+    data and evaluating held-out samples come on top. `Effort(num_trials=20)` adds an Optuna study around the advice,
+    whose result replaces the advice if it reaches the target sooner from three further starts.
 
-    Where several workers train together, batches are global ones, and the advice says how many samples each worker
-    takes. In a process group of torch.distributed all ranks call this alike, with the model itself (not wrapped in
-    DistributedDataParallel): each measures its own device, and all return the same advice, each with its own
-    micro-batch and curve. Outside, `workers=Workers(8, communication_s=0.02)`, or speeds relative to this device such
-    as `Workers([1, 1, 0.5], ...)`, plans for workers that are not here; the advice's micro-batch is then the first
-    one's. `progress(what, part)` is called with what is being done.
+    If several workers train together, batches are global batches, and the advice lists the samples of each worker. In a
+    process group of torch.distributed, every rank calls this function with the same arguments and with the model itself
+    (not wrapped in DistributedDataParallel). Each rank measures its own device; all return the same advice, each with
+    its own micro-batch and curve. Outside a process group, `workers=Workers(8, communication_s=0.02)`, or speeds
+    relative to this device such as `Workers([1, 1, 0.5], ...)`, plans for workers that are not available yet; the
+    advice's micro-batch is then that of the first worker. `progress(what, part)` is called with the current activity
+    and the share that is done.
 
     ```python
     import outcore
@@ -141,7 +143,7 @@ def tune(
 
 
 class _Call:
-    """One call of `tune`; remembers what is being done, for an error's sentence."""
+    """One call of `tune`; remembers the current activity for error messages."""
 
     def __init__(self, request: Request, progress: Progress) -> None:
         self.request, self._progress, self._stage = request, progress, ""
@@ -161,7 +163,7 @@ class _Call:
             if sentence is None:
                 raise
             raise TuningError(sentence) from error
-        except SystemExit as error:  # a status of the user's would be taken for one of ours
+        except SystemExit as error:  # the user's exit status would be mistaken for one of this command's
             raise TuningError(
                 f"while {self._stage or 'tuning'}, your code called sys.exit({error.code}); let it return instead"
             ) from error
@@ -190,7 +192,7 @@ class _Call:
 
     @contextmanager
     def _tuner(self, ranks: Ranks | None) -> Iterator[Tuner]:
-        """One that is ready to advise, for this device or for all ranks."""
+        """Yields a tuner that is ready to advise, for this device or for all ranks."""
         request = self.request
         with ExitStack() as stack:
             with nullcontext() if ranks is None else ranks.all_or_none():
@@ -223,8 +225,10 @@ class _Call:
 
 
 def _search_facts(parts: Parts) -> tuple[list[int], SearchFacts]:
-    """Batches that a study ran, and what a search has to know of the training. A study that cannot be continued is
-    refused before any work."""
+    """Returns the batches that a study ran, and the facts of the training that a search needs.
+
+    A study that cannot be continued is refused before any work is done.
+    """
     target, optimizer = parts.request.target, parts.optimizer
     assert optimizer is not None
     assert target is not None
@@ -242,8 +246,8 @@ def _search_facts(parts: Parts) -> tuple[list[int], SearchFacts]:
 def _with_search_batches(
     tuner: Tuner, advice: Advice, known: list[int], facts: SearchFacts
 ) -> tuple[Advice, SearchFacts]:
-    """With the batches that a study ran on the curve too. And the micro-batch that larger ones are cut into while
-    gradients are accumulated, where it fits."""
+    """Adds the batches that a study ran to the curve, and the micro-batch into which larger batches are split under
+    accumulation, if it fits."""
     curves, largest = tuner.curves, tuner.request.batch.largest
     if curves is None:
         return advice, facts
@@ -258,7 +262,8 @@ def _with_search_batches(
 
 
 def _target_time_of_group(trainings: FreshTrainings, advice: Advice, ranks: Ranks) -> Advice:
-    """Rank 0 trains the global batch alone; the group takes the same steps, each in the time predicted for it."""
+    """Returns the advice with the time to the target: rank 0 trains the global batch alone, and each of its steps is
+    counted with the seconds that are predicted for the group."""
     alone = advice
     with ranks.all_or_none():
         if ranks.rank == 0:

@@ -1,9 +1,9 @@
-"""Parts of one call -> Advice for one device.
+"""Computes an advice for one device.
 
-The micro-batch comes from the throughput curve; then, where they are free, the learning rate from a range test and the
-effective batch from the noise of the gradients. That is a proposal. It becomes the advice if it wins a comparison with
-today's setting (check.py); where nothing can be compared, or timings cannot be trusted, today's setting is the advice,
-and the reason is given. Whatever trains here restores the parameters.
+The micro-batch comes from the throughput curve. Then, if they may change, the learning rate comes from a range test and
+the effective batch from the noise of the gradients. This proposal becomes the advice if it wins a comparison with
+today's setting (check.py). If nothing can be compared, or timings cannot be trusted, the advice is today's setting with
+the reason. All trainings here restore the parameters.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Tuner:
         return replace(advice, why=tuple(self._why(advice)))
 
     def _propose(self, kept: int | None, micro_batch: int) -> Advice:
-        """What theory says: nothing of it has been compared yet."""
+        """Returns the setting that theory suggests; it has not been compared yet."""
         if not self.curve.is_trusted:
             raise Uncheckable(BUSY)
         batch, settings = kept or micro_batch, self.settings
@@ -94,12 +94,12 @@ class Tuner:
 
     @property
     def _may_change(self) -> bool:
-        """Whether the batch or the rate is to be found: then something has to train."""
+        """Whether the batch or the rate has to be found, which requires training."""
         rate, batch = self.request.rate.rate, self.request.batch
         return batch.is_free or rate == "find" or (rate is None and batch.size is None)
 
     def _checked(self, proposal: Advice) -> Advice:
-        """The proposal, if it changes nothing or wins; else today's setting."""
+        """Returns the proposal if it changes nothing or wins the comparison, otherwise today's setting."""
         settings = self.settings
         same_batch = proposal.effective_batch == settings.today_batch
         if same_batch and proposal.learning_rate in (None, settings.today_rate):
@@ -107,7 +107,7 @@ class Tuner:
                 self.parts.why.append("nothing was compared over your length: batch and rate stay as they are")
             return proposal
         if self.parts.optimizer is None and self.request.batch.size is None:
-            return proposal  # no training is known that it would change: this is about speed alone
+            return proposal  # no present training is known, so only speed matters
         try:
             if self.curves is None:
                 raise Uncheckable("only one batch size could be run, so nothing can be compared")
@@ -118,7 +118,7 @@ class Tuner:
             return self._fall_back(f"not compared with today's setting: {error}", proposal)
 
     def _fall_back(self, reason: str, proposal: Advice | None) -> Advice:
-        """Today's setting, with the reason; the proposal where today's setting does not fit this memory."""
+        """Returns today's setting with the reason, or the proposal if today's setting does not fit this memory."""
         self.settings.noise = None if proposal is None else self.settings.noise
         beside = None if proposal is None else proposal.setting
         try:
@@ -153,7 +153,8 @@ class Tuner:
     # -- the micro-batch ----------------------------------------------------------------------------------------------
 
     def find_micro_batch(self, effective: int | None) -> int:
-        """The knee of the curve, or the best of those that divide an effective batch; both are kept in `settings`."""
+        """Returns the knee of the curve, or the best micro-batch that divides an effective batch, and sets
+        `settings`."""
         parts, bench = self.parts, self.parts.bench
         largest = parts.largest_batch(self.request.batch.largest)
         probes = probe_batches(bench, largest, parts.progress, parts.why_one() if largest == 1 else None)
@@ -185,7 +186,7 @@ class Tuner:
     # -- the effective batch ------------------------------------------------------------------------------------------
 
     def usual_batch(self) -> int:
-        """Where no batch was given: a usual one that is in-core."""
+        """Returns a common batch that is in-core, for the case that no batch was given."""
         num = self.parts.samples.num or TUNER.largest_batch
         return max(1, min(TUNER.first_batch, self.curve.largest_in_core or 1, num // 2))
 
@@ -199,7 +200,7 @@ class Tuner:
         parts.progress("measuring the noise of the gradients", 0.0)
         with parts.without_momentum(), untouched(parts.model, parts.optimizer):
             if self.request.starts_anew:
-                self._train_past_the_plunge(min(self.settings.rate_batch, curve.largest_in_core, num // 2))
+                self._train_past_first_descent(min(self.settings.rate_batch, curve.largest_in_core, num // 2))
             noise = measure_noise_until(
                 parts.model,
                 self.request.loss_fn,
@@ -212,23 +213,24 @@ class Tuner:
         parts.why.append(f"{noise.num_micro} micro-batches of {micro_batch} show a noise scale of {noise.description}")
         return noise
 
-    def _train_past_the_plunge(self, batch: int) -> None:
-        """While the loss falls from its plateau all gradients agree: noise is far lower there than ever after."""
+    def _train_past_first_descent(self, batch: int) -> None:
+        """Trains until the loss has left its initial plateau. During this first descent the gradients of all samples
+        agree, and the noise is far lower than at any later time."""
         parts = self.parts
         assert parts.optimizer is not None
         batches, first = parts.samples.shuffled(batch, seed=1), 0.0
-        for _ in range(GRADIENTS.max_plunge_steps):
+        for _ in range(GRADIENTS.max_descent_steps):
             loss = loss_of(parts.model, self.request.loss_fn, next(batches))
             loss.backward()
             parts.optimizer.step()
             parts.optimizer.zero_grad()
             first = first or float(loss.detach())
-            fallen = (1 - GRADIENTS.plunged_share) * abs(first)  # the loss may lie below zero
+            fallen = (1 - GRADIENTS.descent_share) * abs(first)  # the loss may lie below zero
             if not float(loss.detach()) >= first - fallen:
                 return
 
     def _by_goodput(self, curves: CurveBuilder, noise: float) -> tuple[int, int]:
-        """The effective batch that gets furthest per second, and its micro-batch."""
+        """Returns the effective batch with the highest goodput, and its micro-batch."""
         batches, first_batch = effective_batches(curves.curve, self.parts.largest_batch()), self.settings.today_batch
 
         def seconds(batch: int) -> float:
@@ -258,13 +260,14 @@ class Tuner:
         settings.today_rate = float(optimizer.param_groups[0]["lr"])
 
     def find_rate(self) -> None:
-        """By a range test, where one is wanted. Before any training: a trained model shows less."""
+        """Runs a range test if one is requested. It comes before any training, because on a trained model the loss
+        falls less and shows less."""
         rate = self.request.rate.rate
         if rate == "find" or (rate is None and self.request.batch.size is None):
             self._test_range(*self._range_batch())
 
     def _range_batch(self) -> tuple[int, int]:
-        """A large batch that is in-core and takes its share of the time, and how many seeds it can be tested with."""
+        """Returns a large in-core batch whose steps fit the time of the range test, and how many seeds fit too."""
         curve, num = self.curve, self.parts.samples.num or TUNER.largest_batch
         step_limit_s = GRADIENTS.range_time_share * self.request.trial_s / GRADIENTS.num_range_steps
         most = min(GRADIENTS.range_batch, curve.largest_in_core, max(num // 4, 2))
@@ -275,7 +278,7 @@ class Tuner:
         return batch, max(1, min(GRADIENTS.num_range_seeds, num_seeds))
 
     def _test_range(self, batch: int, num_seeds: int) -> None:
-        """At a batch that is in-core."""
+        """Sets the learning rate that a range test with an in-core batch suggests."""
         parts = self.parts
         assert parts.optimizer is not None
         if batch < 2:

@@ -1,1 +1,1 @@
-"""The user's data, model and optimizer -> batches of any size, and everything put back after a trial."""
+"""Batches of any size from the user's data, and restoring everything after a trial."""

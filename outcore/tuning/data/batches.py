@@ -1,7 +1,7 @@
-"""Batches as they come -> losses, sizes, and batches of any other size.
+"""The loss and the size of a batch, and batches regrouped to any size.
 
-A batch is what a loader yields: a tensor, or tuples, lists and dictionaries of tensors with the samples along their
-first axis. Nothing is copied where a batch already has the size that is asked for.
+A batch is whatever a loader yields: a tensor, or tuples, lists and dictionaries of tensors with the samples along their
+first axis. Nothing is copied if a batch already has the requested size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ LossFn = Callable[..., torch.Tensor]
 
 
 def loss_of(model: torch.nn.Module, loss_fn: LossFn, batch: Any) -> torch.Tensor:
-    """`loss_fn(model(x), y)` of a pair, `loss_fn(model(**batch), batch)` of a dictionary, `loss_fn(model(x))` else."""
+    """Returns `loss_fn(model(x), y)` for a pair, `loss_fn(model(**batch), batch)` for a dictionary, otherwise
+    `loss_fn(model(x))`."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     batch = each_tensor(batch, lambda tensor: tensor.to(device, non_blocking=True))
     if isinstance(batch, Mapping):
@@ -37,7 +38,7 @@ def loss_of(model: torch.nn.Module, loss_fn: LossFn, batch: Any) -> torch.Tensor
 
 
 def size_of(batch: Any) -> int:
-    """Samples: the length of the first tensor."""
+    """Returns the number of samples, which is the length of the first tensor."""
     for tensor in tensors_of(batch):
         return len(tensor)
     raise TuningError(f"a batch of type {type(batch).__name__} holds no tensor; let the loader yield tensors")
@@ -55,12 +56,12 @@ def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def each_tensor(batch: Any, act: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same structure with `act` done to its tensors."""
+    """Returns the same structure with `act` applied to its tensors."""
     return _zipped([batch], lambda tensors: act(tensors[0]))
 
 
 def _zipped(batches: list[Any], act: Callable[[list[torch.Tensor]], torch.Tensor]) -> Any:
-    """One structure from several alike; `act` makes one tensor of the tensors at the same place."""
+    """Returns one structure from several equal ones; `act` combines the tensors at the same position."""
     first = batches[0]
     if isinstance(first, torch.Tensor):
         return act(batches)
@@ -75,7 +76,7 @@ def _zipped(batches: list[Any], act: Callable[[list[torch.Tensor]], torch.Tensor
 
 
 class Regrouped:
-    """Batches go in as they come, and come out in the size asked for, every sample once and in order."""
+    """A queue of samples: batches of any size go in, batches of the requested size come out, in order."""
 
     def __init__(self) -> None:
         self._pieces: deque[Any] = deque()
@@ -86,7 +87,7 @@ class Regrouped:
         self.num_samples += size_of(batch)
 
     def take(self, num_samples: int) -> Any:
-        """`num_samples` of the samples inside; ask only for as many as there are."""
+        """Returns the next `num_samples` samples; at least so many must be stored."""
         taken: list[Any] = []
         missing = num_samples
         while missing:
@@ -106,7 +107,7 @@ class Regrouped:
 
 
 def again_and_again(batches: Iterable[Any]) -> Generator[Any, None, None]:
-    """Batches without end: starts over when they are used up, as epochs do."""
+    """Yields batches without end; starts over at the end of an epoch."""
     while True:
         empty = True
         for batch in batches:
@@ -117,7 +118,7 @@ def again_and_again(batches: Iterable[Any]) -> Generator[Any, None, None]:
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:
-    """The random generators that a DataLoader was given for its order; a trial must not move them."""
+    """Returns the random generators of a DataLoader, which a trial must restore."""
     owners = [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))]
     attributes = [getattr(owner, "generator", None) for owner in owners]
     generators = [item for item in attributes if isinstance(item, torch.Generator)]

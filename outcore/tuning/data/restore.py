@@ -1,9 +1,9 @@
-"""Model, optimizer, random generators -> the same ones, bit for bit, whatever was tried in between.
+"""Restores model, optimizer and random generators bit for bit after a trial.
 
-Trying a batch size or a learning rate trains for a few steps. `untouched` puts everything back in place: tensors keep
-their identity and their storage, so that whatever refers to them (an optimizer, a wrapper, a captured graph) still
-does. The copies lie in host memory, because a second copy of a model that hardly fits would not fit the device.
-Lightning's finders write a checkpoint file and load it again; gradients and random generators are not in it.
+Trying a batch size or a learning rate trains for a few steps. `untouched` restores everything in place: tensors keep
+their identity and their storage, so that references to them (in an optimizer, a wrapper, a captured graph) stay valid.
+The copies are in host memory, because a second copy of a model that barely fits would not fit the device. Lightning's
+finders write and load a checkpoint file, which does not contain gradients and random generators.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from outcore.errors import TuningError
 
-Back = Callable[[], Any]  # puts something back and returns it
+Back = Callable[[], Any]  # restores something and returns it
 
 
 @contextmanager
 def untouched(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, *, others: Iterable[Any] = ()
 ) -> Iterator[None]:
-    """Inside, train as you like; afterwards, also after an exception, nothing has changed.
+    """A context in which a model may be trained; everything is restored at its end, also after an exception.
 
-    Covers parameters, buffers, gradients, train/eval modes, the optimizer's state and groups, and every random
-    generator (Python, NumPy, torch on the CPU and on all CUDA devices). `others` are put back too: modules,
-    optimizers, tensors, generators, and anything with `state_dict` and `load_state_dict` (schedulers, scalers).
+    This includes parameters, buffers, gradients, train/eval modes, the optimizer's state and groups, and every random
+    generator (Python, NumPy, torch on the CPU and on all CUDA devices). `others` are restored too: modules, optimizers,
+    tensors, generators, and objects with `state_dict` and `load_state_dict` (schedulers, scalers).
     """
     keeper = _Keeper()
     backs = [keeper.keep_module(model)]
@@ -48,7 +48,7 @@ def untouched(
 
 @contextmanager
 def without_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, the optimizer has no state, as before its first step. Its state waits in host memory and comes back."""
+    """A context in which the optimizer has no state, as before its first step. The state is kept in host memory."""
     states = dict(optimizer.state)
     if not all(isinstance(state, dict) for state in states.values()):
         raise TuningError(
@@ -71,9 +71,10 @@ def without_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextmanager
 def made_optimizer(make: Callable[[Any], torch.optim.Optimizer], parameters: Any) -> Iterator[torch.optim.Optimizer]:
-    """An optimizer to try things with. `make` may return one that the user goes on with, so it is restored afterwards.
+    """Yields an optimizer for trials. `make` may return one that the user continues to use, so it is restored at the
+    end.
 
-    Its parameters are not: they belong to a model, which is restored by itself.
+    Its parameters are not restored: they belong to a model that is restored separately.
     """
     given = list(parameters)
     optimizer, keeper = make(given), _Keeper()
@@ -110,13 +111,13 @@ def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class _Keeper:
-    """Remembers what it has already copied: parameters are met again in the optimizer's groups, tied ones twice."""
+    """Copies items once: the optimizer's groups contain the model's parameters again, and tied ones occur twice."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[torch.Tensor, Back]] = {}
 
     def keep(self, item: Any) -> Back:
-        """Containers and tensors are put back in place, all else is taken to be immutable."""
+        """Returns a function that restores `item`: containers and tensors in place; anything else is immutable."""
         if isinstance(item, torch.Tensor):
             return self._keep_tensor(item)
         if isinstance(item, dict):
@@ -146,7 +147,7 @@ class _Keeper:
                 tensor.grad = grad_back()
             return tensor
 
-        self._seen[id(tensor)] = tensor, back  # the tensor too: its number must not be given to another one
+        self._seen[id(tensor)] = tensor, back  # keeps the tensor alive, so that its id is not reused
         return back
 
     def _keep_dict(self, items: dict[Any, Any]) -> Back:
@@ -170,7 +171,7 @@ class _Keeper:
         return back
 
     def keep_module(self, model: torch.nn.Module) -> Back:
-        """By its dictionaries: a module may have put another tensor under a buffer's name."""
+        """Restores a module by its dictionaries, because a buffer's name may have been assigned another tensor."""
         modules = [(module, module.training) for module in model.modules()]
         backs = [self.keep(items) for module, _ in modules for items in (module._parameters, module._buffers)]
 
@@ -212,7 +213,7 @@ class _Keeper:
 
 
 def keep_generators() -> Back:
-    """The generators of this process. CUDA's only where CUDA is in use: asking would start it."""
+    """Returns a function that restores this process's generators. CUDA's are read only if CUDA is initialized."""
     python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
 

@@ -1,8 +1,8 @@
-"""The user's data -> batches of any size, on the model's device, without touching the user's random generators.
+"""Batches of any size from the user's data, on the model's device, without changing the user's random generators.
 
-Two kinds of batches are needed. To time a step any samples will do: a few are read once, spread evenly over the data
-set, and repeated up to the size that is tried. To learn something (noise, learning rate, time to a target) the data set
-is shuffled by a generator of its own.
+Two kinds of batches are needed. To time a step any samples suffice: a few are read once, evenly spaced in the data set,
+and repeated up to the requested size. To train (for noise, learning rate, time to a target) the data set is shuffled by
+a separate generator.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Samples:
 
     def __init__(self, data: Any, device: torch.device, collate: Collate | None = None) -> None:
         self.data, self.device, self.collate = data, device, collate or default_collate
-        self.load_s = 0.0  # seconds one process needs to read one sample and put it into a batch, if it has to
+        self.load_s = 0.0  # seconds in which one process reads and collates one sample; 0 if it need not
         self._read: list[Any] = []
         self._kept: dict[tuple[int, ...], Any] = {}
         self._kept_bytes = 0
@@ -43,7 +43,7 @@ class Samples:
             raise TuningError("the data set is empty; pass one with at least as many samples as a batch")
 
     def any_batch(self, size: int) -> Any:
-        """Some `size` samples, for timing: the same ones every time."""
+        """Returns a batch of `size` samples for timing: the same ones every time."""
         if self.num is None:
             return self._on_device(self.data(size))
         if len(self._read) < min(size, DATA.num_read, self.num):
@@ -58,7 +58,7 @@ class Samples:
         self.load_s = 0.0 if self._is_on_device() else (time.perf_counter() - began_s) / num
 
     def _is_on_device(self) -> bool:
-        """Whether samples already lie on the device: then a loader's workers have nothing to read."""
+        """Whether the samples are already on the device, so that a loader has nothing to read."""
         data = self.data
         while isinstance(data, Subset):
             data = data.dataset
@@ -67,7 +67,7 @@ class Samples:
         return self.device.type != "cpu" and all(tensor.device == self.device for tensor in tensors_of(self._read))
 
     def shuffled(self, size: int, *, seed: int = 0, only: Sequence[int] | None = None) -> Iterator[Any]:
-        """Batches of `size` different samples, epoch after epoch, shuffled by `seed`."""
+        """Yields batches of `size` different samples, epoch after epoch, shuffled with `seed`."""
         if self.num is None:
             while True:
                 yield self._on_device(self.data(size))
@@ -84,8 +84,8 @@ class Samples:
                 yield self.batch_of(picked[start : start + size])
 
     def drawn(self, size: int, *, seed: int = 0) -> Iterator[Any]:
-        """Batches of samples drawn with replacement: the data set is the distribution whose gradient noise is asked
-        for, however small it is."""
+        """Yields batches of samples drawn with replacement: the data set is the distribution whose gradient noise is
+        measured, however small it is."""
         if self.num is None:
             yield from self.shuffled(size)
             return
@@ -97,11 +97,11 @@ class Samples:
         return self._on_device(self._collated(indices))
 
     def kept_batch_of(self, indices: Sequence[int]) -> Any:
-        """The same, for samples that are asked for again: read once, while they fit `kept_bytes` of host memory."""
+        """Returns a batch of samples that are requested repeatedly; up to `kept_bytes` of them are kept on the host."""
         key = tuple(indices)
         batch = self._kept[key] if key in self._kept else self._collated(indices)
-        num_bytes = sum(int(getattr(leaf, "nbytes", 0)) for leaf in tree_leaves(batch))  # of arrays, too
-        on_host = all(tensor.device.type == "cpu" for tensor in tensors_of(batch))  # a device's memory has a budget
+        num_bytes = sum(int(getattr(leaf, "nbytes", 0)) for leaf in tree_leaves(batch))  # arrays count too
+        on_host = all(tensor.device.type == "cpu" for tensor in tensors_of(batch))  # device memory is limited
         if key not in self._kept and on_host and self._kept_bytes + num_bytes <= DATA.kept_bytes:
             self._kept[key], self._kept_bytes = batch, self._kept_bytes + num_bytes
         if key not in self._kept:
@@ -109,7 +109,7 @@ class Samples:
         return each_tensor(batch, lambda tensor: tensor.to(self.device, copy=True))  # a forward may write into it
 
     def _collated(self, indices: Sequence[int]) -> Any:
-        many = getattr(self.data, "__getitems__", None)  # as torch's loaders ask for a whole batch
+        many = getattr(self.data, "__getitems__", None)  # as in torch's loaders
         return self.collate(many(list(indices)) if many else [self.data[at] for at in indices])
 
     def _on_device(self, batch: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Gradients -> their noise, what a batch is worth, and the learning rates at which the loss falls."""
+"""Gradient noise, the worth of a batch, and the learning rates at which the loss falls."""

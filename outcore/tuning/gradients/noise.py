@@ -1,14 +1,14 @@
-"""Micro-batches -> how noisy their gradients are: |G|^2, tr(Sigma) and the noise scale. Scalars only.
+"""Measures gradient noise over micro-batches: |G|^2, tr(Sigma) and the noise scale.
 
-A hook on each parameter sees the gradient of one backward on its way to `.grad` and keeps its length, nothing else.
-The mean of the squared lengths of k micro-batches and the squared length of their mean are two batch sizes, which is
-all the equations need (McCandlish et al., arXiv 1812.06162, appendix A). Together they are the sample variance over
-micro-batches: what all of them share cancels, so a few already tell much, where comparing a single micro-batch with
-the accumulated gradient would carry the error of that one. AdaptDL keeps a copy of the last gradient for the case of
-one micro-batch per step; here two are asked for, and no copy is ever made.
+A hook on each parameter sees the gradient of one backward on its way to `.grad` and keeps its norm only. The mean of
+the squared norms of k micro-batches and the squared norm of their mean belong to two batch sizes, which is all that the
+equations need (McCandlish et al., arXiv 1812.06162, appendix A). Together they are the sample variance over
+micro-batches, in which whatever all of them share cancels, so that a few are informative. Comparing a single
+micro-batch with the accumulated gradient would include the error of that one. AdaptDL keeps a copy of the last gradient
+for the case of one micro-batch per step; here at least two are required, and gradients are never copied.
 
-How far off the quotient is follows from scalars, too (`scale_error`), and that is what tells when enough were seen:
-a small network's scale was up to 73 % off after 200 steps of training with 64 micro-batches, and 7 % with 4,096.
+The error of the quotient follows from scalars too (`scale_error`), and decides when enough micro-batches were seen: a
+small network's scale was up to 73 % off after 200 steps of training with 64 micro-batches, and 7 % with 4,096.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ GRADIENTS = SETTINGS.gradients
 
 @dataclass(frozen=True)
 class Noise(Saved):
-    """`sqr` is |G|^2, `var` is tr(Sigma) of single samples, `scale` their quotient in samples, `error` the standard
-    error of that, as a share of it."""
+    """A measurement of gradient noise.
+
+    `sqr` is |G|^2, `var` is tr(Sigma) of single samples, `scale` their quotient in samples, and `error` the standard
+    error of the scale as a share of it.
+    """
 
     KIND: ClassVar[str] = "noise"
 
@@ -45,8 +48,8 @@ class Noise(Saved):
     var: float
     micro_batch: int
     num_micro: int
-    error: float | None = None  # None: not known
-    at_least: bool = False  # the scale may be larger: so many samples cannot show it
+    error: float | None = None  # None: unknown
+    at_least: bool = False  # the scale may be larger than these samples can show
 
     @property
     def scale(self) -> float:
@@ -54,7 +57,7 @@ class Noise(Saved):
 
     @property
     def description(self) -> str:
-        """The scale in words, with as many digits as are known."""
+        """The scale in words, with the significant digits only."""
         if self.at_least:
             return f"at least {self.scale:.0f} samples"
         if self.error is None:
@@ -65,9 +68,9 @@ class Noise(Saved):
 
 
 class Norms:
-    """The squared length of the gradient of each backward, seen as it passes.
+    """The squared gradient norm of each backward, from hooks on the parameters.
 
-    Needs one backward per `take`. Costs a reduction per parameter; switched off, a call of a function that returns.
+    Call `take` after each backward. The cost is a reduction per parameter, or a function call while `on` is False.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -82,14 +85,14 @@ class Norms:
             self._norms.append(torch.linalg.vector_norm(_values(grad.detach()), dtype=torch.float32))
 
     def take(self) -> torch.Tensor:
-        """The squared length since the last call, still on its device."""
+        """Returns the squared norm since the last call, still on the device."""
         norms, self._norms = self._norms, []
         if not norms:
             raise TuningError("no gradient reached the parameters; call backward() on the loss of each micro-batch")
         return torch.stack([norm.to(norms[0].device) for norm in norms]).square().sum()
 
     def drop(self) -> None:
-        """Forgets a backward that is not to be counted."""
+        """Discards a backward that is not to be counted."""
         self._norms = []
 
     def close(self) -> None:
@@ -98,7 +101,7 @@ class Norms:
 
 
 def squared_length(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
-    """|g|^2 of what the gradients hold now."""
+    """Returns the squared norm of the present gradients."""
     grads = [_values(parameter.grad) for parameter in parameters if parameter.grad is not None]
     return torch.nn.utils.get_total_norm(grads).float().square()
 
@@ -110,11 +113,11 @@ def _values(grad: torch.Tensor) -> torch.Tensor:
 def measure_noise(
     model: torch.nn.Module, loss_fn: LossFn, batches: Iterable[Any], *, num_micro: int = 16, group: Any = None
 ) -> Noise:
-    """The noise of gradients at the present parameters, over `num_micro` micro-batches of the size that comes.
+    """Returns the gradient noise at the present parameters, over `num_micro` micro-batches of the given size.
 
-    `loss_fn(model(x), y)` must be a mean over samples. The model is the same afterwards. With ranks, each measures on
-    its own micro-batches, and all return the mean, and the error that each would have alone. Micro-batches of another
-    size than the first are left out.
+    `loss_fn(model(x), y)` must be a mean over samples. The model is restored afterwards. In a process group each rank
+    measures its own micro-batches, and all ranks return the mean, with the error that each would have alone.
+    Micro-batches whose size differs from the first one's are skipped.
     """
     mine = _measure(model, loss_fn, batches, num_micro)
     sqr, var, error = mean_over_ranks([mine.sqr, mine.var, mine.error or 0.0], group)
@@ -124,10 +127,10 @@ def measure_noise(
 def measure_noise_until(
     model: torch.nn.Module, loss_fn: LossFn, batches: Iterable[Any], *, num_micro: int, error: float, for_s: float
 ) -> Noise:
-    """The noise on this rank alone, from `num_micro` micro-batches, and from more until the scale's error is at most
-    `error` or measuring has taken `for_s` seconds.
+    """Returns the gradient noise of this rank alone, from at least `num_micro` micro-batches; more are taken until the
+    scale's error is at most `error` or measuring has taken `for_s` seconds.
 
-    Gradients of half precision are not summed for longer: their sum would no longer see what is added to it.
+    Gradients in half precision are not summed for longer, because small addends would be lost in their sum.
     """
     if any(parameter.requires_grad and parameter.element_size() < 4 for parameter in model.parameters()):
         for_s = 0.0
@@ -135,10 +138,10 @@ def measure_noise_until(
 
 
 def capped(noise: Noise, num_samples: int | None = None) -> Noise:
-    """A noise scale no larger than the samples that showed it, of which there are `num_samples` in all.
+    """Returns the noise with its scale limited to the number of different samples that were measured.
 
-    Beyond them |G|^2 is lost in its own error and comes out near zero or below, and the scale is anything up to
-    infinity.
+    Beyond that, |G|^2 is smaller than its own error and comes out near zero or negative, and the scale could be
+    anything up to infinity. `num_samples` is the size of the data set.
     """
     num_seen = noise.micro_batch * noise.num_micro
     num_seen = num_seen if num_samples is None else min(num_seen, num_samples)
@@ -148,12 +151,13 @@ def capped(noise: Noise, num_samples: int | None = None) -> Noise:
 
 
 def scale_error(small: Sequence[float], sums: Sequence[float], micro_batch: int) -> float:
-    """The standard error of a noise scale as a share of it, to first order; infinite where no gradient shows.
+    """Returns the standard error of a noise scale as a share of it, to first order; infinite if no gradient is visible.
 
-    `small` are the squared lengths of the micro-batches' gradients, `sums` those of the running sum after each. Both
-    together tell the product of each gradient with the mean of those before it, |S + g|^2 = |S|^2 + 2 S g + |g|^2: its
-    part in |G|^2. What one micro-batch moves the scale by follows from that and its length. The second half is looked
-    at, where the mean before is known best; what that is still off by makes the error a little larger, not smaller.
+    `small` has the squared norms of the micro-batches' gradients, `sums` those of the running sum S after each.
+    Together they give the product of each gradient g with the mean of those before it, |S + g|^2 = |S|^2 + 2 S g +
+    |g|^2, which is its contribution to |G|^2. From that and its norm follows by how much one micro-batch moves the
+    scale. Only the second half is used, where the mean is known best; the remaining uncertainty makes the error
+    slightly too large.
     """
     num, half = len(small), len(small) // 2
     sqr, var = moments(sum(small) / num, micro_batch, sums[-1] / num**2, micro_batch * num)
@@ -200,7 +204,7 @@ def _measure(
 
 
 class _Seen:
-    """The squared lengths of micro-batches' gradients and of their running sum, which `.grad` is."""
+    """The squared norms of the micro-batches' gradients and of their running sum, which is in `.grad`."""
 
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
         self.parameters, self.norms, self.micro_batch = parameters, Norms(parameters), 0
@@ -225,7 +229,7 @@ class _Seen:
                 self._sums.append(squared_length(self.parameters))
             if num >= num_micro and time.perf_counter() >= end_s:
                 return
-            if num == next_look:  # seldom: a look waits for the device
+            if num == next_look:  # rarely, because reading the norms waits for the device
                 next_look *= 2
                 if scale_error(*self.lengths(), self.micro_batch) <= error:
                     return
@@ -236,7 +240,7 @@ class _Seen:
 
 
 class RunningNoise:
-    """Noise while training: both moments are averaged over steps, then divided, never the other way round."""
+    """Gradient noise during training: both moments are averaged over steps before they are divided."""
 
     def __init__(self, decay: float = GRADIENTS.decay) -> None:
         self.decay = decay
@@ -245,7 +249,7 @@ class RunningNoise:
         self._micro = (0, 0)
 
     def add(self, small_sqr: float, small_batch: int, large_sqr: float, large_batch: int) -> None:
-        """One step: the mean squared length of micro-batches, and that of the whole batch. Overflows are left out."""
+        """Adds one step: the mean squared norm of micro-batches and that of the whole batch. Overflows are skipped."""
         if not (math.isfinite(small_sqr) and math.isfinite(large_sqr)):
             return
         sqr, var = moments(small_sqr, small_batch, large_sqr, large_batch)
@@ -257,7 +261,7 @@ class RunningNoise:
 
     @property
     def now(self) -> Noise | None:
-        """None before the first measurement."""
+        """The present noise; None before the first measurement."""
         return Noise(self._sqr / self._weight, self._var / self._weight, *self._micro) if self._weight else None
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,15 +1,15 @@
-"""A model, batches and an optimizer -> the learning rates at which its loss falls, and one to take.
+"""A learning-rate range test: the rates at which the loss falls, and a suggested rate.
 
-The range test of Smith, arXiv 1506.01186: train a little while the rate rises from far too low to far too high, and
-look at the loss. Finders go wrong on noise: the loss of one batch differs from the next by more than a step improves
-it. Here the whole curve is taken first, then straight lines are fitted around each rate over its logarithm: a line
-gives level and slope together and, unlike a running mean, does not lag behind. A slope counts only where it stands out
-of the scatter around its own line. Several seeds (orders of the data, dropout) are averaged before. Lightning 2.5.3 and
-later take the slope against the rate itself, which points at the smallest rates, where a step in the rate is tiny.
+In the range test of Smith, arXiv 1506.01186, a model trains for a few steps while the rate rises from far too low to
+far too high. Noise misleads many implementations, because losses of consecutive batches differ by more than one step
+improves them. Here the whole curve is recorded first, then straight lines are fitted around each rate over its
+logarithm: a line gives level and slope together and, unlike a running mean, has no lag. A slope counts only if it
+exceeds the scatter around its line. Several seeds (orders of the data, dropout) are averaged first. Lightning 2.5.3 and
+later use the slope with respect to the rate itself, which favours the smallest rates, where a step in the rate is tiny.
 
-The suggestion lies halfway, in the logarithm, between the rate of steepest fall and the one of the lowest loss, and at
-most a third of the rate that broke the test. A test is too short to see what gradient noise does to a rate: take large
-batches for it, and carry the result to the batch you train with by `goodput.lr_factor("adascale", ...)`.
+The suggestion is the geometric mean of the rate of steepest descent and that of the lowest loss, and at most a third of
+the rate at which the loss diverged. The test is too short to show how gradient noise affects a rate: use large batches
+for it, and convert the result to the batch you train with by `goodput.lr_factor("adascale", ...)`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Vector = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 @dataclass(frozen=True)
 class RangeTest(Saved):
-    """Losses against rates, in ascending order. `smoothed` and `slopes` (per decade) are those of the fitted lines."""
+    """Losses over rates, in ascending order. `smoothed` and `slopes` (per decade) belong to the fitted lines."""
 
     KIND: ClassVar[str] = "range test"
 
@@ -46,7 +46,7 @@ class RangeTest(Saved):
     losses: tuple[float, ...]
     smoothed: tuple[float, ...]
     slopes: tuple[float, ...]
-    diverged: bool  # the highest rate tried was too high; else the range was too short to see it
+    diverged: bool  # whether the loss diverged; if not, the range was too short
 
 
 def range_test(
@@ -61,10 +61,10 @@ def range_test(
     num_seeds: int = 1,
     progress: Callable[[float], None] = lambda part: None,
 ) -> RangeTest:
-    """Trains `num_seeds` times for up to `num_steps` steps with rising rates; everything is the same afterwards.
+    """Trains `num_seeds` times for up to `num_steps` steps with rising rates; everything is restored afterwards.
 
-    Learning rates of several groups keep their ratios: the rates of the test are those of the first group.
-    `progress` is called with the part done.
+    The learning rates of several parameter groups keep their ratios; the rates of the test are those of the first
+    group. `progress` is called with the share that is done.
     """
     if not 0 < lowest < highest or num_steps < 10 or num_seeds < 1:
         raise TuningError(
@@ -72,7 +72,7 @@ def range_test(
             "0 < lowest < highest, 10 steps or more, and a seed"
         )
     lrs = np.geomspace(lowest, highest, num_steps)
-    stream = again_and_again(batches)  # one for all seeds: each goes on with other samples
+    stream = again_and_again(batches)  # shared by all seeds, so that each gets other samples
     runs: list[list[float]] = []
     with untouched(model, optimizer, others=generators_of(batches)):
         for seed in range(num_seeds):
@@ -81,7 +81,7 @@ def range_test(
                 steps = _rising(model, loss_fn, stream, optimizer, list(map(float, lrs)))
                 runs.append(_until_diverged(steps, lambda part: progress((len(runs) + part) / num_seeds), num_steps))
         stream.close()
-    num_kept = int(np.median([len(run) for run in runs]))  # one unlucky seed does not shorten the others
+    num_kept = int(np.median([len(run) for run in runs]))  # one bad seed does not shorten the others
     if num_kept < 10:
         raise TuningError(
             f"the loss left all bounds after {num_kept} steps, at a learning rate of {lrs[num_kept]:.2g}; start lower, "
@@ -99,7 +99,7 @@ def _rising(
     optimizer: torch.optim.Optimizer,
     lrs: list[float],
 ) -> Iterator[float]:
-    """The loss before each step, whose rate is the next one."""
+    """Yields the loss before each step; the step's rate is the next one of `lrs`."""
     model.train()
     first = float(optimizer.param_groups[0]["lr"]) or 1.0
     ratios = [float(group["lr"]) / first or 1.0 for group in optimizer.param_groups]
@@ -114,7 +114,7 @@ def _rising(
 
 
 def _until_diverged(steps: Iterator[float], progress: Callable[[float], None], num_steps: int) -> list[float]:
-    """Losses up to where they stay too high: one alone may be a step that overshot and came back."""
+    """Returns the losses up to where several in a row are too high; a single one may recover."""
     losses: list[float] = []
     limit = math.inf
     for loss in steps:
@@ -160,7 +160,7 @@ def _suggest(lrs: Vector, losses: Vector, num_seeds: int, *, diverged: bool) -> 
 
 
 def _fit_lines(at: Vector, losses: Vector) -> tuple[Vector, Vector, Vector]:
-    """Level, slope and standard error of the slope of a weighted line around each place."""
+    """Returns level, slope and standard error of the slope of a weighted line around each point."""
     apart = at[None, :] - at[:, None]
     weights = np.exp(-0.5 * (apart / GRADIENTS.range_width_decades) ** 2)
     weights /= weights.sum(1, keepdims=True)

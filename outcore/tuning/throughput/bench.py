@@ -1,10 +1,10 @@
-"""The user's model, loss, data and optimizer -> recorded and timed training steps of any micro-batch.
+"""Records and times training steps of any micro-batch, with the user's model, loss, data and optimizer.
 
-`record` runs a batch in the leanest state and then times it. `run_planned` runs real steps of a batch that was never
-recorded, under the plan predicted for it; where everything is kept, ops are timed one by one too. Nothing here finds
-out what fits by running out of memory.
+`record` runs a batch with the leanest schedule and then times it. `run_planned` runs real steps of a batch that was
+never recorded, under the plan predicted for it; if everything is kept, its ops are timed one by one too. No limit is
+found by running out of memory.
 
-While steps are tried the learning rate is zero: weights do not change, and no step slows down because of overflows.
+The learning rate is zero during trial steps, so weights do not change and no step is slowed down by overflows.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Measurement:
     """Real steps of one micro-batch."""
 
     batch: int
-    step_s: float  # the optimizer's part included
+    step_s: float  # including the optimizer
     peak_bytes: int
-    trace: Trace  # its op seconds add up to what a step with everything kept takes
-    followed: bool = True  # the steps did what the trace says
+    trace: Trace  # its op seconds add up to a step with everything kept
+    followed: bool = True  # whether the steps ran the ops of the trace
     num_restarts: int = 0  # of the allocator during the steps that were timed
 
     def with_seconds(self, step_s: float, optimizer_s: float) -> Measurement:
-        """The same with other seconds, and op seconds that agree with them."""
+        """Returns a copy with other seconds, and op seconds that agree with them."""
         before_s = max(self.step_s - optimizer_s, 0.05 * self.step_s)
         factor = max(step_s - optimizer_s, 0.05 * step_s) / before_s
         trace = replace(self.trace, ops=tuple(stretched(self.trace.ops, factor)))
@@ -59,7 +59,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of a step that ran in turn with others."""
+    """Seconds of a step that ran alternately with those of other batches."""
 
     step_s: float
     peak_bytes: int
@@ -67,7 +67,7 @@ class Timing:
 
 
 class Bench:
-    """Where steps are tried: one model, one optimizer, one memory budget."""
+    """Runs trial steps of one model with one optimizer under one memory budget."""
 
     clock = staticmethod(time.perf_counter)  # tests and benchmarks on shared cores may inject another
 
@@ -84,25 +84,27 @@ class Bench:
     ) -> None:
         self.model, self.loss_fn, self.samples, self.optimizer = model, loss_fn, samples, optimizer
         self._options: dict[str, Any] = {"host": host, "disk": disk}
-        self.steps = LimitedSteps(model, memory, **self._options)  # recorded ones; planned ones get their own
+        self.steps = LimitedSteps(
+            model, memory, **self._options
+        )  # for recorded steps; planned steps get a limit of their own
         self.machine: Machine = self.steps.machine
         self.device, self.budget = self.steps.device, self.steps.budget
         self.optimizer_s = 0.0
-        self.out_of_memory: dict[int, str] = {}  # batches that a plan said fit and that did not: the error's words
+        self.out_of_memory: dict[int, str] = {}  # error messages of batches that a plan wrongly said would fit
 
     @property
     def planning_budget(self) -> Budget:
         return self.steps.planning_budget
 
     def planner(self, family: Family, *, accumulating: bool = False) -> BatchPlanner:
-        """`accumulating`: the gradients of earlier micro-batches are there too."""
+        """Returns a planner; with `accumulating` the gradients of earlier micro-batches count as resident."""
         gradient_bytes = sum(p.nbytes for p in self.model.parameters() if p.requires_grad) if accumulating else 0
         return BatchPlanner(family, self.machine, self.planning_budget, self.optimizer_s, gradient_bytes)
 
     # -- one batch ----------------------------------------------------------------------------------------------------
 
     def record(self, batch: int) -> Measurement:
-        """Records a step of `batch` samples, then times real ones under the plan that fits it."""
+        """Records a step of `batch` samples, then times real steps under a plan."""
         data = self.samples.any_batch(batch)
         traces: list[Trace] = []
         for again in range(TIMING.num_cpu_recordings if self.device.type == "cpu" else 1):
@@ -124,13 +126,13 @@ class Bench:
     def run_planned(
         self, predicted: PredictedBatch, reference: tuple[PredictedBatch, float] | None = None, *, brief: bool = False
     ) -> Measurement:
-        """Real steps that follow a predicted plan from the first one on.
+        """Runs real steps that follow a predicted plan from the first step on.
 
-        `reference` is a batch and its seconds to compare with: on a CPU, whose speed changes within seconds, both take
-        turns. `brief` times one turn only, for batches that `retime_interleaved` times again.
+        `reference` is a batch with its seconds: on a CPU, whose speed changes within seconds, steps of both alternate
+        and their ratio counts. `brief` times only one turn, for batches that `retime_interleaved` times again.
 
-        Where the allocator starts over during these steps, a training would not stay with that plan: `limit` goes on to
-        the plan it settles on, and the faster of the two is what a training gets.
+        If the allocator restarts during these steps, a training would not stay with this plan, because `limit` changes
+        plans until it has settled. Then steps under the settled plan are timed too, and the faster result is returned.
         """
         first = self._run(predicted, predicted.plan, reference, brief=brief and self.device.type == "cpu")
         if predicted.point.in_core or not first.num_restarts:
@@ -148,11 +150,11 @@ class Bench:
         *,
         brief: bool = False,
     ) -> Measurement:
-        """`plan=None` lets `limit` plan by itself until it has settled."""
+        """Runs real steps under `plan`. With `plan=None`, `limit` plans by itself until it has settled."""
         batch = predicted.point.micro_batch
         steps = self._limited_steps(plan=plan)
         steps.expect(predicted.trace)
-        self._advance()  # without gradients: from here on `limit` knows whose optimizer state to count
+        self._advance()  # without gradients; tells `limit` whose optimizer state to count
         try:
             data, end_s = self.samples.any_batch(batch), time.perf_counter() + TIMING.settle_s
             while plan is None and not steps.is_settled and time.perf_counter() < end_s:
@@ -163,7 +165,7 @@ class Bench:
             return measured if reference is None else self._relative_to(steps, measured, *reference)
         except torch.OutOfMemoryError as error:
             self.out_of_memory[batch] = str(error)
-            traceback.clear_frames(error.__traceback__)  # they hold the step's graph, and that what was swapped
+            traceback.clear_frames(error.__traceback__)  # the frames hold the step's graph and its swapped values
             gc.collect()
             raise
         finally:
@@ -173,7 +175,7 @@ class Bench:
     def _relative_to(
         self, steps: LimitedSteps, measured: Measurement, reference: PredictedBatch, reference_s: float
     ) -> Measurement:
-        """In proportion to the reference's seconds, by steps of both in turn."""
+        """Returns the measurement scaled to the reference's seconds, by the ratio of alternating steps."""
         batch, ratios = reference.point.micro_batch, list[float]()
         steps.expect(reference.trace)
         try:
@@ -193,10 +195,10 @@ class Bench:
         return measured.with_seconds(statistics.median(ratios) * reference_s, self.optimizer_s)
 
     def loop_step_s(self, batch: int) -> float:
-        """Seconds of a step with everything kept, in a loop that never waits for the device, as a user's does.
+        """Returns the seconds of a step with everything kept, in a loop that never waits for the device.
 
-        There the host runs ahead of a GPU. Steps that are waited for one by one, and metered, take up to half as long
-        again, those of a small batch more than those of a large one. The median is the host's usual speed.
+        In such a loop the host runs ahead of a GPU. Steps that are synchronized and metered one by one take up to half
+        as long again, those of a small batch more than those of a large one. The median is the host's usual speed.
         """
         data, times = self.samples.any_batch(batch), list[float]()
         for _ in range(1 + TIMING.num_loop_windows):  # the first one warms up
@@ -209,7 +211,7 @@ class Bench:
 
     @contextmanager
     def stepping(self, predicted: PredictedBatch | None) -> Iterator[Callable[[], float] | None]:
-        """A function that runs one step of a planned batch and returns its seconds; None where nothing was planned."""
+        """Yields a function that runs one step of a planned batch and returns its seconds; None if `predicted` is."""
         if predicted is None:
             yield None
             return
@@ -228,10 +230,10 @@ class Bench:
     # -- several batches ----------------------------------------------------------------------------------------------
 
     def run_interleaved(self, predicted: Sequence[PredictedBatch]) -> list[Timing]:
-        """Real steps of several batches, one of each in turn.
+        """Runs real steps of several batches alternately.
 
-        A shared CPU is another machine a second later, and batches are told apart by a few percent: the mean over the
-        same rounds tells them apart, while the least of a few steps is luck.
+        The speed of a shared CPU changes within seconds, and batches differ by a few percent. Means over the same
+        rounds tell them apart, while the minimum of a few steps depends on chance.
         """
         steps, peaks = self._limited_steps(), list[int]()
         batches = [one.point.micro_batch for one in predicted]
@@ -255,8 +257,8 @@ class Bench:
         ]
 
     def retime(self, measured: Sequence[Measurement], *, for_s: float = 0.0) -> list[Measurement]:
-        """Recorded batches in turn, several times on CUDA: a machine that is busy for a while slows all of them alike.
-        On a CPU `retime_interleaved` does that."""
+        """Times recorded batches alternately, several times, on CUDA: a machine that is busy for a while slows down all
+        of them alike. On a CPU `retime_interleaved` does this."""
         if self.device.type == "cpu":
             return list(measured)
         best_s = [one.step_s for one in measured]
@@ -267,9 +269,9 @@ class Bench:
         return [one.with_seconds(step_s, self.optimizer_s) for one, step_s in zip(measured, best_s)]
 
     def retime_interleaved(self, measured: Sequence[Measurement]) -> list[Measurement]:
-        """Batches that were measured one after the other on a CPU, once more, a step in turn: their seconds in
-        proportion to what each took of the same rounds. Unchanged where a step leaves its plan, because what is timed
-        then is a recording."""
+        """Times batches that were measured one after the other on a CPU again, alternately, and scales their seconds to
+        the ratios within the same rounds. Returns them unchanged if a step left its plan, because then the timings are
+        those of a recording."""
         if self.device.type != "cpu" or not measured:
             return list(measured)
         if len(measured) == 1:
@@ -290,7 +292,7 @@ class Bench:
                     del data
             if not steps.all_followed:
                 return list(measured)
-        except (BudgetTooSmall, TuningError):  # what was measured so far is known
+        except (BudgetTooSmall, TuningError):  # the earlier measurements stay valid
             return list(measured)
         finally:
             steps.close()
@@ -304,7 +306,7 @@ class Bench:
     def _measure_and_time(
         self, steps: LimitedSteps, batch: int, data: Any, *, times_ops: bool = False, brief: bool = False
     ) -> Measurement:
-        """One step under a plan is measured closely, for the peak, and the others are timed."""
+        """Meters one step under a plan, for the peak, and times the others."""
         timeline, step_s, trace = steps.measure(lambda: self._step(steps, data))
         if times_ops and steps.followed:
             trace = steps.time_ops(lambda: self._step(steps, data))
@@ -326,8 +328,8 @@ class Bench:
         return steps.measure(lambda: self._step(steps, data))[0].peak_bytes
 
     def _turn(self, steps: LimitedSteps, data: Any, *, is_short: bool, for_s: float = 0.0) -> float:
-        """Seconds of one step. A short one finds the caches full of another batch, so one runs before it, and the least
-        of those within `for_s` counts: what disturbs it may last as long as it does."""
+        """Returns the seconds of one step. A short step finds another batch's data in the caches, so one runs before
+        it, and the minimum within `for_s` counts, because a disturbance may last as long as the step."""
         if is_short:
             self._step(steps, data)
         least_s, end_s = math.inf, time.perf_counter() + (for_s if is_short else 0.0)
@@ -338,7 +340,7 @@ class Bench:
         return least_s
 
     def _time(self, steps: LimitedSteps, data: Any, for_s: float) -> float:
-        """Seconds of a step: the least of those tried, because whatever else the machine does only adds."""
+        """Returns the minimum seconds of several steps, because other load on the machine only adds time."""
         least_s, num, began_s = math.inf, 0, time.perf_counter()
         while time.perf_counter() - began_s < for_s or num < (
             TIMING.min_steps if least_s < TIMING.timed_s else TIMING.min_long_steps
@@ -356,7 +358,7 @@ class Bench:
         self._advance()
 
     def _advance(self) -> None:
-        """The optimizer's part of a step, at a learning rate of zero."""
+        """Runs the optimizer at a learning rate of zero."""
         if self.optimizer is None:
             self.model.zero_grad()
             return
@@ -369,13 +371,13 @@ class Bench:
             group["lr"] = lr
 
     def warm_up(self, batch: int) -> None:
-        """One step, recorded and forgotten: for the optimizer's state, and for whatever is slow only once."""
+        """Runs one step and forgets it, to create the optimizer's state and to pay one-time costs."""
         self._step(self.steps, self.samples.any_batch(batch))
         self.steps.forget()
         self.time_optimizer()
 
     def time_optimizer(self) -> None:
-        """Seconds of the optimizer's part of a step, which does not depend on the batch."""
+        """Measures the seconds of the optimizer, which do not depend on the batch."""
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         times = []

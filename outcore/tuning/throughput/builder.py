@@ -1,8 +1,8 @@
-"""Bench + Family -> Curve, measured where it matters, and the micro-batch to take.
+"""Builds the curve, with measurements where they matter, and chooses the micro-batch.
 
-Predictions choose which batches are worth real steps; real steps have the last word. First the batches are laid out
-geometrically and planned; then the one that would be taken, and the fastest one it is compared with, are run, and the
-curve is read through what they showed, until both are measured. A batch is only ever run under a plan that fits it.
+Predictions select the batches for real steps; the choice is made by real steps. First, batches are spaced geometrically
+and planned. Then the batch that would be chosen and the fastest one are run, and the curve is corrected by their
+timings, until the choice and the fastest batch are both measured. A batch only ever runs under a plan that fits it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ Pick = Callable[[Curve], int]
 
 @dataclass
 class CurveBuilder:
-    """The curve as it grows, and the plans behind its points."""
+    """The curve under construction, and the plans behind its points."""
 
     bench: Bench
     planner: BatchPlanner
     curve: Curve
     predicted: dict[int, PredictedBatch] = field(default_factory=dict)
-    swapping_s: dict[int, float] = field(default_factory=dict)  # batches beyond in-core: what a real step took
-    swap_s_per_byte: float = 0.0  # beyond what the simulator knows, as measured
+    swapping_s: dict[int, float] = field(default_factory=dict)  # batches beyond in-core: seconds of a real step
+    swap_s_per_byte: float = 0.0  # measured, in addition to the simulated cost
     probed: dict[int, Measurement] = field(default_factory=dict)  # batches of which real steps ran as probes
-    interleaved: set[int] = field(default_factory=set)  # batches that ran in turn with others
+    interleaved: set[int] = field(default_factory=set)  # batches that ran alternately with others
 
     @classmethod
     def start(cls, bench: Bench, family: Family, probed: Iterable[Measurement] = ()) -> CurveBuilder:
@@ -48,7 +48,7 @@ class CurveBuilder:
         return cls(bench, planner, curve, probed=busy)
 
     def predict(self, batches: Iterable[int], progress: Progress) -> None:
-        """Plans these batches, smallest first; stops where the rest is hopeless."""
+        """Plans these batches in ascending order; stops where larger ones cannot be worth it."""
         wanted = sorted(set(batches) - set(self.curve.batches))
         for at, batch in enumerate(wanted):
             progress(f"planning a batch of {batch}", at / len(wanted))
@@ -58,11 +58,11 @@ class CurveBuilder:
                 break
 
     def predict_fully(self, batch: int) -> Point:
-        """With as long a search for a plan as a training makes."""
+        """Plans a batch with as long a search as a training does."""
         return self.add(self.planner.predict(batch))
 
     def add(self, predicted: PredictedBatch) -> Point:
-        """A planned batch, with what is known of it besides."""
+        """Adds a planned batch, with its measurement if it ran as a probe."""
         batch = predicted.point.micro_batch
         self.predicted[batch] = predicted
         point = predicted.point.with_swap_cost(self.swap_s_per_byte)
@@ -73,7 +73,7 @@ class CurveBuilder:
         return point
 
     def find_accumulation_limits(self) -> None:
-        """Which micro-batches fit while gradients are accumulated: one that fits alone may not."""
+        """Finds the micro-batches that fit beside accumulated gradients; one that fits alone may not."""
         accumulating = self.bench.planner(self.planner.family, accumulating=True)
         sizes = [point.micro_batch for point in self.curve.fitting]
         num = bisect.bisect_left(sizes, True, key=lambda size: accumulating.predict(size).plan is None)
@@ -86,10 +86,10 @@ class CurveBuilder:
     # -- real steps ---------------------------------------------------------------------------------------------------
 
     def measure_contenders(self, pick: Pick, progress: Progress) -> int:
-        """Real steps at the batch that would be taken and at those it has to beat, until the choice stands.
+        """Runs real steps of the batch that would be chosen and of its competitors, until the choice is stable.
 
-        On a CPU, whose speed changes within seconds, those that are in-core take turns, and with them one beyond
-        in-core that would be taken.
+        On a CPU, whose speed changes within seconds, the in-core batches run alternately, together with a batch beyond
+        in-core that would be chosen.
         """
         interleaves = self.bench.device.type == "cpu"
         for at in range(CURVE.max_measured + interleaves):
@@ -104,9 +104,9 @@ class CurveBuilder:
         return pick(self.curve)
 
     def _interleave(self, contenders: list[int], progress: Progress) -> bool:
-        """Real steps in turn; False where all of them already ran so, or a lone one is already measured.
+        """Runs real steps alternately; returns False if all batches already ran so, or if a single one is measured.
 
-        A batch that comes later runs in turn with the best of those before, and counts in proportion to it.
+        Batches that are added later alternate with the best of the earlier ones and are scaled to it.
         """
         alone = len(contenders) == 1 and self.curve.point(contenders[0]).measured_step_s is not None
         if alone or self.interleaved.issuperset(contenders):
@@ -122,14 +122,16 @@ class CurveBuilder:
         return True
 
     def _contenders(self, pick: Pick) -> list[int]:
-        """The batch that would be taken, and those it has to be better than."""
+        """Returns the batch that would be chosen, and those it has to be faster than."""
         picked = pick(self.curve)
         wanted = [picked, _fastest(self.curve), self._next_larger(picked), self._first_swapping()]
         return [batch for batch in dict.fromkeys(wanted) if batch]
 
     def _in_core_contenders(self, pick: Pick) -> list[int]:
-        """In-core batches from which one is chosen, and some of the larger ones up to the largest, if that may be as
-        good. One beyond in-core too, if it would be taken: it may have run in a fast moment."""
+        """Returns the in-core batches to choose from, with some larger ones if the largest may be as good.
+
+        A batch beyond in-core is added if it would be chosen, because it may have run in a fast moment.
+        """
         points, picked = [point for point in self.curve.fitting if point.in_core], pick(self.curve)
         rates = {point.micro_batch: self.curve.rate(point.micro_batch) for point in points}
         larger = [batch for batch in rates if batch > picked or picked not in rates]
@@ -139,8 +141,8 @@ class CurveBuilder:
         return sorted({picked, *contenders, *larger[-CURVE.num_larger :]})
 
     def _next_larger(self, batch: int) -> int:
-        """The next larger batch, to see that nothing is gained there; 0 where it swaps, the cost of swapping is known,
-        and it is slower by that."""
+        """Returns the next larger batch, to verify that it gains nothing; 0 if it swaps at a known cost and is
+        slower."""
         rate, larger = self.curve.rate, (point for point in self.curve.fitting if point.micro_batch > batch)
         above = next(larger, None)
         if above is None or (not above.in_core and self.swapping_s and rate(above.micro_batch) < rate(batch)):
@@ -148,7 +150,7 @@ class CurveBuilder:
         return above.micro_batch
 
     def _first_swapping(self) -> int:
-        """The best batch beyond in-core, where nothing out there was measured and it may be the better one."""
+        """Returns the best batch beyond in-core if none there was measured and it may be the best one; otherwise 0."""
         outside = [point for point in self.curve.fitting if not point.in_core]
         if not outside or any(point.measured_step_s is not None for point in outside):
             return 0
@@ -157,7 +159,7 @@ class CurveBuilder:
         return best.micro_batch if worth_it else 0
 
     def measure(self, batch: int) -> Point:
-        """Real steps of one batch, with a plan as a training gets it; what they show of the cost of swapping goes into
+        """Runs real steps of one batch with a plan as a training would use; the measured cost of swapping is applied to
         every other batch."""
         if self.predicted[batch].brief:
             self.predict_fully(batch)
@@ -175,15 +177,15 @@ class CurveBuilder:
         return self.curve.point(batch)
 
     def _reference(self, predicted: PredictedBatch) -> tuple[PredictedBatch, float] | None:
-        """The largest in-core batch on the curve: what swapping costs is what a batch beyond takes longer than it, on a
-        CPU in the same moments."""
+        """Returns the largest in-core batch on the curve with its seconds, for a CPU. The cost of swapping is the time
+        that a batch beyond takes in addition, measured in the same moments."""
         inside = [point.micro_batch for point in self.curve.fitting if point.in_core]
         if self.bench.device.type != "cpu" or predicted.point.in_core or not inside:
             return None
         return self.predicted[inside[-1]], self.curve.seconds(inside[-1])
 
     def time_in_loop(self, batch: int) -> None:
-        """Where trainings with this batch are counted in seconds: on CUDA a short step is timed in a loop."""
+        """Times a short step in a loop on CUDA, for trainings whose length is counted in seconds."""
         point = self.curve.point(batch)
         is_short = self.bench.device.type == "cuda" and self.curve.seconds(batch) < TIMING.short_step_s
         if is_short and point.in_core and batch not in self.curve.looped:
@@ -202,13 +204,13 @@ class CurveBuilder:
 
 
 def _fastest(curve: Curve) -> int:
-    """The smallest of the batches that are as good as the fastest."""
+    """Returns the smallest of the batches that are about as fast as the fastest."""
     enough = 0.995 * curve.rate(curve.best.micro_batch)
     return next(point.micro_batch for point in curve.fitting if curve.rate(point.micro_batch) >= enough)
 
 
 def free_batches(builder: CurveBuilder, largest: int, smallest: int) -> list[int]:
-    """Doublings, the last batch that is in-core, and some beyond."""
+    """Returns powers of two, the largest in-core batch, and some batches beyond it."""
     edge = builder.planner.largest_in_core(largest)
     builder.curve = replace(builder.curve, largest_in_core=edge)
     end = min(largest, max(CURVE.far_factor * edge, CURVE.far_factor * smallest))
@@ -218,7 +220,7 @@ def free_batches(builder: CurveBuilder, largest: int, smallest: int) -> list[int
 
 
 def refined(curve: Curve) -> list[int]:
-    """One batch on each side of the knee, half-way to its neighbours."""
+    """Returns one batch on each side of the knee, half-way to its neighbours."""
     batches, knee = curve.batches, curve.knee.micro_batch
     at = batches.index(knee)
     sides = [batches[side] for side in (at - 1, at + 1) if 0 <= side < len(batches)]
@@ -227,12 +229,12 @@ def refined(curve: Curve) -> list[int]:
 
 
 def divisors(batch: int, smallest: int) -> list[int]:
-    """The micro-batches that an effective batch can be cut into: the largest `max_divisors` of them."""
+    """Returns the micro-batches that an effective batch can be split into: the largest `max_divisors` of them."""
     return [size for size in range(smallest, batch + 1) if batch % size == 0][-CURVE.max_divisors :]
 
 
 def micro_batch_for(effective: int) -> Pick:
-    """The smallest micro-batch that trains an effective batch within 1 % of the fastest way."""
+    """Returns a function that picks the smallest micro-batch within 1 % of the fastest way to train a batch."""
 
     def pick(curve: Curve) -> int:
         whole = [point.micro_batch for point in curve.fitting if effective % point.micro_batch == 0]
@@ -246,8 +248,8 @@ def micro_batch_for(effective: int) -> Pick:
 
 
 def effective_batches(curve: Curve, largest: int) -> dict[int, int]:
-    """Effective batch -> its micro-batch: each that fits by itself, and multiples of the knee, or of the fastest one
-    below it that fits while gradients are accumulated."""
+    """Returns effective batches with their micro-batches: those that fit at once, and multiples of the knee, or of the
+    fastest smaller micro-batch that fits beside accumulated gradients."""
     knee = curve.knee.micro_batch
     alone = {point.micro_batch: point.micro_batch for point in curve.fitting if point.micro_batch <= largest}
     sizes = [size for size in alone if size <= knee and curve.accumulates(size)]
@@ -257,7 +259,8 @@ def effective_batches(curve: Curve, largest: int) -> dict[int, int]:
 
 
 def single_point_curve(bench: Bench, probes: Probes) -> Curve:
-    """Where only one batch size could be recorded at all: that one, as measured."""
+    """Returns the curve of the only batch size that could be recorded."""
+
     (only,) = probes.measured[-1:]
     trace_s = sum(op.seconds for op in only.trace.ops) + bench.optimizer_s
     rate = only.batch / only.step_s

@@ -1,9 +1,9 @@
-"""Points -> Curve: seconds, samples per second and bytes of a step over its micro-batch.
+"""The curve: seconds, samples per second and bytes of a step over its micro-batch.
 
-Where a real step ran, the curve knows how far off its prediction was, and reads every other batch through that error.
-The batch to take is the *knee*: the smallest whose samples per second are within 1 % of the best. A larger batch costs
-memory, swapping or recomputing and buys nothing. Lightning's and Accelerate's finders return the largest batch that did
-not run out of memory, which is neither the fastest nor known before it ran.
+Where a real step ran, the error of its prediction is known, and every other prediction is corrected by it. The batch to
+take is the *knee*: the smallest whose samples per second are within 1 % of the best. A larger batch costs memory,
+swapping or recomputing without any gain. The finders of Lightning and Accelerate return the largest batch that did not
+run out of memory, which is neither the fastest nor known before it ran.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ class Curve(Saved):
     memory_bytes: int
     optimizer_s: float  # part of every step, once per effective batch
     largest_in_core: int = 0  # 0: not even the smallest batch is in-core
-    probed: tuple[int, ...] = ()  # batches that were recorded
+    probed: tuple[int, ...] = ()  # the recorded batches
     device: str = ""
     most_accumulating: int | None = None  # the largest micro-batch that fits beside gradients; None: all that fit do
-    most_in_core: int | None = None  # the largest that is in-core beside them; None: as without
-    looped: tuple[int, ...] = ()  # batches whose measured seconds are those of a loop that waits for nothing
+    most_in_core: int | None = None  # the largest that is in-core beside gradients; None: no difference
+    looped: tuple[int, ...] = ()  # batches whose seconds were measured in a loop that never waits
 
     def accumulates(self, micro_batch: int) -> bool:
-        """Whether it fits while the gradients of earlier micro-batches are there."""
+        """Whether the micro-batch fits beside the gradients of earlier micro-batches."""
         return self.most_accumulating is None or micro_batch <= self.most_accumulating
 
     @property
     def in_core_accumulating(self) -> int:
-        """The largest in-core batch while gradients are there from the beginning."""
+        """The largest micro-batch that is in-core beside accumulated gradients."""
         return self.largest_in_core if self.most_in_core is None else min(self.most_in_core, self.largest_in_core)
 
     def seconds(self, micro_batch: int, accumulation: int = 1) -> float:
-        """Of an effective batch of `accumulation` micro-batches: measured, or predicted and corrected by the nearest
-        batches that were measured."""
+        """Returns the seconds of an effective batch of `accumulation` micro-batches: measured, or predicted and
+        corrected by the nearest measured batches."""
         point = self.point(micro_batch)
         whole_s = point.step_s * self._correction(micro_batch)
         once_s = min(self.optimizer_s, CURVE.max_optimizer_share * whole_s)
         return accumulation * (whole_s - once_s) + once_s
 
     def rate(self, micro_batch: int, accumulation: int = 1) -> float:
-        """Samples per second."""
+        """Returns samples per second."""
         return micro_batch * accumulation / self.seconds(micro_batch, accumulation)
 
     def point(self, micro_batch: int) -> Point:
@@ -74,7 +74,7 @@ class Curve(Saved):
 
     @property
     def best(self) -> Point:
-        """The most samples per second."""
+        """The point with the most samples per second."""
         if not self.fitting:
             raise TuningError("no batch size fits the memory; raise it or make the model smaller")
         return max(self.fitting, key=lambda point: self.rate(point.micro_batch))
@@ -86,13 +86,13 @@ class Curve(Saved):
         return next(point for point in self.fitting if self.rate(point.micro_batch) >= enough)
 
     def with_points(self, points: Iterable[Point]) -> Curve:
-        """These points added; one with the same batch is replaced."""
+        """Returns the curve with these points added; points with the same batch are replaced."""
         merged = {point.micro_batch: point for point in (*self.points, *points)}
         return replace(self, points=tuple(merged[batch] for batch in sorted(merged)))
 
     @property
     def in_core_error(self) -> float:
-        """Measured over predicted seconds of the largest in-core batch that ran; 1 where none did."""
+        """Measured over predicted seconds of the largest in-core batch that ran; 1 if none did."""
         return next((p.error for p in reversed(self.points) if p.in_core and p.error is not None), 1.0)
 
     def measured(self, micro_batch: int, step_s: float, peak_bytes: int, spread: float = 0.0) -> Curve:
@@ -101,26 +101,27 @@ class Curve(Saved):
 
     @property
     def compared(self) -> tuple[Point, ...]:
-        """Points of which real steps ran one by one, as they were predicted."""
+        """Points that were measured in single steps, as they were predicted."""
         measured = (point for point in self.points if point.measured_step_s is not None)
         return tuple(point for point in measured if point.micro_batch not in self.looped)
 
     @property
     def worst_error(self) -> float:
-        """How far predictions were from real steps at most, as a share of these."""
+        """The largest error of a prediction, as a share of the measured seconds."""
         return max((abs(1 / point.error - 1) for point in self.compared if point.error), default=0.0)
 
     @property
     def is_trusted(self) -> bool:
-        """Whether timings tell batches apart: predictions held within what an undisturbed machine shows."""
+        """Whether timings tell batches apart: prediction errors are no larger than on an undisturbed machine."""
         return self.worst_error <= CURVE.trusted_error
 
     def _correction(self, micro_batch: int) -> float:
-        """Measured over predicted, on a log-log line between the batches that were measured.
+        """Returns measured over predicted seconds, interpolated on log-log lines between measured batches.
 
-        What swapping and recomputing do to the error begins where in-core ends: a measured batch beyond says nothing
-        about those in-core.
+        The effect of swapping and recomputing on the error begins beyond in-core, so a batch measured there does not
+        correct those in-core.
         """
+
         known = [(math.log(p.micro_batch), math.log(p.error)) for p in self.points if p.error is not None and p.fits]
         edge = math.log(max(self.largest_in_core, 1))
         in_core = [pair for pair in known if pair[0] <= edge]

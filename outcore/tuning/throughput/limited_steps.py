@@ -1,8 +1,8 @@
-"""A model under `outcore.limit` -> recorded traces, measured steps, and whether they followed their plans.
+"""Steps of a model under `outcore.limit`: recorded traces, measured seconds, and whether plans were followed.
 
-Tuning needs more of `limit` than a training loop does: it records a step twice, measures one planned step and times the
-others without a meter, and times the ops of a batch that was never recorded. This is the only file of tuning that knows
-how `limit` keeps the steps it has seen.
+The tuner needs more of `limit` than a training loop does: it records a step twice, measures one planned step and times
+the others without metering memory, and times the ops of a batch that was never recorded. This is the only file of
+`tuning` that knows how `limit` stores the steps it has seen.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from outcore.limit import Limited
 from outcore.tuning.settings import SETTINGS
 from outcore.values import Budget, Machine, Plan, Timeline, Trace
 
-UNTIMED_S = 1e3  # marks an op that was not timed yet: longer than any op
-EACH_BY_ITSELF = replace(FITTING, num_sizes=sys.maxsize)  # no batch size shares the plan of another
+UNTIMED_S = 1e3  # s; marks ops that are not timed yet, longer than any op takes
+EACH_BY_ITSELF = replace(FITTING, num_sizes=sys.maxsize)  # every batch size gets a plan of its own
 
 RunStep = Callable[[], None]
 
@@ -57,7 +57,7 @@ class LimitedSteps:
 
     @property
     def planning_budget(self) -> Budget:
-        """What plans may use: on CUDA less than the budget, because the allocator leaves holes."""
+        """The budget of plans: on CUDA less than the whole budget, because the allocator leaves holes."""
         if self.device.type != "cuda":
             return self.budget
         return replace(self.budget, device_bytes=int(self.budget.device_bytes * FITTING.first_share))
@@ -66,12 +66,12 @@ class LimitedSteps:
         return self._limited.step()
 
     def expect(self, trace: Trace) -> None:
-        """The next step of a new batch size is planned from `trace` instead of being recorded."""
+        """Makes `limit` plan the next step of a new batch size from `trace` instead of recording it."""
         self._limited.expect(trace)
 
     @property
     def is_settled(self) -> bool:
-        """Whether `limit` has chosen the plan that it stays with."""
+        """Whether `limit` has settled on a plan."""
         return self._limited.settled
 
     @property
@@ -94,19 +94,19 @@ class LimitedSteps:
         return self._limited.trace
 
     def record_again(self) -> None:
-        """The next step of the newest batch size is recorded once more."""
+        """Makes `limit` record the next step of the newest batch size once more."""
         self._newest.record_again()
 
     def replace_trace(self, trace: Trace) -> None:
-        """Steps of the newest batch size are planned from this trace."""
+        """Makes `limit` plan steps of the newest batch size from this trace."""
         self._newest.replace_trace(trace)
 
     # -- following plans ----------------------------------------------------------------------------------------------
 
     def measure(self, run_step: RunStep) -> tuple[Timeline, float, Trace]:
-        """Runs steps until one was measured under its plan: that timeline, the predicted seconds, and the trace.
+        """Runs steps until one was measured under its plan; returns its timeline, the predicted seconds and the trace.
 
-        Later steps of the same batch are not measured closely: one tells the peak, and measuring takes time.
+        Later steps of the same batch are not metered: one measurement gives the peak, and metering takes time.
         """
         measured: Timeline | None = None
         for _ in range(SETTINGS.timing.max_steps_to_measure):
@@ -136,9 +136,10 @@ class LimitedSteps:
         return not any(kind.num_left or kind.is_given_up for kind in self._limited.kinds.values())
 
     def time_ops(self, run_step: RunStep) -> Trace:
-        """Times the ops of the newest batch in one step that keeps everything; the trace with these seconds.
+        """Times the ops of the newest batch in a step that keeps everything, and returns the trace with these seconds.
 
-        On a GPU the op seconds of small batches say little: launching a kernel takes longer than running it.
+        On a GPU the op seconds of small batches are not usable, because launching a kernel takes longer than running
+        it.
         """
         kind = self._newest
         assert kind.trace is not None

@@ -1,8 +1,8 @@
-"""Family + Machine + memory -> a planned and simulated step of any batch size.
+"""Predicts a planned step of any batch size.
 
-The trace of a batch that never ran is scaled from those that did (`planning.families.scaling`), planned, lowered,
-verified and simulated, also beyond what fits in-core. `Point` is what the curve keeps of it, `PredictedBatch` is what a
-real step needs to follow that plan.
+The trace of a batch that never ran is scaled from those that did (`planning.families.scaling`), then planned, lowered,
+verified and simulated, also beyond the sizes that fit in-core. A `Point` is the part of the result that the curve
+keeps; a `PredictedBatch` holds what a real step needs to follow the plan.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CURVE = SETTINGS.curve
 
 @dataclass(frozen=True)
 class Point:
-    """One micro-batch. `step_s` and `samples_per_s` are of a whole step, the optimizer's part included."""
+    """One micro-batch. `step_s` and `samples_per_s` are those of a whole step, including the optimizer."""
 
     micro_batch: int
     peak_bytes: int
@@ -38,16 +38,16 @@ class Point:
     measured_step_s: float | None = None
     measured_peak_bytes: int | None = None
     num_swapped: int = 0  # values
-    spread: float = 0.0  # of the timings behind `measured_step_s`, as a share of it; 0: not known
+    spread: float = 0.0  # of the timings behind `measured_step_s`, as a share of it; 0: unknown
 
     @property
     def charged_bytes(self) -> int:
-        """The bytes that the cost of swapping is charged by: those swapped, and a constant for each value."""
+        """The bytes that determine the cost of swapping: those swapped, and a constant for each value."""
         return self.swapped_bytes + CURVE.swapped_value_bytes * self.num_swapped
 
     @property
     def error(self) -> float | None:
-        """Measured over predicted seconds; None where no real step ran."""
+        """Measured over predicted seconds; None if no real step ran."""
         return None if self.measured_step_s is None else self.measured_step_s / self.step_s
 
     def with_swap_cost(self, swap_s_per_byte: float) -> Point:
@@ -62,21 +62,21 @@ class PredictedBatch:
     point: Point
     trace: Trace
     plan: Plan | None  # None: nothing fits
-    brief: bool = False  # a training, which searches longer, may find a faster plan
+    brief: bool = False  # the search was short; a training may find a faster plan
 
 
 @dataclass(frozen=True)
 class BatchPlanner:
-    """Plans any batch of a family for one machine and budget. It remembers nothing."""
+    """Plans any batch of a family for one machine and budget. It has no state."""
 
     family: Family
     machine: Machine
     budget: Budget
     optimizer_s: float
-    resident_bytes: int = 0  # beside the recorded step: gradients, while they are accumulated
+    resident_bytes: int = 0  # in addition to the recorded step: accumulated gradients
 
     def predict(self, batch: int, *, brief: bool = False) -> PredictedBatch:
-        """`brief` searches for a plan just long enough to tell whether the batch is worth a real step."""
+        """Predicts a batch. `brief` limits the search to deciding whether the batch is worth a real step."""
         trace = self.family.at(batch)
         if self.resident_bytes:
             trace = replace(trace, before_bytes=trace.before_bytes + self.resident_bytes)
@@ -107,16 +107,16 @@ class BatchPlanner:
         return Point(batch, needed_bytes, step_s, batch / step_s, 0, 0, 0, in_core=False, fits=False)
 
     def in_core_bytes(self, batch: int) -> int:
-        """The peak with everything kept."""
+        """Returns the peak with everything kept."""
         trace = _as_run(self.family.at(batch))
         keep_all = Plan(trace.fingerprint, "keep-all", self.budget, {}, trace.before_bytes)
         timeline = prepare(trace, keep_all, self.machine).predicted
         return timeline.peak_bytes + self.resident_bytes
 
     def largest_in_core(self, at_most: int) -> int:
-        """The largest batch that fits with everything kept; 0 where not even one sample does.
+        """Returns the largest batch that fits with everything kept; 0 if not even one sample does.
 
-        Bytes lie nearly on a line over the batch, so the search interpolates first and halves later.
+        Bytes grow nearly linearly with the batch, so the search interpolates first and bisects later.
         """
         budget_bytes, low, high = self.budget.device_bytes, 0, at_most
         known = {0: self.family.recorded[0].trace.before_bytes + self.resident_bytes, high: self.in_core_bytes(high)}
@@ -133,10 +133,10 @@ class BatchPlanner:
 
 
 def swap_s_per_byte(simulated: Iterable[Point], measured_s: Iterable[float], in_core_error: float) -> float:
-    """What batches that ran beyond in-core show of the cost of a swapped byte, beyond what was simulated.
+    """Returns the cost of a swapped byte beyond the simulated cost, from the measured batches beyond in-core.
 
-    The simulator takes copies that overlap with compute as free; on a CPU they take turns with it. Ops that run again
-    are simulated with their own seconds. The cost doubles a step at most: whatever takes longer has another cause.
+    The simulator assumes that copies overlap with compute at no cost; on a CPU they do not. Reruns are simulated with
+    their own seconds. The cost is limited to doubling a step: larger deviations have another cause.
     """
     beyond_s, whole_s, charged_bytes = 0.0, 0.0, 0
     for point, step_s in zip(simulated, measured_s):
@@ -148,5 +148,5 @@ def swap_s_per_byte(simulated: Iterable[Point], measured_s: Iterable[float], in_
 
 
 def _as_run(trace: Trace) -> Trace:
-    """The step that `limit` plans for: on a GPU, and without other workers, gradients are summed in place."""
+    """Returns the step that `limit` plans for: on a GPU without other workers, gradients are summed in place."""
     return trace if trace.device == "cpu" or is_distributed() else sums_in_place(trace)

@@ -1,15 +1,16 @@
-"""Bench -> Probes: the few batches from which a step is known at every other one.
+"""Runs the few batches from which the step of every other batch is predicted.
 
-Two laws are looked for, and they show at different batches. *Bytes* lie on a line from the first samples on: three
-small batches are recorded, wide apart, so that what an allocator rounds up is divided by many samples. *Seconds* lie on
-a line only where the device and not the host decides: an H200 takes 23 ms for 8 samples of ResNet-50 and 27 for 32,
-the time in which a step's kernels are launched. So real steps go on up to the largest batch that is in-core or that
-takes `longest_probe_s`: in small strides while a step hardly grows, so that the last two are beyond the bend, and in
-large ones from there on, to see whether caches bend the line once more.
+Two laws are fitted, which hold in different ranges of the batch. *Bytes* lie on a line from the first samples on: three
+small batches are recorded, far apart, so that rounding by the allocator is divided by many samples. *Seconds* lie on a
+line only where the device and not the host is the bottleneck: an H200 takes 23 ms for 8 samples of ResNet-50 and 27 ms
+for 32, which is the time to launch the step's kernels. Therefore real steps continue up to the largest batch that is
+in-core or that takes `longest_probe_s`: with small strides while the seconds hardly grow, so that the last two batches
+lie beyond the bend, then with large strides, to find out whether caches bend the line again.
 
-A step takes the longer of the host's seconds and the device's, op by op or in all. Such a curve never falls and only
-bends upward: between two batches it lies below their chord and above the lines of their neighbours. Where those leave
-it open, a batch between is run. A batch that took longer than a larger one was disturbed: noise only adds.
+A step takes the maximum of the host's and the device's seconds, either op by op or in total. Such a curve never falls
+and is convex: between two batches it lies below their chord and above the lines of their neighbours. If these bounds
+are far apart, a batch in between is run. A batch that took longer than a larger one was disturbed, because noise only
+adds time.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ PROBES, TIMING = SETTINGS.probes, SETTINGS.timing
 
 @dataclass
 class Probes:
-    """What was measured, in ascending order of the batch."""
+    """The measured batches, in ascending order."""
 
     bench: Bench
-    largest: int  # no larger batch is wanted, or there are no more samples
+    largest: int  # the largest batch that is wanted or that the samples allow
     measured: list[Measurement]
 
     @property
     def family(self) -> Family | None:
-        """The batches that do the same work as the largest one; tiny ones may be wired differently."""
+        """The batches that do the same work as the largest one; very small ones may run other ops."""
         if not self.measured:
             return None
         last = self.measured[-1]
@@ -51,10 +52,10 @@ class Probes:
         return Family(tuple(Recorded(m.batch, m.trace) for m in rising)) if len(rising) > 1 else None
 
     def next_recorded(self) -> int:
-        """The next batch to record; the last one where there is no other.
+        """Returns the next batch to record, or the last one if there is no other.
 
-        Once two are known it goes no further than everything can be kept: a step that swaps or recomputes says less
-        about the seconds of its own ops.
+        Once two batches are known, it does not exceed the largest batch with everything kept: steps that swap or
+        recompute say less about the seconds of their ops.
         """
         last, family = self.measured[-1], self.family
         wide = last.step_s < PROBES.long_step_s and PROBES.stride * last.batch <= self.largest
@@ -64,7 +65,7 @@ class Probes:
         return max(last.batch, self.bench.planner(family).largest_in_core(batch))
 
     def run(self, family: Family, batch: int) -> bool:
-        """Real steps of an in-core batch that is not recorded; whether they did what was expected."""
+        """Runs real steps of an in-core batch that is not recorded; returns whether they ran the expected ops."""
         try:
             measured = self.bench.run_planned(self.bench.planner(family).predict(batch), brief=True)
         except (torch.OutOfMemoryError, BudgetTooSmall):
@@ -75,15 +76,17 @@ class Probes:
         return measured.followed
 
     def retime(self, batches: tuple[int, ...], *, for_s: float = 0.0) -> None:
-        """Recorded batches, once more and in turn."""
+        """Times recorded batches once more, alternately."""
         retimed = self.bench.retime([one for one in self.measured if one.batch in batches], for_s=for_s)
         again = {one.batch: one for one in retimed}
         self.measured = [again.get(one.batch, one) for one in self.measured]
 
 
 def probe_batches(bench: Bench, largest: int, progress: Progress, why_one: tuple[str, str] | None = None) -> Probes:
-    """Records small batches, then runs larger ones until the next would teach nothing new. `why_one` says why `largest`
-    is 1, and what to change about that."""
+    """Records small batches, then runs larger ones until the next would add no information.
+
+    `why_one` is the reason why `largest` is 1, and what to change about that.
+    """
     began_s, probes = time.perf_counter(), Probes(bench, largest, [])
     _record_first(bench, probes, progress, why_one)
     while not _is_recorded(probes, time.perf_counter() - began_s):
@@ -99,7 +102,7 @@ def probe_batches(bench: Bench, largest: int, progress: Progress, why_one: tuple
     probes.retime(recorded[-2:])
     waits_for_host = probes.family is not None and is_flat(probes.family)
     _run_larger(probes, progress)
-    if waits_for_host:  # a host is disturbed more often than a device, and for longer than one timing
+    if waits_for_host:  # disturbances of the host are more frequent and longer
         probes.retime(recorded, for_s=TIMING.timed_s)
     probes.measured = bench.retime_interleaved(probes.measured)
     return probes
@@ -115,7 +118,7 @@ def _is_recorded(probes: Probes, spent_s: float) -> bool:
 
 
 def _run_larger(probes: Probes, progress: Progress) -> None:
-    """Real steps up to where the device decides, and where the curve bends."""
+    """Runs real steps up to where the device is the bottleneck, and where the curve bends."""
     family, longest_s = probes.family, 2 * probes.measured[-1].step_s
     while family is not None:
         planner = probes.bench.planner(family)
@@ -139,7 +142,7 @@ def _run_larger(probes: Probes, progress: Progress) -> None:
 
 
 def never_falling(measured: Sequence[Measurement], optimizer_s: float) -> list[Measurement]:
-    """In ascending order of their batch, none with more seconds than a larger one took."""
+    """Returns the measurements in ascending order of their batch, none with more seconds than a larger one."""
     rising: list[Measurement] = []
     for one in reversed(measured):
         longer = bool(rising) and one.step_s > rising[-1].step_s
@@ -148,14 +151,15 @@ def never_falling(measured: Sequence[Measurement], optimizer_s: float) -> list[M
 
 
 def is_flat(family: Family) -> bool:
-    """Whether a larger batch than the last would still be nearly free."""
+    """Whether a batch larger than the last would still take hardly longer."""
     before, last = family.recorded[-2:]
     gain = (last.batch / last.total_s) / (before.batch / before.total_s)
     return bool(gain > PROBES.flat_gain ** math.log2(last.batch / before.batch))
 
 
 def next_probe(family: Family, edge: int, longest_s: float) -> int:
-    """The next batch for real steps, at most the largest in-core one, `edge`; the last one where none is worth it."""
+    """Returns the next batch for real steps, at most `edge`, the largest in-core batch; the last one if none is worth
+    it."""
     last = family.largest
     batch = min(edge, PROBES.far_stride * last)
     if is_flat(family):
@@ -167,7 +171,7 @@ def next_probe(family: Family, edge: int, longest_s: float) -> int:
 
 
 def least_known_batch(family: Family) -> int:
-    """The batch between two others whose seconds are least known; 0 where all are known."""
+    """Returns the batch between two others whose seconds are least certain; 0 if all are known well enough."""
     widest, batch = 1 + FAMILIES.bend_share, 0
     for low, high in zip(family.recorded, family.recorded[1:]):
         middle = round_batch(int(math.sqrt(low.batch * high.batch)))
@@ -178,12 +182,12 @@ def least_known_batch(family: Family) -> int:
 
 
 def round_batch(batch: int) -> int:
-    """Down to a multiple of 8, which suits every kernel."""
+    """Rounds down to a multiple of 8, a size that suits every kernel."""
     return batch if batch < 24 else batch // 8 * 8
 
 
 def _record_first(bench: Bench, probes: Probes, progress: Progress, why_one: tuple[str, str] | None) -> None:
-    """Two samples; one where two do not fit. Optimizer state exists from here on."""
+    """Records two samples, or one if two do not fit. Optimizer state exists afterwards."""
     too_small: BudgetTooSmall | None = None
     for batch in (2, 1) if probes.largest > 1 else (1,):
         progress(f"recording a batch of {batch}", 0.0)
@@ -208,7 +212,7 @@ def _record_first(bench: Bench, probes: Probes, progress: Progress, why_one: tup
 
 
 def two_do_not_fit(budget_bytes: int, needed_bytes: float) -> tuple[str, str]:
-    """Why a batch is 1, and what to change."""
+    """Returns why the batch is 1, and what to change about that."""
     why = f"two samples need {format_bytes(needed_bytes)}, where memory is {format_bytes(budget_bytes)}"
     return why, f"raise memory to {format_bytes(1.02 * needed_bytes)}"
 

@@ -1,7 +1,7 @@
-"""Seconds of interleaved steps -> which batches are still undecided, and what a step of each takes.
+"""Statistics of interleaved steps: which batches are still undecided, and the seconds of a step of each.
 
-The speed of a shared machine changes from one second to the next, so batches that are compared run one step each in
-turn: whatever slows a round slows all of them. Numbers only.
+The speed of a shared machine changes from one second to the next. Batches that are compared therefore run one step each
+in turn, so that a disturbance slows down all of them alike. This module has numbers only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TIMING = SETTINGS.timing
 
 
 def undecided(times: Mapping[int, Sequence[float]]) -> list[int]:
-    """The batches that may still take the fewest seconds per sample; none where that is known well enough."""
+    """Returns the batches that may still have the fewest seconds per sample; none if that is decided."""
     if min(map(len, times.values())) < TIMING.min_rounds:
         return [*times]
     longest = [batch for batch in times if len(times[batch]) == max(map(len, times.values()))]
@@ -33,8 +33,8 @@ def undecided(times: Mapping[int, Sequence[float]]) -> list[int]:
 
 
 def seconds_of_rounds(times: Mapping[int, Sequence[float]]) -> list[float]:
-    """Seconds of each batch. The mean over the rounds that it shares with the batch that ran longest gives its
-    proportion to that one; the least seconds of all give the speed of the undisturbed machine."""
+    """Returns the seconds of each batch. Its ratio to the batch with the most rounds comes from the rounds they share;
+    the minimum of all timings gives the speed of the undisturbed machine."""
     first = max(times.values(), key=len)
     undisturbed = statistics.fmean(min(taken) / statistics.fmean(taken) for taken in times.values())
     share = undisturbed * statistics.fmean(first)
@@ -42,8 +42,8 @@ def seconds_of_rounds(times: Mapping[int, Sequence[float]]) -> list[float]:
 
 
 def in_proportion(times: Sequence[Sequence[float]], least_s: Sequence[float]) -> list[float]:
-    """Seconds of several batches from rounds that all of them shared: what slowed a whole round does not count. In all
-    they are as fast as the least that each of them ever took."""
+    """Returns the seconds of several batches from rounds that all of them ran: slowdowns of whole rounds do not count.
+    The level is that of the minimum that each batch ever took."""
     rounds = [statistics.geometric_mean(taken) for taken in zip(*times)]
     shares = [statistics.median(step_s / round_s for step_s, round_s in zip(taken, rounds)) for taken in times]
     whole = statistics.geometric_mean(least_s) / statistics.geometric_mean(shares)
@@ -51,9 +51,10 @@ def in_proportion(times: Sequence[Sequence[float]], least_s: Sequence[float]) ->
 
 
 def spread(times: Sequence[float]) -> float:
-    """How far repeated timings lie apart, as a share of their median: from the least to the upper quartile.
+    """Returns how far repeated timings differ, as a share of their median: from the minimum to the upper quartile.
 
-    Noise only adds, so the least is the truest; a single hiccup above the upper quartile does not count.
+    Noise only adds time, so the minimum is the best estimate; a single disturbance above the upper quartile does not
+    count.
     """
     if len(times) < 2:
         return 0.0

@@ -1,22 +1,23 @@
-"""Today's setting and the advice -> the one that trains fastest to the target, by training several for a while.
+"""Compares today's setting with the advice by short trainings, and returns the one that reaches the target first.
 
-Noise scales and range tests are theory and a glance. Before they change what a user trains with, settings are compared
-by training: from the same weights, with the data in the same order, for the same seconds of compute, judged on samples
-that none of them trains on by the target's own metric (the loss, where there is no target). The candidates are today's
-setting, the advice at several rates, today's batch at a higher rate, and the advice with half and a quarter of its
-batch at the best of its rates.
+Noise scales and range tests are theory and short measurements. Before they change the user's setting, settings are
+compared by training: from the same weights, with the data in the same order, for the same seconds of compute. They are
+judged on samples that none of them trains on, by the target's metric (by the loss, if there is no target). The
+candidates are today's setting, the advice at several rates, today's batch at a higher rate, and the advice with half
+and a quarter of its batch at the best of its rates.
 
-The field thins out while runs grow: the better half goes on to twice the seconds, together with rates between those
-that ran. Once the target is reached runs are no longer than that takes, and the first at the target wins (of those that
-come together, the best in the end); else the one that is nearest to it when the seconds are spent.
+The number of candidates shrinks while runs get longer: the better half continues with twice the seconds, together with
+rates between those that ran. Once the target is reached, runs are not longer than that takes, and the first to reach it
+wins (among those that reach it at about the same time, the one with the best final metric). If the target is not
+reached in the time allowed, the one closest to it wins.
 
-Successive halving is Jamieson and Talwalkar, arXiv 1502.07943; here runs begin anew, because a training whose rate has
-fallen to zero cannot go on, and each round brings new candidates. One start tells little (on MNIST the same setting
-came to 93 % after 1.6 and after 3.6 s), and of many candidates the luckiest looks best. So runs stop growing only when
-the leader comes to the target from other starts too (other weights, another order of the data); the best few and
-today's setting run from these; and what a user trains with is changed only for what is sooner from every one of them
-and by a tenth in the mean. The length that is advised goes by the worst start: one that is too short costs another
-round (schedule.py), one that is too long costs little.
+Successive halving is from Jamieson and Talwalkar, arXiv 1502.07943. Here every run starts from the beginning, because a
+training whose rate has fallen to zero cannot continue, and each round adds new candidates. A single start says little
+(on MNIST the same setting reached 93 % after 1.6 s and after 3.6 s), and the best of many candidates may only be lucky.
+Therefore runs stop growing only when the leader reaches the target from other starts too (other weights, another order
+of the data). The best few and today's setting then run from these starts, and the setting is changed only for one that
+is faster from every start, and by a tenth in the mean. The advised length is determined by the worst start: a training
+that is too short costs another round (schedule.py), one that is too long costs little.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ COMPARISON = SETTINGS.comparison
 
 
 def longest_step_s(limit_s: float) -> float:
-    """Of a candidate's effective batch, in a comparison with `limit_s` seconds for all runs."""
+    """Returns the longest step, in seconds, with which a candidate can be compared in `limit_s` seconds for all
+    runs."""
     return limit_s / COMPARISON.min_candidates / COMPARISON.min_steps
 
 
@@ -55,15 +57,16 @@ class Comparison:
     """Rounds of growing runs, then a final from several starts."""
 
     history: TrainingRuns
-    run_s: float = 0.0  # of compute, for each run of this round
+    run_s: float = 0.0  # seconds of compute for each run of this round
     final: dict[Candidate, list[Run]] = field(default_factory=dict)
     today: Candidate | None = None
 
     def winner(self, today: Candidate, advised: Sequence[Candidate], limit_s: float) -> Run | None:
-        """The winner's middle run; `advised` begins with the advice. None: `limit_s` seconds are too few to tell.
+        """Returns the winner's median run; None if `limit_s` seconds are too few. `advised` begins with the advice.
 
-        Where they are over before the target is reached, but a run that reaches it is not far longer, there are as many
-        again: the highest rates are nearest to a target that nobody reaches, and then are late at it.
+        If the time is over before the target is reached, but a run that reaches it would not be much longer, the time
+        is doubled. Otherwise the highest rates would win, which are closest to a target that nobody reaches, but reach
+        it late.
         """
         slowest_s = max(today.step_s, *(candidate.step_s for candidate in advised))
         if slowest_s > longest_step_s(limit_s):
@@ -90,12 +93,12 @@ class Comparison:
             if nothing_ran or (target_s is not None and this_round[0].target_s is None):
                 break
             last_round, in_order = this_round, [*this_round, *in_order]
-        self.run_s = in_order[0].run_s if in_order else self.run_s  # shorter ones did not come to the target
+        self.run_s = in_order[0].run_s if in_order else self.run_s  # shorter runs did not reach the target
         return self.run_final(in_order, today, self.history.spent_s + most_s)
 
     def _slowest_target_s(self, leader: Run, limit_s: float) -> float | None:
-        """Seconds to the target from the slowest start; None where it is not reached from all. Of many runs one is
-        lucky, and all would be as short as it."""
+        """Returns the seconds to the target from the slowest start; None if it is not reached from all starts. The
+        fastest of many runs may only be lucky, and would make all further runs too short."""
         slowest_s = leader.target_s
         for start in range(1, COMPARISON.num_starts):
             known = self.history.known(leader.candidate, self.run_s, start)
@@ -106,8 +109,8 @@ class Comparison:
         return slowest_s
 
     def run_final(self, in_order: Sequence[Run], today: Candidate, limit_s: float) -> Run:
-        """The best few and today's setting from further starts; fewer of them where time is short, and one start each
-        if there is none."""
+        """Runs the best few and today's setting from further starts: fewer settings if time is short, and a single
+        start each if there is no time at all."""
         history, num_starts = self.history, COMPARISON.num_starts
         going = list(dict.fromkeys(run.candidate for run in in_order if not run.gave_up))
         best = sorted(going, key=history.is_below_a_failure)[: COMPARISON.num_finalists]
@@ -130,8 +133,8 @@ class Comparison:
         return winning[len(winning) // 2] if winning else in_order[0]
 
     def _next_run_s(self, target_s: float | None, guess_s: float | None, longest_s: float, least_s: float) -> float:
-        """Twice as long, or less where less should do; once the target was reached no longer than that takes, or as
-        before where that is about the same."""
+        """Returns the seconds of each run in the next round: twice as many, or fewer if fewer should suffice. Once the
+        target was reached they are just above that time, unless that is about the same as before."""
         if target_s is None:
             enough_s = max(guess_s or math.inf, COMPARISON.shorter_factor * self.run_s)
             return max(self.run_s, min(2 * self.run_s, enough_s, longest_s))
@@ -139,11 +142,11 @@ class Comparison:
         return shorter_s if COMPARISON.shorter_factor * shorter_s < self.run_s else self.run_s
 
     def length_s(self, winner: Run) -> float | None:
-        """Of a training that ends beyond the target: another start may do worse. None: not known.
+        """Returns the seconds of a training that ends beyond the target, as another start may be worse; None: unknown.
 
-        What the winner had left in the worst of its starts is continued, not too far, along the line of the least that
-        remained after runs of each length. A run that reached the target is stretched by a quarter at least, by half at
-        most, and a guess along the line by a quarter. All this by held-out samples: the fewer they are, the longer.
+        The remaining error of the winner's worst start is extrapolated, not too far, along the line of the lowest
+        remaining error over run lengths. A run that reached the target is extended by a quarter to a half, an
+        extrapolated length by a quarter. Both are extended further by the uncertainty of the held-out samples.
         """
         history, target = self.history, self.history.target
         ended = self.final.get(winner.candidate) or self._all_starts_of(winner)
@@ -170,12 +173,12 @@ class Comparison:
         return (1 + held_out_error) * times * winner.run_s
 
     def _all_starts_of(self, run: Run) -> list[Run]:
-        """The same candidate and length from every start that it ran from."""
+        """Returns the runs of the same candidate and length from every start."""
         wanted = run.candidate, run.run_s
         return [one for one in self.history.runs if (one.candidate, one.run_s) == wanted] or [run]
 
     def best_of_other_batches(self, winner: Candidate) -> list[Candidate]:
-        """One of each batch, as it did best in its longest runs; the one least behind the best of those comes first."""
+        """Returns the best candidate of each other batch by its longest runs, those closest to the leader first."""
         ended = [run for run in self.history.runs if not run.gave_up]
         least = {run.run_s: min(one.remaining for one in ended if one.run_s == run.run_s) for run in ended}
         best: dict[int, Run] = {}
@@ -187,7 +190,7 @@ class Comparison:
     # -- candidates ---------------------------------------------------------------------------------------------------
 
     def _first_candidates(self, today: Candidate, advised: Sequence[Candidate]) -> Iterator[Candidate]:
-        """What is most likely to win comes first: where steps are long, the seconds do not suffice for all."""
+        """Yields candidates, the most likely winners first: with long steps there is no time for all of them."""
         yield today
         step, runs = COMPARISON.rate_step, self.history.runs
         advice, *others = advised
@@ -204,7 +207,7 @@ class Comparison:
                 yield other.at_rate(factor)
 
     def _round(self, candidates: Iterable[Candidate], limit_s: float) -> list[Run]:
-        """All that there is time for, the best one first; runs of as many seconds are not run again."""
+        """Runs all candidates that there is time for; returns them ranked. Known runs of this length are reused."""
         done: list[Run] = []
         for candidate in candidates:
             known = self.history.known(candidate, self.run_s)
@@ -215,7 +218,7 @@ class Comparison:
         return ranked(done)
 
     def _next_candidates(self, last_round: Sequence[Run], today: Candidate) -> list[Candidate]:
-        """The better half, today's setting while it is not far behind, and rates beside the leader's."""
+        """Returns the better half, today's setting unless it is far behind, and rates next to the leader's."""
         going = [run.candidate for run in last_round[: math.ceil(COMPARISON.kept_share * len(last_round))]]
         leader, step, runs = last_round[0], COMPARISON.rate_step, self.history.runs
         far = leader.remaining_plus(COMPARISON.behind_share)
@@ -230,7 +233,7 @@ class Comparison:
     # -- words --------------------------------------------------------------------------------------------------------
 
     def description(self, winner: Run) -> str:
-        """What was compared and how it ended."""
+        """Returns what was compared, and the results, in words."""
         history, trainer = self.history, self.history.trainer
         final = {candidate: runs for candidate, runs in self.final.items() if runs} or {winner.candidate: [winner]}
         by_cost = sorted(final, key=lambda candidate: mean_cost(final[candidate]))
@@ -250,11 +253,11 @@ class Comparison:
 
 
 def _longest_final_run_s(limit_s: float) -> float:
-    """Of a run, if the best one and today's setting are to run from every start in a final of `limit_s` seconds."""
+    """Returns the longest run with which the best and today's setting can run from every start in `limit_s` seconds."""
     return limit_s / (2 * COMPARISON.num_starts)
 
 
 def _best_so_far(runs: Mapping[Candidate, list[Run]], today: Candidate, num: int) -> dict[Candidate, list[Run]]:
-    """The best `num` so far, today's setting among them."""
+    """Returns the best `num` candidates so far, always including today's setting."""
     others = sorted((one for one in runs if one != today), key=lambda one: mean_cost(runs[one]))
     return {candidate: runs[candidate] for candidate in (*others[: num - 1], today)}

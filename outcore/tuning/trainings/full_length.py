@@ -1,21 +1,22 @@
-"""A finished comparison + the length of a training -> the setting that is best when a training of that length is over.
+"""Finds the setting that is best at the end of a training of a given length.
 
-What is soonest at a target need not be best in the end: a higher rate makes more noise for as long as it lasts, and
-more of it is won back when the rate falls. On CIFAR-10 the soonest ended a point below twice its rate. So where the
-user says how long they mean to train, trainings of that length are run, and only their ends count.
+The setting that reaches a target first is not necessarily the best one at the end. A higher rate makes more noise while
+it lasts, and gains more when it falls. On CIFAR-10 the setting that was first ended one point below twice its rate. If
+the user gives a length, trainings of that length are run, and only their final metric counts.
 
-The best rate at the end has been above the soonest one's, so at its batch once, twice and four times the rate run (as
-long as the higher one is better), then other batches, twice the soonest one's first where none larger was compared, at
-no lower rate than the best one's suggests, then the rates on both sides of the best. A batch beyond one that ended
-below the best is not trained: neither half where twice was better, nor four times where twice was not. All train for
-the same seconds of compute. At most `max_trainings` are run where trainings are long; where they are short, each runs
-from up to `num_starts` starts, with other samples held out each time: of a few hundred held-out samples one alone is a
-tenth or more of a point, and those that were held out in the comparison chose the field already.
+The best rate at the end has been above that of the setting that is first. Therefore its batch is trained with once,
+twice and four times the rate, as long as the higher rate is better. Then other batches follow, at no lower rate than
+the best one's suggests (twice the batch first, if no larger one was compared), then the rates on both sides of the
+best. A batch on the far side of one that ended below the best is not trained: neither half of it where twice was
+better, nor four times where twice was not. All trainings take the same seconds of compute. If they are long, at most
+`max_trainings` are run. If they are short, each runs from up to `num_starts` starts, with other samples held out each
+time: one of a few hundred held-out samples is a tenth of a point or more, and the samples held out in the comparison
+have already selected the candidates.
 
-Where the target is an accuracy, ends are compared by the mean probability that held-out samples give to their right
-class. Accuracy counts whole samples and is too coarse for a few hundred of them; the loss is smooth but punishes a
-network that has memorised its samples for being sure of itself, at large batches more than at small ones. Measured by
-how well one training tells how accurate a setting is on other samples and from other starts: see
+If the target is an accuracy, trainings are compared by the mean probability of the right class on held-out samples.
+Accuracy counts whole samples and is too coarse for a few hundred of them. The loss is smooth but penalizes the
+confidence of a network that has memorised its samples, at large batches more than at small ones. The metrics were
+compared by how well one training predicts a setting's accuracy on other samples and from other starts; see
 `docs/design/006-tuning.md`.
 """
 
@@ -34,24 +35,24 @@ from outcore.tuning.trainings.trainer import TrainingRuns
 from outcore.units import format_seconds
 
 COMPARISON, FULL_LENGTH = SETTINGS.comparison, SETTINGS.full_length
-NO_WARM_UP = ", without a warm-up, since twice its rate trains nearly as well"
+NO_WARM_UP = ", without a warm-up, because twice its rate trains nearly as well"
 BELOW_FAILURE = ", of those whose next higher rate did not fail,"
 METRIC_NAMES = {PROBABILITY: "the probability of the right class", "val_loss": "the loss"}
 
 
 @dataclass
 class FullLengthComparison:
-    """Trainings of `length_s` seconds, and which is best at the end of them."""
+    """Trainings of `length_s` seconds, compared at their end."""
 
     history: TrainingRuns
     length_s: float
     limit_s: float  # of compute, for all of them
-    earlier: TrainingRuns | None = None  # the comparison's, which knows rates that failed
+    earlier: TrainingRuns | None = None  # the runs of the comparison, with the rates that failed
     ended: dict[Candidate, list[Run]] = field(default_factory=dict)
 
     @classmethod
     def after(cls, comparison: Comparison, length_s: float, limit_s: float) -> FullLengthComparison:
-        """The same model, data and metric, with a count of seconds and runs of its own."""
+        """Returns a comparison with the same model, data and metric that counts its seconds and runs separately."""
         earlier = comparison.history
         target = earlier.target.at_the_end
         history = TrainingRuns(
@@ -73,7 +74,7 @@ class FullLengthComparison:
         self.limit_s = num * num_starts * self.run_s
 
     def best(self, soonest: Candidate, others: Sequence[Candidate]) -> Run | None:
-        """The best in the end; None: there is too little time for any, or none of them learns."""
+        """Returns the best run at the end; None if there is too little time for any, or if no setting learns."""
         if soonest.step_s * COMPARISON.min_steps > self.run_s:
             return None
         others = [one for one in others if one.lr > 0 and one.step_s * COMPARISON.min_steps <= self.run_s]
@@ -98,9 +99,11 @@ class FullLengthComparison:
         return replace(run, num_warm_up_steps=0) if self._bears_more(leader) else run
 
     def _bears_more(self, candidate: Candidate) -> bool:
-        """Twice its rate trained to the end as well, or nearly: then it bears its own from the first step on. A warm-up
-        that is not needed cost CIFAR-10 0.17 points (63 pairs). Not asked of Adam and its relatives, whose first steps
-        are as long as any."""
+        """Whether twice the candidate's rate trained nearly as well to the end, so that it needs no warm-up itself.
+
+        An unnecessary warm-up cost 0.17 points on CIFAR-10 (63 pairs). It is kept for Adam and its relatives, whose
+        first steps are as long as any other.
+        """
         if self.is_shortened or "betas" in self.history.trainer.optimizer.param_groups[0]:
             return False
         enough = FULL_LENGTH.rate_step / COMPARISON.same_rate_factor
@@ -108,22 +111,22 @@ class FullLengthComparison:
         return any(self._remaining(one) <= FULL_LENGTH.nearly_factor * self._remaining(candidate) for one in twice)
 
     def _may_lead(self, batch: int) -> bool:
-        """Whether no training of its size has ended, nor one between it and the best one's, if any learnt."""
+        """Whether the batch was not trained yet, and no other one between it and the best one's, if any learnt."""
         leader, ended = self._leader(), {candidate.batch for candidate in self.ended}
         low, high = sorted((batch, leader.batch))
         is_beyond = not self._has_failed(leader) and any(low < other < high for other in ended)
         return batch not in ended and not is_beyond
 
     def _with_batch_of(self, other: Candidate, moved: float) -> Candidate:
-        """At the leader's rate, times the square root of how much larger its batch is: few rates of it were compared.
-        Or at its own best of these, `moved` as much as the soonest one's was, where that is higher."""
+        """Returns the candidate at the leader's rate times the square root of the ratio of their batches, because few
+        of its rates were compared; or at its own best rate times `moved`, if that is higher."""
         leader = self._leader()
         if self._has_failed(leader):
             return other
         return _at_rate(other, max(moved, leader.lr * math.sqrt(other.batch / leader.batch) / other.lr))
 
     def _rate_beside(self) -> Candidate | None:
-        """The next higher rate of the best one, or the next lower; where both ran, of the best with another batch."""
+        """Returns the leader at the next higher or lower rate that did not run; if both did, that of another batch."""
         best: dict[int, Candidate] = {}
         for candidate in sorted(self.ended, key=self._remaining):
             best.setdefault(candidate.batch, candidate)
@@ -136,7 +139,7 @@ class FullLengthComparison:
         return None
 
     def _compare_best_two_again(self) -> None:
-        """From further starts, while there is time."""
+        """Runs the best two candidates from further starts, while there is time."""
         start = self.starts.stop
         while self._has_time(2) and sum(not self._has_failed(candidate) for candidate in self.ended) > 1:
             for candidate in sorted(self.ended, key=self._remaining)[:2]:
@@ -144,11 +147,11 @@ class FullLengthComparison:
             start += 1
 
     def _has_time(self, num: int) -> bool:
-        """For so many trainings."""
+        """Whether there is time for `num` trainings."""
         return self.history.has_time(num * self.run_s, self.limit_s)
 
     def _trains(self, candidate: Candidate) -> bool:
-        """From every start; whether there was time for it and it did not give up."""
+        """Trains a candidate from every start; returns False if there is no time, or if it was stopped."""
         if not self._has_time(len(self.starts)):
             return False
         self.ended[candidate] = [self._run(candidate, start) for start in self.starts]
@@ -160,7 +163,7 @@ class FullLengthComparison:
         return self.history.run(candidate, self.run_s, self.limit_s, leader=leader, start=start)
 
     def _remaining(self, candidate: Candidate) -> float:
-        """In the mean over the starts."""
+        """Returns the remaining error in the mean over the starts."""
         runs = self.ended[candidate]
         return math.inf if any(run.gave_up for run in runs) else statistics.fmean(run.remaining for run in runs)
 
@@ -168,8 +171,9 @@ class FullLengthComparison:
         return self._remaining(candidate) == math.inf
 
     def _is_below_a_failure(self, candidate: Candidate) -> bool:
-        """It failed, or one a little higher did in the comparison: another start may not bear this one. Where trainings
-        were shortened, one as long as the user's may not bear it either: there the next rate up counts too."""
+        """Whether the candidate failed, or one with a slightly higher rate failed in the comparison, so that another
+        start may fail at this rate. If trainings were shortened, a full one may fail too, and the next higher rate
+        counts as well."""
         if self._has_failed(candidate) or (self.earlier is not None and self.earlier.is_below_a_failure(candidate)):
             return True
         if not self.is_shortened:
@@ -190,7 +194,7 @@ class FullLengthComparison:
         return runs[len(runs) // 2]
 
     def description(self, best: Run) -> str:
-        """What was trained and how it ended."""
+        """Returns what was trained, and the results, in words."""
         by_end = sorted(self.ended, key=self._remaining)
         ended = "; ".join(f"{candidate.description} {self._end_of(candidate)}" for candidate in by_end)
         run_s, wanted_s = format_seconds(self.run_s), format_seconds(self.length_s)
@@ -214,5 +218,5 @@ class FullLengthComparison:
 
 
 def _at_rate(candidate: Candidate, factor: float) -> Candidate:
-    """At another rate; today's setting, too, then begins with a warm-up."""
+    """Returns the candidate at another rate; at a higher rate, today's setting begins with a warm-up too."""
     return replace(candidate.at_rate(factor), warms_up=candidate.warms_up or factor > 1)

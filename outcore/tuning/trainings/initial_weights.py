@@ -1,10 +1,10 @@
-"""A function that makes models -> further initial weights of the same model, loaded into the one that is tried.
+"""Further initial weights for the model that trials use.
 
-How soon a training comes to its target depends on its initial weights more than on the order of its data: a length that
-suffices for one start is too short for another. So every order of the data beyond the first has initial weights of its
-own, made once and kept in host memory. Where no new model can be made there is one set of weights: a user may give a
-model instead of a function, or a function that returns the same one (a model that refers to itself cannot be told from
-that), or have no memory for a second one beside the first.
+The time to a target depends on the initial weights more than on the order of the data: a length that suffices for one
+start is too short for another. So every order of the data except the first gets its own initial weights, made once and
+kept in host memory. If no new model can be made, there is one set of weights. That is the case if the user passes a
+model instead of a function, if the function returns the same model again (a model that refers to itself looks the
+same), or if there is no memory for a second model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from outcore.tuning.data.restore import keep_generators
 
 MakeModel = Callable[[], torch.nn.Module] | torch.nn.Module
-FIRST_SEED = 715_000_000  # users train from seeds 0, 1 and 2: what is tried must not be what they train
+FIRST_SEED = 715_000_000  # differs from common seeds, so that trials are not the user's training
 
 
 def seed_everything(start: int) -> None:
@@ -31,16 +31,16 @@ def seed_everything(start: int) -> None:
 
 @dataclass
 class InitialWeights:
-    """Weights by the start that they belong to; `model` has those of start 0."""
+    """Initial weights by start; `model` has those of start 0."""
 
     make_model: MakeModel
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
-    device_bytes: int  # for everything, including another model beside the one that is tried
-    weights: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # an empty list: there are no others
+    device_bytes: int  # the budget, which a second model must fit too
+    weights: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # an empty list: the model's own
 
     def load(self, start: int) -> bool:
-        """Copies them into the model; whether they differ from its own."""
+        """Copies the start's weights into the model; returns whether they differ from its own."""
         if start == 0 or isinstance(self.make_model, torch.nn.Module):
             return False
         if start not in self.weights:
@@ -51,7 +51,7 @@ class InitialWeights:
         return bool(self.weights[start])
 
     def _make(self, start: int) -> list[torch.Tensor]:
-        """In host memory. A function that cannot be called again leaves none."""
+        """Returns new weights in host memory; none if the function cannot be called again."""
         assert not isinstance(self.make_model, torch.nn.Module)
         restore, own = keep_generators(), _tensors_of(self.model)
         seed_everything(start)
@@ -74,7 +74,7 @@ class InitialWeights:
         if device.type == "cuda":
             return torch.cuda.memory_allocated(device) + model_bytes <= self.device_bytes
         state = [part for part in tree_leaves(list(self.optimizer.state.values())) if isinstance(part, torch.Tensor)]
-        num_models = 3 + sum(bool(weights) for weights in self.weights.values())  # the new one, and what is kept of it
+        num_models = 3 + sum(bool(weights) for weights in self.weights.values())  # the model, the new one and its copy
         return num_models * model_bytes + sum(part.nbytes for part in state) <= self.device_bytes
 
 

@@ -1,8 +1,8 @@
-"""Candidate -> Run: one setting, one short training of it, and how runs are ranked.
+"""Short trainings of candidate settings, and how they are ranked.
 
-A run is a small training of its own: its rate falls to zero over its last third. At a constant rate an evaluation shows
-the noise that a high rate makes rather than what was learnt. Its seconds are those of the curve (a step of this batch
-takes so long) and not of a clock: a machine that is busy during one run and idle during the next decides nothing.
+A run is a complete small training: its rate falls to zero over its last third. At a constant rate an evaluation would
+show the noise of a high rate rather than what was learnt. Its seconds are computed from the throughput curve and not
+measured, so that load on the machine during a run does not affect the ranking.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ COMPARISON = SETTINGS.comparison
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting to compare; `step_s` are seconds of its effective batch as it would be trained."""
+    """A setting to compare; `step_s` is the time of its effective batch in a training, in seconds."""
 
     name: str
     batch: int
     lr: float
     step_s: float
     beta2: float | None = None
-    warms_up: bool = True  # initial weights bear less of a rate than later ones
-    factor: float = 1.0  # of the rate that it has under its name
+    warms_up: bool = True  # initial weights tolerate lower rates than later ones
+    factor: float = 1.0  # of the rate, relative to that of the setting named `name`
 
     def at_rate(self, factor: float) -> Candidate:
         return replace(self, lr=self.lr * factor, factor=self.factor * factor)
@@ -43,7 +43,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Run:
-    """A candidate, and the metric on the way through a training of `run_s` seconds."""
+    """A candidate with the metrics during a training of `run_s` seconds."""
 
     candidate: Candidate
     run_s: float
@@ -51,7 +51,7 @@ class Run:
     evaluations: tuple[tuple[float, float], ...]  # seconds, metric
     num_warm_up_steps: int = 0
     gave_up: bool = False
-    start: int = 0  # which initial weights and which order of the data
+    start: int = 0  # index of the initial weights and the order of the data
 
     @property
     def metric(self) -> float:
@@ -59,13 +59,13 @@ class Run:
 
     @property
     def remaining(self) -> float:
-        """What remains of the error; smaller is better."""
+        """The remaining error; smaller is better."""
         remaining = self.target.remaining(self.metric)
         return -self.metric if remaining is None else remaining
 
     @property
     def target_s(self) -> float | None:
-        """Seconds to the target, between two evaluations; None where it was not reached, or there is none."""
+        """Seconds to the target, interpolated between evaluations; None if it was not reached or there is none."""
         if self.target is NO_TARGET:
             return None
         before_s, before = 0.0, self.evaluations[0][1]
@@ -78,24 +78,24 @@ class Run:
 
     @property
     def rank(self) -> tuple[int, float]:
-        """To sort by: those that reached the target, by the seconds to it; then by what remains; then who gave up."""
+        """The sort key: runs that reached the target by their seconds, others by what remains, stopped ones last."""
         if self.gave_up:
             return 2, 0.0
         return (1, self.remaining) if self.target_s is None else (0, self.target_s)
 
     @property
     def remaining_at_target(self) -> float:
-        """What remains at the target; without one, nothing is known that would suffice."""
+        """The remaining error at the target; without a target no value suffices."""
         return -math.inf if self.target is NO_TARGET else self.target.remaining(self.target.value) or 0.0
 
     def remaining_plus(self, share: float) -> float:
-        """What remains, and a share more. Less than at the target need not be told apart."""
+        """Returns the remaining error increased by a share. Values below that of the target are not distinguished."""
         least = max(self.remaining, self.remaining_at_target)
         return least + share * abs(least)
 
     @property
     def cost(self) -> float:
-        """What is averaged over starts: seconds to the target; without one, what remains."""
+        """The number that is averaged over starts: seconds to the target; without one, the remaining error."""
         if self.gave_up:
             return math.inf
         if self.target is NO_TARGET:
@@ -107,7 +107,7 @@ class Run:
 
 
 def mean_description(runs: Sequence[Run]) -> str:
-    """How the runs of one candidate ended."""
+    """Returns the results of one candidate's runs in words."""
     if all(run.gave_up for run in runs):
         return "gave up"
     ended = [run for run in runs if not run.gave_up]
@@ -122,8 +122,8 @@ def mean_cost(runs: Sequence[Run]) -> float:
 
 
 def best_candidate(runs: Mapping[Candidate, Sequence[Run]], today: Candidate) -> Candidate:
-    """In the mean over their starts: of those that come to the target almost together the one that is best in the end;
-    today's setting unless another is clearly sooner."""
+    """Returns the best candidate in the mean over its starts: among those that reach the target at about the same time,
+    the one with the best final metric; today's setting unless another is clearly faster."""
     cost = {candidate: mean_cost(ran) for candidate, ran in runs.items() if ran}
     least = min(cost.values(), default=math.inf)
     if least == math.inf:
@@ -137,7 +137,8 @@ def best_candidate(runs: Mapping[Candidate, Sequence[Run]], today: Candidate) ->
 
 
 def _clearly_beats(runs: Mapping[Candidate, Sequence[Run]], candidate: Candidate, today: Candidate) -> bool:
-    """In the mean by more than a little, and from every start: of several that are no better one is lucky."""
+    """Whether a candidate wins in the mean by a margin, and from every start, because the best of several equal ones
+    is only lucky."""
     ours, theirs = ([run.cost for run in runs[one]] for one in (candidate, today))
     share = COMPARISON.clear_loss_share
     if runs[today][0].target is not NO_TARGET:
@@ -147,7 +148,7 @@ def _clearly_beats(runs: Mapping[Candidate, Sequence[Run]], candidate: Candidate
 
 
 def ranked(runs: Iterable[Run]) -> list[Run]:
-    """By their ranks; but of those that came to the target almost together the best in the end comes first."""
+    """Returns the runs by rank; among those that reach the target at about the same time, the best at its end first."""
     ordered = sorted(runs, key=lambda run: run.rank)
     first_s = ordered[0].target_s if ordered else None
     if first_s is None:
@@ -158,13 +159,13 @@ def ranked(runs: Iterable[Run]) -> list[Run]:
 
 
 def is_near_one_of(candidate: Candidate, others: Iterable[Candidate]) -> bool:
-    """Whether one of the others has this batch, at a rate so near that it would be the same run again."""
+    """Whether one of the others has the same batch at nearly the same rate, so that the run would be redundant."""
     near = COMPARISON.same_rate_factor
     return any(candidate.batch == other.batch and other.lr / near < candidate.lr < near * other.lr for other in others)
 
 
 def is_hopeless(run: Run, leader: Run | None, excess_share: float) -> bool:
-    """Halfway, and far behind where the leader was then."""
+    """Whether a run at half time is far behind where the leader was at that point."""
     half = COMPARISON.num_evaluations // 2
     if leader is None or leader.gave_up or len(run.evaluations) != half or len(leader.evaluations) < half:
         return False
@@ -173,7 +174,7 @@ def is_hopeless(run: Run, leader: Run | None, excess_share: float) -> bool:
 
 
 def is_beaten(run: Run, leader: Run | None) -> bool:
-    """Whether the leader was at the target long before."""
+    """Whether the leader reached the target much earlier."""
     if leader is None or leader.target_s is None:
         return False
     late_s = (1 + COMPARISON.together_share) * leader.target_s

@@ -1,8 +1,8 @@
-"""The length of a training -> the learning rate on the way.
+"""The learning-rate schedule of a training with a given length.
 
-The rate rises over the warm-up, stays level, and falls to zero over the last third. A target may be missed all the
-same, because other initial weights learn more slowly; then the training goes on in rounds of the same shape. Rounds
-begin at half the rate: what was learnt is kept, and the next end comes soon.
+The rate rises during the warm-up, stays constant, and falls to zero over the last third. The target may be missed even
+so, because other initial weights learn more slowly. Then the training continues in rounds with the same shape that
+start at half the rate: what was learnt is kept, and the next end comes soon.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ TRAINING = SETTINGS.training
 
 
 def rate_factor(step: int, num_steps: int, num_warm_up_steps: int = 0) -> float:
-    """The factor of the rate at `step` (from 0) in a training of `num_steps` (0: without an end) and in the rounds
-    after it."""
+    """Returns the factor of the rate at `step` (from 0), in a training of `num_steps` steps (0: without an end) and in
+    the rounds after it."""
     up = warm_up(step, num_warm_up_steps)
     if not num_steps:
         return up
@@ -26,7 +26,7 @@ def rate_factor(step: int, num_steps: int, num_warm_up_steps: int = 0) -> float:
 
 
 def is_end(num_done: int, num_steps: int) -> bool:
-    """Whether the length or a round is over after so many steps: then the metric tells what was learnt."""
+    """Whether the training or a round ends after so many steps; only then the metric shows what was learnt."""
     if not num_steps or num_done < num_steps:
         return False
     return (num_done - num_steps) % _round_steps(num_steps) == 0

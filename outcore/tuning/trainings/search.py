@@ -1,11 +1,11 @@
-"""A way to train + ranges of batch and rate -> the fastest setting to the target, and the best in the end.
+"""Searches batches and learning rates for the setting that reaches a target first, and the one with the best metric.
 
-An Optuna study with two objectives, seconds to the target and the final metric. Training is a generator that yields
-`(seconds, metric)` after each evaluation, so that a run can be stopped between two of them. Optuna prunes no study of
-several objectives; here a run is pruned when it is hopeless in both: later than the fastest run by half, and behind the
-median of the other runs at the same moment. A study with a file goes on where it stopped: the file keeps each run's
-batch, rate and curve, and seconds to a target are read from the curve, so that another session may ask for another
-target or for other batches.
+An Optuna study with two objectives: seconds to the target, and the final metric. Training is a generator that yields
+`(seconds, metric)` after each evaluation, so that a run can be stopped between two evaluations. Optuna does not prune
+studies with several objectives. Here a run is pruned if it is behind in both: it is later than 1.5 times the fastest
+run, and its metric is worse than the median of the other runs at the same time. A study with a file can be continued:
+the file keeps each run's batch, rate and curve. Seconds to a target are read from the curve, so another session may use
+another target or other batches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Train = Callable[[int, float], Iterator[tuple[float, float]]]
 SEARCH = SETTINGS.search
-STUDY_NAME = "outcore"  # of a study in its file
+STUDY_NAME = "outcore"  # name of the study in its file
 NOTHING: Mapping[str, Any] = {}
 
 
@@ -47,7 +47,7 @@ class SearchRun:
 
 @dataclass(frozen=True)
 class SearchResult(Saved):
-    """All runs of the study, in their order."""
+    """All runs of the study, in order."""
 
     KIND: ClassVar[str] = "search"
 
@@ -57,13 +57,13 @@ class SearchResult(Saved):
 
     @property
     def fastest(self) -> SearchRun | None:
-        """The first to the target; None where no run reached it."""
+        """The run that reached the target first; None if no run did."""
         reached = [run for run in self.runs if run.to_target_s is not None]
         return min(reached, key=lambda run: run.to_target_s or 0.0, default=None)
 
     @property
     def best(self) -> SearchRun | None:
-        """The best metric in the end."""
+        """The complete run with the best final metric."""
         done = [run for run in self.runs if run.metric is not None and run.state == "complete"]
         sign = 1 if self.maximise else -1
         return max(done, key=lambda run: sign * (run.metric or 0.0), default=None)
@@ -82,11 +82,11 @@ def search(
     about: Mapping[str, Any] = NOTHING,
     on_run: Callable[[SearchRun, int, int], None] = lambda run, num_done, num_trials: None,
 ) -> SearchResult:
-    """Runs `train(batch, lr)` until the study holds `num_trials` finished runs, counting those of an earlier session.
+    """Runs `train(batch, lr)` until the study has `num_trials` finished runs, including those of earlier sessions.
 
-    `start` are settings to begin with, an advice for example. `storage` names the file that keeps the study; one of a
-    training that was described differently (`about`: metric, data ...) is refused. `on_run` is called after each run
-    with the run, how many are done and how many there will be.
+    `start` lists settings to begin with, for example an advice. `storage` names the file that keeps the study; a file
+    whose training was described differently (`about`: metric, data ...) is refused. `on_run` is called after each run
+    with the run, the number of finished runs and their final number.
     """
     if not batches or not 0 < lrs[0] < lrs[1] or num_trials < 1:
         raise TuningError(
@@ -102,7 +102,7 @@ def search(
 
 
 def open_study(storage: str | Path | None, maximise: bool, about: Mapping[str, Any] = NOTHING) -> optuna.Study:
-    """The study of a file, or a new one; a file that cannot be used is refused in a sentence."""
+    """Returns the study in a file, or a new one. Raises `TuningError` for a file that cannot be used."""
     try:
         import optuna
         from optuna.storages import JournalStorage
@@ -124,7 +124,7 @@ def open_study(storage: str | Path | None, maximise: bool, about: Mapping[str, A
             f"a study cannot be kept in {storage} ({error.strerror or error}); name a file in a folder that is there "
             "and can be written"
         ) from None
-    except Exception:  # whatever optuna makes of lines that it did not write
+    except Exception:  # Optuna's errors for a file that it did not write
         raise TuningError(
             f"{storage} is no study of a search; name another file, or one that is not there yet"
         ) from None
@@ -140,12 +140,12 @@ def open_study(storage: str | Path | None, maximise: bool, about: Mapping[str, A
 
 
 def batches_of(study: optuna.Study) -> list[int]:
-    """The batches of its runs."""
+    """Returns the batches of the study's runs."""
     return sorted({trial.user_attrs["run"]["batch"] for trial in study.trials if "run" in trial.user_attrs})
 
 
 def _check_is_study(storage: str | Path) -> None:
-    """Refuses a file that is no study before Optuna appends to it; creates one that does not exist."""
+    """Raises for a file that is no study, before Optuna appends to it; creates a file that does not exist."""
     with open(storage, "ab+") as file:
         file.seek(0)
         line = file.readline()
@@ -154,10 +154,10 @@ def _check_is_study(storage: str | Path) -> None:
 
 
 class _Study:
-    """The runs of one study: those that its file holds, and new ones.
+    """The runs of one study: those in its file, and new ones.
 
-    The next setting is sampled by a study in memory, in which every run has the seconds to this session's target and
-    the index of its batch among this session's.
+    The next setting is sampled from a study in memory, in which every run has its seconds to this session's target and
+    the index of its batch in this session's list.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class _Study:
             self.sampled.enqueue_trial({"batch_index": near, "lr": min(max(lr, self.lrs[0]), self.lrs[1])})
 
     def run_next(self) -> SearchRun:
-        """A run that is interrupted is not kept."""
+        """Runs the next setting. An interrupted run is not stored."""
         trial = self.sampled.ask(self.space)
         batch, lr = self.batches[trial.params["batch_index"]], trial.params["lr"]
         curve: list[tuple[float, float]] = []
@@ -218,7 +218,8 @@ class _Study:
         )
 
     def _remember(self, run: SearchRun, curve: list[tuple[float, float]], trial: optuna.Trial | None = None) -> None:
-        """`trial` is what was sampled in this session."""
+        """Adds a run to the study in memory. `trial` is the sampled trial if the run belongs to this session."""
+
         from optuna.trial import create_trial
 
         self.runs.append(run)

@@ -1,7 +1,7 @@
-"""A metric and a value -> Target: whether it is reached, how much error remains, how long it should take.
+"""The target of a training: whether it is reached, how much error remains, and how long it should take.
 
-What remains of the error runs along a line in log(error) over log(samples), as learning curves mostly do; where there
-is no such line, or the target lies far beyond what was seen, nothing is predicted and the reason is given.
+Learning curves are mostly straight lines in log(error) over log(samples), and are extrapolated on such a line. If there
+is no line, or the target is far beyond the measured range, nothing is predicted and the reason is given.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from outcore.units import format_seconds
 
 TRAINING = SETTINGS.training
 METRICS = ("val_accuracy", "val_loss")
-PROBABILITY = "val_probability"  # of the right class, a smoother accuracy; compares ends and is not offered to users
+PROBABILITY = "val_probability"  # of the right class: a smooth accuracy, for internal use
 Metric = str | Callable[[torch.nn.Module], float]
 
 
 @dataclass(frozen=True)
 class Target:
-    """`metric` of at least (a loss: at most) `value`."""
+    """A target: `metric` of at least `value`, or of at most `value` for a loss."""
 
     metric: Metric
     value: float
@@ -59,7 +59,7 @@ class Target:
 
     @property
     def is_builtin(self) -> bool:
-        """A user's function may take long: it is not called more often than it must be."""
+        """Whether the metric is built in. A user's function may be slow, and is called as rarely as possible."""
         return isinstance(self.metric, str)
 
     @property
@@ -70,29 +70,31 @@ class Target:
         return metric >= self.value if self.grows else metric <= self.value
 
     def remaining(self, metric: float) -> float | None:
-        """What remains of the error, a number that falls along a line; None for a metric without such a number."""
+        """Returns the remaining error, which falls along a line; None if the metric has no such number."""
         return {"val_loss": metric, "val_accuracy": 1 - metric, PROBABILITY: 1 - metric}.get(str(self.metric))
 
     def held_out_error(self, num_held_out: int) -> float:
-        """One standard error of an accuracy that so many samples tell, as a share of the error at the target, 0.5 at
-        most: other samples may be as much harder. 0: not known."""
+        """Returns the standard error of an accuracy over this many samples, as a share of the error at the target.
+
+        It is at most 0.5. 0 means that it is unknown.
+        """
         if self.metric != "val_accuracy" or num_held_out < 1 or self.value >= 1:
             return 0.0
         return min(math.sqrt(self.value / (1 - self.value) / num_held_out), 0.5)
 
     @property
     def at_the_end(self) -> Target:
-        """The same for comparing ends, however far they come: no value is enough."""
+        """The target for comparing trainings at their end; no finite value reaches it."""
         if self.metric == "val_accuracy":
             return Target(PROBABILITY, math.inf)
         return Target("val_loss", -math.inf)
 
 
-NO_TARGET = Target("val_loss", 0.0)  # the least loss on held-out samples
+NO_TARGET = Target("val_loss", 0.0)  # compares the loss on held-out samples
 
 
 def predict_target_s(target: Target, seen: list[tuple[int, float, float]]) -> tuple[float | None, str]:
-    """Samples, seconds, metric on the way -> seconds to the target, or None, and why."""
+    """Returns the seconds to the target, or None, with a reason. `seen` has samples, seconds and metric."""
     if not seen:
         return None, "not one step could be trained in the time given; give more with trial_s"
     num_samples, train_s, metric = seen[-1]
@@ -103,7 +105,7 @@ def predict_target_s(target: Target, seen: list[tuple[int, float, float]]) -> tu
         return None, f"{where}; how it goes on is only known for {' and '.join(METRICS)}: train on, or raise trial_s"
     errors = [(num, target.remaining(metric) or 0.0) for num, _, metric in seen]
     line = [(math.log(num), math.log(error)) for num, error in errors if error > 0]
-    line = line[len(line) // 3 :]  # the beginning follows another line
+    line = line[len(line) // 3 :]  # the beginning has another slope
     wanted = target.remaining(target.value) or 0.0
     if len(line) < 3 or wanted <= 0:
         return None, f"{where}, too few evaluations to go on from; raise trial_s"

@@ -1,7 +1,7 @@
-"""Advice + a target -> the same advice with the time to it, or a better one that a search found.
+"""Predicts the time to a target for an advice, or replaces the advice by a better one from a search.
 
-Of many runs of a search the luckiest looks best. So what it found and the advice run from further starts, each as it is
-advised, and the advice is replaced only by what is sooner in the mean, as in a comparison (comparison.py).
+The best of many runs of a search may only be lucky. Therefore its setting and the advice both run from further starts,
+and the advice is replaced only by a setting that is faster in the mean, as in a comparison (comparison.py).
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ COMPARISON, SEARCH = SETTINGS.comparison, SETTINGS.search
 
 @dataclass(frozen=True)
 class SearchFacts:
-    """What a search has to know of the training."""
+    """The facts of a training that a search needs."""
 
     about: Mapping[str, Any] = field(default_factory=dict)  # identifies the training in a study's file
-    is_new: bool = True  # the model: others like it can be made
-    normalises: bool = False  # it has BatchNorm
-    beta2: float | None = None  # as the optimizer is made; None: it has none
-    accumulating: Point | None = None  # what larger batches are cut into beside gradients; None: they do not fit
+    is_new: bool = True  # whether further models can be made
+    normalises: bool = False  # whether the model has BatchNorm
+    beta2: float | None = None  # the optimizer's; None: it has none
+    accumulating: Point | None = None  # micro-batch of larger batches; None: they do not fit
 
 
 @dataclass
 class FreshTrainings:
-    """Trains fresh models towards a target."""
+    """Trains new models towards a target."""
 
     request: Request
     samples: Samples
@@ -60,7 +60,8 @@ class FreshTrainings:
         return self.request.target
 
     def with_target_time(self, advice: Advice) -> Advice:
-        """Trains at the advised setting until the target or for `trial_s` seconds, and says how long it takes."""
+        """Trains with the advice until the target is reached or for `trial_s` seconds; adds the measured or predicted
+        time to it."""
         trials: list[Trial] = []
         self.progress(f"training towards {self.target.name}", 0.0)
         for train_s, metric in self._train(replace(advice, num_steps=0), trials):
@@ -73,7 +74,7 @@ class FreshTrainings:
         return replace(advice, target=self.target.name, target_s=target_s, why=(*advice.why, said))
 
     def search(self, advice: Advice) -> Advice:
-        """Runs at other batches and rates; what is soonest from further starts too replaces the advice."""
+        """Runs other batches and rates; a setting that is faster from further starts too replaces the advice."""
         batches, rate = self._batches(advice), advice.learning_rate or 1e-3
 
         def train(batch: int, lr: float) -> Iterator[tuple[float, float]]:
@@ -101,7 +102,7 @@ class FreshTrainings:
         return self._sooner(advice, self._at(advice, best.batch, batches[best.batch], best.lr), said)
 
     def _batches(self, advice: Advice) -> dict[int, int]:
-        """Effective batch -> its micro-batch, near the advice, that can be trained in this memory with this data."""
+        """Returns effective batches near the advice that fit memory and data, with their micro-batches."""
         spread, cut = SEARCH.batch_spread, self.facts.accumulating
         num = self.samples.num or advice.effective_batch * spread
         if self.samples.num is not None and self.validation is None:
@@ -115,7 +116,7 @@ class FreshTrainings:
         return batches | {advice.effective_batch: advice.micro_batch}
 
     def _objectives(self, result: SearchResult, num_all: int) -> str:
-        """Both objectives: the first at the target, and the best in the end."""
+        """Returns both results in words: the first run at the target, and the best final metric."""
         said = f"of {num_all} run{'s' * (num_all > 1)} of a search"
         if len(result.runs) < num_all:
             said += f" ({num_all - len(result.runs)} with batches that are not looked at now)"
@@ -130,7 +131,7 @@ class FreshTrainings:
         return f"{said} {first}, and {end}"
 
     def _sooner(self, advice: Advice, other: Advice, said: str) -> Advice:
-        """The one that is sooner in the mean over further starts; the advice, unless the other one clearly is."""
+        """Returns the setting that is faster in the mean over further starts; the advice if neither clearly is."""
         num_starts = COMPARISON.num_starts
         ours: list[Run] = []
         others: list[Run] = []
@@ -152,7 +153,7 @@ class FreshTrainings:
         return self._with_time(replace(advice, why=why), ours)
 
     def _run(self, advice: Advice, start: int) -> Run:
-        """A training from a start of its own, until the target or for `trial_s` seconds."""
+        """Trains from one start until the target is reached or for `trial_s` seconds."""
         evaluations: list[tuple[float, float]] = []
         gave_up = False
         try:
@@ -161,21 +162,21 @@ class FreshTrainings:
                 gave_up = not math.isfinite(metric)
                 if gave_up or self.target.reached(metric):
                     break
-        except Exception:  # as in a study: a run that fails has lost
+        except Exception:  # as in a study, a run that fails counts as stopped
             gave_up = True
         candidate = Candidate("", advice.effective_batch, advice.learning_rate or 0.0, advice.step_s, advice.beta2)
         gave_up = gave_up or not evaluations
         return Run(candidate, self.request.trial_s, self.target, tuple(evaluations), gave_up=gave_up, start=start)
 
     def _with_time(self, advice: Advice, runs: list[Run]) -> Advice:
-        """To the target, where every start came to it and it was not known before."""
+        """Adds the time to the target if every start reached it and it was not known before."""
         seconds = [run.target_s for run in runs if not run.gave_up and run.target_s is not None]
         if advice.target_s is not None or len(seconds) < len(runs):
             return advice
         return replace(advice, target=self.target.name, target_s=sum(seconds) / len(seconds))
 
     def _why(self, advice: Advice, *said: str) -> tuple[str, ...]:
-        """For a setting that a search found: nothing of what was said about another."""
+        """Returns the reasons for a setting that a search found, without those for other settings."""
         return (
             *why_micro_batch(advice.curve, advice.micro_batch, advice.accumulation),
             *said,
@@ -184,7 +185,7 @@ class FreshTrainings:
         )
 
     def _at(self, advice: Advice, batch: int, micro_batch: int, lr: float) -> Advice:
-        """The same advice for another batch and rate, with what belongs to them."""
+        """Returns the advice with another batch and rate, and the values that depend on them."""
         accumulation, curve, cut = batch // micro_batch, advice.curve, self.facts.accumulating
         if batch == advice.effective_batch:
             if lr == advice.learning_rate:
@@ -215,13 +216,14 @@ class FreshTrainings:
         )
 
     def _in_curve_seconds(self, advice: Advice, start: int = 0) -> Iterator[tuple[float, float]]:
-        """Training at a setting, in the seconds of its curve: a machine that is busy meanwhile decides nothing."""
+        """Yields the seconds of the curve and the metric, so that load on the machine does not matter."""
         trials: list[Trial] = []
         for _, metric in self._train(advice, trials, start):
             yield trials[0].progress.num_samples / advice.effective_batch * advice.step_s, metric
 
     def _train(self, advice: Advice, trials: list[Trial], start: int = 0) -> Iterator[tuple[float, float]]:
-        """Training at a setting, from one of several starts; the trial is appended to `trials`."""
+        """Trains with a setting from one of several starts; appends the trial to `trials`."""
+
         make = self.request.make_optimizer
         assert make is not None
         seed_everything(start)

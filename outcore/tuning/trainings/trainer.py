@@ -1,7 +1,7 @@
-"""Candidate + seconds -> Run: trains one candidate from one of several starts, and leaves no trace.
+"""Trains candidates from one of several starts, and restores everything afterwards.
 
-`Trainer` owns the model and optimizer that are put back after every run; `TrainingRuns` counts what runs cost, stops
-those without hope, and remembers all of them.
+`Trainer` owns the model and the optimizer, which are restored after every run; `TrainingRuns` counts the cost of runs,
+stops those that cannot win, and stores all of them.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class Trainer:
     loss_fn: LossFn
     samples: Samples
     validation: Samples | None
-    in_core: int  # the largest micro-batch to run with
-    accumulating: int | None = None  # the largest where gradients are accumulated; None: `in_core` too
-    load_start: Callable[[int], bool] = lambda start: False  # loads initial weights: do they differ from the model's?
-    starts_differ: bool = False  # some start had initial weights of its own
+    in_core: int  # the largest in-core micro-batch
+    accumulating: int | None = None  # the largest beside accumulated gradients; None: the same
+    load_start: Callable[[int], bool] = lambda start: False  # loads weights; returns whether they differ
+    starts_differ: bool = False  # whether any start had its own initial weights
 
     def train(
         self, candidate: Candidate, run_s: float, target: Target, num_warm_up_steps: int, start: int, split: int
     ) -> Generator[tuple[float, float], None, None]:
         """Trains for `run_s` seconds of the curve; yields seconds and the metric after every eighth of them.
 
-        Closing the iterator ends the training early. Either way everything is as it was before.
+        Closing the generator ends the training early. Everything is restored in either case.
         """
         with untouched(self.model, self.optimizer):
             self.starts_differ = self.load_start(start) or self.starts_differ
@@ -81,33 +81,33 @@ class Trainer:
         )
 
     def _micro_batch(self, batch: int) -> int:
-        """The largest divisor that is in-core, alone or beside accumulated gradients."""
+        """Returns the largest divisor of the batch that is in-core, at once or beside accumulated gradients."""
         whole = batch <= self.in_core or self.accumulating is None
         most = self.in_core if whole else self.accumulating or 0
         return max(size for size in range(1, min(batch, most) + 1) if batch % size == 0)
 
     def num_warm_up_steps(self, candidate: Candidate, run_s: float) -> int:
-        """A tenth of an epoch, or of the run where that is shorter: the run must show the rate itself."""
+        """Returns a tenth of an epoch, or of the run if that is shorter, so that the run shows the rate itself."""
         if not candidate.warms_up:
             return 0
         num_steps = min((self.samples.num or math.inf) / candidate.batch, run_s / candidate.step_s)
         return int(COMPARISON.warm_up_share * num_steps)
 
     def starts_description(self, num: int) -> str:
-        """What runs began with: other weights, or the same weights and the data in another order."""
+        """Returns how the runs' starts differed: in weights, or in the order of the data only."""
         return f"{num} start{'s' * (num > 1)}" if self.starts_differ else f"{num} order{'s' * (num > 1)} of the data"
 
 
 @dataclass
 class TrainingRuns:
-    """Runs of one trainer, judged by one target; what they cost, and all of them in their order."""
+    """The runs of one trainer, judged by one target, with their cost."""
 
     trainer: Trainer
     progress: Progress
     target: Target = NO_TARGET
     give_up_excess_share: float = COMPARISON.give_up_excess_share
-    little_remaining: float = -math.inf  # nobody gives up who has no more left
-    new_split_per_start: bool = False  # each start holds out other samples
+    little_remaining: float = -math.inf  # runs with less remaining error are not stopped
+    new_split_per_start: bool = False  # whether each start holds out other samples
     clock: Callable[[], float] = time.monotonic
     spent_s: float = 0.0  # seconds of compute
     runs: list[Run] = field(default_factory=list)
@@ -119,7 +119,7 @@ class TrainingRuns:
     def run(
         self, candidate: Candidate, run_s: float, limit_s: float, *, leader: Run | None = None, start: int = 0
     ) -> Run:
-        """One training; it stops early where it has no hope against the leader."""
+        """Runs one training, which stops early if it cannot win against the leader."""
         self.progress(f"racing {candidate.description}", min(1.0, self.spent_s / limit_s))
         evaluations: list[tuple[float, float]] = []
         gave_up, num_warm_up_steps = False, self.trainer.num_warm_up_steps(candidate, run_s)
@@ -141,16 +141,16 @@ class TrainingRuns:
         return next((run for run in self.runs if (run.candidate, run.run_s, run.start) == wanted), None)
 
     def has_time(self, run_s: float, limit_s: float) -> bool:
-        """For further runs of so many seconds in all, within a limit for all runs."""
+        """Whether further runs of `run_s` seconds in total fit a limit for all runs."""
         return self.spent_s + run_s <= 1.001 * limit_s and not self.is_late(limit_s)
 
     def is_late(self, limit_s: float) -> bool:
-        """Reading data and evaluating may take far longer than the compute that is counted: no run begins then."""
+        """Whether the elapsed time forbids a new run: reading and evaluating may take longer than the compute."""
         spent_s = self.clock() - self.began_s
         return spent_s > max(COMPARISON.max_clock_factor * limit_s, COMPARISON.min_clock_s)
 
     def is_below_a_failure(self, candidate: Candidate) -> bool:
-        """Whether the next higher rate gave up or ended worse than it began: another start may not bear this one."""
+        """Whether the next higher rate stopped or ended worse than it began: another start may fail at this rate."""
         highest = COMPARISON.same_rate_factor * math.sqrt(COMPARISON.rate_step) * candidate.lr
         above = [
             run

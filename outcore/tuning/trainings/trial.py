@@ -1,4 +1,4 @@
-"""A model, an optimizer and a setting -> a training with some samples held out, and its metric on the way."""
+"""A training at one setting with some samples held out, and its metric over time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DATA = SETTINGS.data
 
 @dataclass
 class TrainingProgress:
-    """How far a training has come, and what the metric was on the way."""
+    """The progress of a training, and its metric over time."""
 
     num_samples: int = 0
     train_s: float = 0.0
@@ -31,12 +31,12 @@ class TrainingProgress:
 
 @dataclass(frozen=True)
 class TrialSetting:
-    """How to train."""
+    """The setting of a training."""
 
     micro_batch: int
     accumulation: int
     num_warm_up_steps: int = 0
-    num_steps: int = 0  # above zero: the rate falls to zero over the last third of so many
+    num_steps: int = 0  # if above zero, the rate falls to zero over the last third of them
 
     @property
     def batch(self) -> int:
@@ -44,9 +44,9 @@ class TrialSetting:
 
 
 class Trial:
-    """A model in training at one setting, with some samples held out.
+    """A training at one setting with some samples held out.
 
-    `start` is the order of the data; `split` says which samples are held out where no validation set was given.
+    `start` seeds the order of the data; `split` selects the held-out samples if no validation set was given.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Trial:
         start: int = 0,
         split: int = 0,
     ) -> None:
-        self.evaluation_batch = max(2, evaluation_batch or setting.micro_batch)  # one size: then samples are kept
+        self.evaluation_batch = max(2, evaluation_batch or setting.micro_batch)  # constant, so that batches can be kept
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
         self.samples, self.setting, self.target, self.validation = samples, setting, target, validation
         self.progress = TrainingProgress()
@@ -77,7 +77,7 @@ class Trial:
         self._batches = samples.shuffled(setting.micro_batch, seed=start, only=trained)
 
     def train(self, around_step: Callable[[], Any], limit_s: float) -> Iterator[tuple[float, float]]:
-        """Trains for `limit_s` seconds; yields seconds of training and the metric, at growing distances."""
+        """Trains for `limit_s` seconds; yields seconds of training and the metric at growing intervals."""
         began_s, evaluate_at = time.perf_counter(), 1.0
         while time.perf_counter() - began_s < limit_s:
             step_began_s = _now_s(self.samples.device)
@@ -104,7 +104,7 @@ class Trial:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """The metric, now."""
+        """Returns the present metric."""
         with _evaluating(self.model):
             if callable(self.target.metric):
                 return float(self.target.metric(self.model))
@@ -135,12 +135,12 @@ class Trial:
             yield held_out.kept_batch_of(self._held_out[start : start + size])
 
     def verdict(self) -> tuple[float | None, str]:
-        """Seconds to the target, or None, and one sentence."""
+        """Returns the seconds to the target, or None, with a sentence."""
         return predict_target_s(self.target, self.progress.seen)
 
 
 def _split(samples: Samples, validation: Samples | None, split: int = 0) -> tuple[list[int] | None, list[int]]:
-    """Indices to train on (None: all) and held out: about a tenth, where no validation set was given."""
+    """Returns the indices to train on (None: all) and those held out: about a tenth, without a validation set."""
     if validation is not None:
         num = min(validation.num or 0, DATA.max_held_out)
         return None, [at * (validation.num or 0) // max(num, 1) for at in range(num)]
@@ -152,20 +152,20 @@ def _split(samples: Samples, validation: Samples | None, split: int = 0) -> tupl
 
 
 def num_evaluated(samples: Samples, validation: Samples | None) -> int:
-    """Held-out samples of every evaluation; 0: not known."""
+    """Returns the number of held-out samples of every evaluation; 0: unknown."""
     if validation is not None:
         return min(validation.num or 0, DATA.max_held_out)
     return num_held_out(samples.num) if samples.num is not None else 0
 
 
 def num_held_out(num_samples: int) -> int:
-    """Of a data set that comes without a validation set."""
+    """Returns how many samples are held out of a data set without a validation set."""
     return min(max(1, num_samples // 10, min(DATA.min_held_out, num_samples // 4)), DATA.max_held_out)
 
 
 def right_class_probability(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The probability given to the right class. Labels that name no class (below zero, 255) mean "ignore": they get
-    zero, as they count as wrong in accuracy."""
+    """Returns the probability of the right class. Labels that name no class (below zero, 255) mean "ignore" and get
+    zero, as they count as wrong in the accuracy."""
     is_class = (labels >= 0) & (labels < out.shape[1])
     classes = labels.long().where(is_class, 0).unsqueeze(1)
     return out.float().softmax(1).gather(1, classes).squeeze(1) * is_class

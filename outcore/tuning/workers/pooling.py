@@ -1,7 +1,7 @@
-"""Measured speeds with their spreads -> speeds in which differences below the spread do not count.
+"""Pools measured speeds that differ by less than their spread.
 
-Two processes on one busy machine are measured at different moments, and what one seems slower by is what else ran
-meanwhile. Numbers only.
+Two processes on one busy machine are measured at different times, and one may seem slower only because of other load in
+the meantime. This module has numbers only.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from collections.abc import Sequence
 
 
 def pooled(levels: Sequence[float], spreads: Sequence[float]) -> list[float]:
-    """Positive levels (seconds, or samples per second); those that differ from the first of their group by no more than
-    both spreads together become the geometric mean of the group.
+    """Returns positive levels (seconds, or samples per second) in which equal ones are replaced by their geometric
+    mean.
 
-    A spread is a share of its level. Groups are formed from the smallest level upwards.
+    Levels form a group if they differ from the group's first by no more than both spreads together. A spread is a share
+    of its level. Groups are formed from the smallest level upwards.
     """
     in_order = sorted(range(len(levels)), key=lambda index: levels[index])
     groups: list[list[int]] = []
@@ -33,6 +34,6 @@ def pooled(levels: Sequence[float], spreads: Sequence[float]) -> list[float]:
 
 
 def _are_alike(levels: Sequence[float], spreads: Sequence[float], one: int, other: int) -> bool:
-    """On a logarithmic scale: a spread of 1 means that the level may as well be half or twice as high."""
+    """Compares on a logarithmic scale: with a spread of 1 the level may as well be half or twice as high."""
     apart = abs(math.log(levels[one] / levels[other]))
     return apart <= math.log1p(spreads[one]) + math.log1p(spreads[other])

@@ -1,7 +1,7 @@
-"""Who trains together: the ranks of a process group, or workers that are only planned for.
+"""The workers that train together: ranks of a process group, or workers that are only planned for.
 
-All ranks call `tune` alike. Each works by itself for a while, then all exchange their results; what is decided from
-these is decided alike everywhere. A rank that cannot go on tells the others before it stops, so that nobody waits.
+All ranks call `tune` with the same arguments. Each works alone for a while, then all exchange results, so that all make
+the same decisions. A rank that fails informs the others before it stops, so that none waits for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """`speeds` of workers that are not here, relative to this device; empty: the ranks of the group."""
+    """The ranks of the group. `speeds` are those of planned workers, relative to this device; empty in a group."""
 
     rank: int
     num: int
@@ -35,7 +35,7 @@ class Ranks:
 
     @classmethod
     def read(cls, workers: Workers) -> Ranks | None:
-        """None: this process trains alone."""
+        """Returns the ranks, or None if this process trains alone."""
         communication_s = workers.communication_s
         speeds = _speeds(workers.speeds) if workers.speeds is not None else ()
         if _in_group():
@@ -66,20 +66,20 @@ class Ranks:
 
     @property
     def here(self) -> bool:
-        """They are processes, and this is one of them."""
+        """Whether the workers are processes, and this is one of them."""
         return not self.speeds
 
     def all(self, mine: T) -> list[T]:
-        """Every rank's on every rank, in their order. One's own where the others are not here."""
+        """Returns every rank's value on every rank, in order; only its own if the workers are planned."""
         return _from_all(mine) if self.here else [mine]
 
     def first(self, mine: T) -> T:
-        """Rank 0's on every rank."""
+        """Returns rank 0's value on every rank."""
         return self.all(mine)[0]
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """Around work that each rank does by itself: where it fails on one, all of them stop, with that reason."""
+        """Wraps work that each rank does alone: if it fails on one, all stop with that reason."""
         error: Exception | None = None
         try:
             yield
@@ -93,7 +93,7 @@ class Ranks:
                 raise TuningError(f"rank {rank} cannot go on, so the others do not either: {reason}")
 
     def communicating_s(self, model: torch.nn.Module) -> float:
-        """Given, or measured for the gradients of this model; the same on every rank."""
+        """Returns the given seconds, or measures them for this model's gradients; the same on every rank."""
         with self.all_or_none():
             for module in model.modules():
                 if isinstance(module, DistributedDataParallel | torch.nn.SyncBatchNorm) and self.here:
@@ -108,14 +108,15 @@ class Ranks:
         return measure_communication_s(num_bytes, device=str(trained[0].device) if trained else "cpu")
 
     def worker_group(self, worker: Worker, communication_s: float) -> WorkerGroup:
-        """All workers with what each knows of itself; where they are not here, this one at their speeds."""
+        """Returns all workers with their curves; planned workers have this one's, at their speeds."""
         if self.here:
             return WorkerGroup(without_noise(self.all(worker)), communication_s)
         return WorkerGroup(tuple(worker.slower_by(1 / speed) for speed in self.speeds), communication_s)
 
 
 def check_alike(arguments: dict[str, Any]) -> None:
-    """Ranks that were asked for different things would never agree; this is checked before any of them works alone."""
+    """Raises `TuningError` if ranks were called with different arguments, before any of them works alone."""
+
     if not _in_group():
         return
     told = _from_all({name: repr(value) for name, value in arguments.items()})

@@ -1,12 +1,12 @@
-"""A global batch + the speeds of its workers -> each worker's share, and gradients that do not show the difference.
+"""Splits a global batch over workers by their speeds, and averages gradients accordingly.
 
-Every worker takes samples in proportion to what it was measured to do, so that all finish at the same moment. Its
-gradient, a mean over its own samples, counts for as many samples as it has: the sum over the workers is the gradient
-of one process that saw the whole batch. Speeds are measured on the shares themselves: where a step also has a part
-that does not grow with its samples, sharing by `samples / seconds` again and again still ends at equal seconds.
+Every worker takes samples in proportion to its measured speed, so that all finish at the same time. Its gradient, a
+mean over its own samples, is weighted by their number: the sum over the workers is the gradient of one process with the
+whole batch. Speeds are measured on the shares themselves: if a step has a part that does not grow with its samples,
+splitting by `samples / seconds` repeatedly still converges to equal seconds.
 
-The seconds of a step are the slowest worker's compute (a plan's prediction or a measurement) and the communication
-after it (measured or given); nothing is assumed to overlap, so the prediction errs on the slow side.
+The seconds of a step are the slowest worker's compute (predicted or measured) plus the communication after it (measured
+or given). No overlap is assumed, so the prediction is rather too slow.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ WORKERS = SETTINGS.workers
 
 
 def split(batch: int, speeds: Sequence[float], most: Sequence[int] | None = None) -> list[int]:
-    """Samples per worker such that the slowest one ends as early as it can. `most` limits each worker's samples.
+    """Returns the samples of each worker such that the slowest one ends as early as possible.
 
-    Whole samples are given out: first everybody's floor of the ideal share, the rest one by one to whoever would
-    finish first with one more.
+    `most` limits each worker's samples. Every worker gets the floor of its ideal share; the rest is assigned one by one
+    to the worker that would finish first with one more sample.
     """
     limits = [batch] * len(speeds) if most is None else list(most)
     if batch < 1 or not speeds or min(speeds) < 0 or max(speeds) <= 0:
@@ -50,18 +50,18 @@ def split(batch: int, speeds: Sequence[float], most: Sequence[int] | None = None
 
 
 def step_s(counts: Sequence[int], compute_s: Sequence[Callable[[int], float]], communication_s: float) -> float:
-    """Seconds of a step in which worker i computes for `compute_s[i](counts[i])`, then all communicate."""
+    """Returns the seconds of a step: worker i computes for `compute_s[i](counts[i])`, then all communicate."""
     return max(seconds(count) for seconds, count in zip(compute_s, counts) if count) + communication_s
 
 
 def of_ideal(counts: Sequence[int], speeds: Sequence[float]) -> float:
-    """Samples per second under these counts, against the sum of all speeds."""
+    """Returns samples per second under these counts, relative to the sum of all speeds."""
     slowest_s = max(count / speed for count, speed in zip(counts, speeds) if count)
     return sum(counts) / slowest_s / sum(speeds)
 
 
 class Shares:
-    """This rank's share of every global batch. All ranks make one, with the same arguments.
+    """This rank's share of every global batch. All ranks create it with the same arguments.
 
         shares = Shares(batch=512)
         for x, y in loader:                       # global batches, the same ones on every rank
@@ -70,11 +70,11 @@ class Shares:
                 loss_fn(model(x), y).backward()
             shares.average(model.parameters())    # in place of what DistributedDataParallel does
             optimizer.step(); optimizer.zero_grad()
-            shares.rebalance()                    # now and then: the same new shares on every rank
+            shares.rebalance()                    # once in a while; all ranks get the same new shares
 
-    Under DistributedDataParallel, leave `average` out and multiply the loss by `shares.weight`: its mean over the
-    ranks is then the weighted one. `most` is what this rank's memory allows; `clock` may be `time.process_time` where
-    workers on the CPU share cores with others. Losses are means over samples.
+    Under DistributedDataParallel, leave out `average` and multiply the loss by `shares.weight`: its mean over the ranks
+    is then the weighted one. `most` is the number of samples that fit this rank's memory. `clock` may be
+    `time.process_time` if workers on the CPU share cores with others. Losses are means over samples.
     """
 
     def __init__(
@@ -98,16 +98,16 @@ class Shares:
 
     @property
     def mine(self) -> int:
-        """Samples of this rank in each global batch."""
+        """The samples of this rank in each global batch."""
         return self.counts[self.rank]
 
     @property
     def weight(self) -> float:
-        """For the loss under DistributedDataParallel, which averages ranks and not samples."""
+        """The weight of the loss under DistributedDataParallel, which averages over ranks and not over samples."""
         return self.mine * self.num_workers / self.batch
 
     def take(self, batch: Any) -> Any:
-        """This rank's rows of a global batch (anything that can be sliced)."""
+        """Returns this rank's rows of a global batch, which can be anything that supports slicing."""
         if len(batch) != self.batch:
             raise TuningError(f"a batch of {len(batch)} came where {self.batch} are shared out; drop the last batch")
         start = sum(self.counts[: self.rank])
@@ -115,7 +115,7 @@ class Shares:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Around this rank's forward and backward. Waits for the device: use it on some steps, not on all."""
+        """Times this rank's forward and backward. It synchronizes the device, so use it on some steps only."""
         _wait_for_device()
         began_s = self._clock()
         yield
@@ -123,10 +123,11 @@ class Shares:
         self._seconds.append(self._clock() - began_s)
 
     def rebalance(self) -> bool:
-        """New shares from what was timed since the last call; True where they changed. Every rank must call it.
+        """Computes new shares from the timings since the last call; returns whether they changed. Call it on every
+        rank.
 
-        A rank that had no samples, or timed nothing, keeps the speed it had. Ranks whose speeds differ by no more than
-        the spread of their timings count as equally fast.
+        A rank without samples or timings keeps its speed. Ranks whose speeds differ by no more than the spread of their
+        timings count as equally fast.
         """
         seconds = statistics.median(self._seconds) if self._seconds else 0.0
         mine, self._seconds = [self.mine / seconds if seconds else 0.0, spread(self._seconds)], []
@@ -143,7 +144,7 @@ class Shares:
         return self.counts != before
 
     def average(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Puts the gradient of the whole batch into every rank's `.grad`."""
+        """Replaces every rank's `.grad` by the gradient of the whole batch."""
         began_s = time.perf_counter()
         for bucket in _buckets([p for p in parameters if p.requires_grad]):
             self._average_bucket(bucket)
@@ -159,14 +160,14 @@ class Shares:
                 parameter.grad.copy_(part.view_as(parameter.grad))
 
     def step_s(self) -> float:
-        """PredictedBatch seconds of a step under the present shares; zero before anything was measured."""
+        """Returns the predicted seconds of a step under the present shares; zero before any measurement."""
         if not self.speeds:
             return 0.0
         return step_s(self.counts, [_at(speed) for speed in self.speeds], self.communication_s)
 
 
 def measure_communication_s(num_bytes: int, *, group: Any = None, device: str = "cpu", num_repeats: int = 5) -> float:
-    """Seconds to sum `num_bytes` of gradients over the ranks; the same figure on every rank, the slowest rank's."""
+    """Returns the seconds to sum `num_bytes` of gradients over the ranks: the slowest rank's, on every rank."""
     vector = torch.zeros(max(1, num_bytes // 4), device=device)
     dist.all_reduce(vector, group=group)
     times_s = []
@@ -180,7 +181,7 @@ def measure_communication_s(num_bytes: int, *, group: Any = None, device: str = 
 
 
 def gather(mine: list[float], group: Any = None) -> list[list[float]]:
-    """Every rank's numbers on every rank, in the order of ranks. Alone, one's own."""
+    """Returns every rank's numbers on every rank, in the order of ranks. Without a group, only its own."""
     if not (dist.is_available() and dist.is_initialized()):
         return [mine]
     on_device = dist.get_backend(group) == "nccl"
@@ -191,13 +192,13 @@ def gather(mine: list[float], group: Any = None) -> list[list[float]]:
 
 
 def mean_over_ranks(mine: list[float], group: Any = None) -> list[float]:
-    """The same numbers on every rank: what is decided from them is decided alike everywhere."""
+    """Returns the mean over ranks, the same on every rank, so that all ranks decide alike."""
     rows = gather(mine, group)
     return [statistics.fmean(column) for column in zip(*rows)]
 
 
 def _buckets(parameters: list[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
-    """Neighbours of one type and device, up to the size of a message. The same on every rank."""
+    """Yields runs of parameters with one dtype and device, up to the size of a message. The same on every rank."""
     bucket: list[torch.nn.Parameter] = []
     num_bytes = 0
     for parameter in parameters:
@@ -212,7 +213,7 @@ def _buckets(parameters: list[torch.nn.Parameter]) -> Iterator[list[torch.nn.Par
 
 
 def _grad_of(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """A rank without samples, or with a layer it did not use, still takes part in the sum."""
+    """Returns the gradient; a rank without samples, or with an unused layer, contributes zeros to the sum."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad

@@ -1,12 +1,12 @@
-"""Curves of several workers + the seconds they communicate -> a global batch, and each worker's part of it.
+"""Chooses a global batch for several workers, and each worker's part of it, from their curves.
 
-In every step all workers run the same number of micro-batches, each with micro-batches of its own size: as many samples
-as it finishes in the time of the others, or equal ones where that is nearly as fast. Then gradients are summed. A step
-takes the slowest worker's compute and the communication; nothing is assumed to overlap, so predictions err on the slow
-side. Workers that differ by no more than the spread of their own timings count as equally fast.
+In every step all workers run the same number of micro-batches, each with a size of its own: as many samples as the
+worker finishes in the time of the others, or equal numbers if that is nearly as fast. Then gradients are summed. A step
+takes the slowest worker's compute plus the communication. No overlap is assumed, so predictions are rather too slow.
+Workers that differ by no more than the spread of their timings count as equally fast.
 
-`shares` balances a loop that runs, by the clock. Here the seconds of a size nobody ran come from the worker's curve: on
-a line between the micro-batches it knows. Numbers only, so that ranks with the same curves choose alike.
+`shares` balances a running loop by measurements. Here the seconds of a size that never ran are interpolated on the
+worker's curve. This module has numbers only, so that ranks with the same curves make the same choice.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ CURVE, WORKERS = SETTINGS.curve, SETTINGS.workers
 
 @dataclass(frozen=True)
 class Worker:
-    """What micro-batches take on one worker."""
+    """The seconds of micro-batches on one worker."""
 
     sizes: tuple[int, ...]  # micro-batches that fit, ascending
-    sizes_s: tuple[float, ...]  # forward and backward of each, never falling
+    sizes_s: tuple[float, ...]  # of forward and backward, never falling
     optimizer_s: float
-    most_accumulating: int  # samples that fit beside gradients that are accumulated; 0: none
+    most_accumulating: int  # samples that fit beside accumulated gradients; 0: none
     spread: float = 0.0  # of its timings, as a share of them
 
     @classmethod
     def of(cls, curve: Curve, most_accumulating: int, speed: float = 1.0, spread: float = 0.0) -> Worker:
-        """A worker `speed` times as fast as the curve's device, with the same memory."""
+        """Returns a worker `speed` times as fast as the curve's device, with the same memory."""
         sizes = tuple(point.micro_batch for point in curve.fitting)
         if not sizes:
             raise TuningError("no batch size fits the memory; raise it or make the model smaller")
         seconds = np.array([curve.seconds(size) - curve.optimizer_s for size in sizes]) / speed
-        # Whatever else a machine does only adds: where a larger micro-batch took less, the smaller one was held up.
+        # Other load only adds time: if a larger micro-batch took less, the smaller one was disturbed.
         never_falling = np.minimum.accumulate(seconds[::-1])[::-1]
         return cls(sizes, tuple(map(float, never_falling)), curve.optimizer_s / speed, most_accumulating, spread)
 
@@ -57,12 +57,12 @@ class Worker:
         return accumulation * float(np.interp(size, self.sizes, self.sizes_s)) + self.optimizer_s
 
     def size_in(self, seconds: float, accumulation: int = 1) -> int:
-        """The most samples that take no longer, within what it can run at all."""
+        """Returns the largest number of samples that takes no longer, within the sizes that fit."""
         size = int(np.interp((seconds - self.optimizer_s) / accumulation, self.sizes_s, self.sizes))
         return max(self.least, min(size, self.most(accumulation)))
 
     def rate_alone(self, batch: int) -> float:
-        """Samples per second if this worker trained batches of this size by itself."""
+        """Returns samples per second if this worker trained batches of this size alone."""
         rates = []
         for size, size_s in zip(self.sizes, self.sizes_s):
             if size == batch or (size < batch and size <= self.most_accumulating):
@@ -74,13 +74,13 @@ class Worker:
         return replace(self, sizes_s=seconds, optimizer_s=factor * self.optimizer_s)
 
     def by_samples(self) -> Worker:
-        """The same if seconds were in proportion to the samples: where timings tell nothing about the rest."""
+        """Returns a worker whose seconds are proportional to samples, for timings that cannot be trusted."""
         sample_s = self.seconds(self.sizes[-1]) / self.sizes[-1]
         return replace(self, sizes_s=tuple(sample_s * size for size in self.sizes), optimizer_s=0.0)
 
 
 def without_noise(workers: Iterable[Worker]) -> tuple[Worker, ...]:
-    """The same workers; those that differ by no more than their spreads are equally fast."""
+    """Returns the workers, with equal speeds for those that differ by no more than their spreads."""
     workers = tuple(workers)
     low, high = max(worker.least for worker in workers), min(worker.sizes[-1] for worker in workers)
     if low > high:
@@ -121,12 +121,12 @@ class WorkerGroup:
         return split.batch / self.step_s(split)
 
     def scaling(self, split: Split) -> float:
-        """Samples per second against the sum of what each worker would do alone, without communication."""
+        """Returns samples per second, relative to the sum over workers that train alone without communication."""
         alone = {worker: worker.rate_alone(split.batch) for worker in set(self.workers)}
         return self.rate(split) / sum(alone[worker] for worker in self.workers)
 
     def share_out(self, total: int, accumulation: int = 1) -> Split | None:
-        """Micro-batches of `total` samples that end as early as they can, within 1 %; None where they cannot be run."""
+        """Returns micro-batches of `total` samples that end as early as possible; None if they do not fit."""
         most = [worker.most(accumulation) for worker in self.workers]
         if not sum(worker.least for worker in self.workers) <= total <= sum(most):
             return None
@@ -144,8 +144,8 @@ class WorkerGroup:
         return self._rather_equal(Split(tuple(sizes), accumulation), most)
 
     def _rather_equal(self, split: Split, most: list[int]) -> Split:
-        """Equal parts where they are nearly as fast: a percent, or what timings are uncertain by, is not worth weighted
-        gradients."""
+        """Returns equal parts if they are nearly as fast: a percent, or the uncertainty of timings, does not justify
+        weighted gradients."""
         size, rest = divmod(sum(split.sizes), len(self.workers))
         if rest or size > min(most) or size < max(worker.least for worker in self.workers):
             return split
@@ -160,7 +160,7 @@ class WorkerGroup:
     # -- which batch --------------------------------------------------------------------------------------------------
 
     def keep(self, batch: int) -> Split:
-        """The split that trains exactly this batch: the smallest micro-batches within 1 % of the fastest."""
+        """Returns the split of exactly this batch: the smallest micro-batches within 1 % of the fastest."""
         cuts = [parts for parts in range(1, batch + 1) if batch % parts == 0]
         splits = [split for parts in cuts if (split := self.share_out(batch // parts, parts)) is not None]
         if not splits:
@@ -171,11 +171,11 @@ class WorkerGroup:
         return min(self._nearly_fastest(splits), key=lambda split: sum(split.sizes))
 
     def fastest(self, largest: int) -> Split:
-        """Without accumulating: the smallest batch within 1 % of the most samples per second."""
+        """Returns the smallest batch without accumulation within 1 % of the most samples per second."""
         return min(self._nearly_fastest(self._unaccumulated(largest)), key=lambda split: split.batch)
 
     def furthest(self, largest: int, first_batch: int, noise: float) -> Split:
-        """The batch that gets furthest per second, for gradients of this noise."""
+        """Returns the split with the highest goodput at this gradient noise."""
         splits: dict[int, Split] = {}
         for split in self._all_splits(largest):
             if split.batch not in splits or self.rate(split) > self.rate(splits[split.batch]):
@@ -184,7 +184,7 @@ class WorkerGroup:
         return splits[batch]
 
     def silent(self) -> WorkerGroup:
-        """The same if communication took no time."""
+        """Returns the same group without communication time."""
         return replace(self, communication_s=0.0)
 
     def _nearly_fastest(self, splits: Iterable[Split]) -> list[Split]:
@@ -192,7 +192,7 @@ class WorkerGroup:
         return [split for split, rate in rates.items() if rate >= CURVE.knee_share * max(rates.values())]
 
     def _unaccumulated(self, largest: int) -> list[Split]:
-        """All finish when one worker finishes a micro-batch of its curve."""
+        """Returns splits without accumulation in which all finish when one worker finishes a size of its curve."""
         times_s = {worker.seconds(size) for worker in set(self.workers) for size in worker.sizes}
         ends, num = {sum(self._sizes_in(second, 1)) for second in times_s}, len(self.workers)
         totals = sorted(ends | {total // num * num for total in ends})
@@ -205,7 +205,7 @@ class WorkerGroup:
         return splits
 
     def _all_splits(self, largest: int) -> list[Split]:
-        """Those, and the knee of what all compute together, accumulated."""
+        """Returns the splits without accumulation, and accumulated multiples of the knee of all workers together."""
         knee = self.silent().fastest(largest)
         total = min(knee.batch, sum(worker.most_accumulating for worker in self.workers))
         wanted = [2**power for power in range(1, WORKERS.max_doublings + 1) if total * 2**power <= largest]
