@@ -20,11 +20,10 @@ from typing import Any
 import torch
 
 from outcore.eager import fast_path
-from outcore.eager.actions import Actions
 from outcore.eager.branching import Spare, Switch
 from outcore.eager.captures import Captures
-from outcore.eager.cells import Handle, Kept, check_unchanged, kept, shape_of
-from outcore.eager.followed_plan import FollowedPlan
+from outcore.eager.cells import Handle, Kept, bring, check_unchanged, kept, shape_of
+from outcore.eager.followed_plan import Actions, FollowedPlan
 from outcore.eager.held_places import HeldPlaces
 from outcore.eager.intercept import called_by_function, in_backward, watch
 from outcore.eager.launches import Claim, Kernel
@@ -32,7 +31,6 @@ from outcore.eager.overwriting import Contents
 from outcore.eager.planned_launches import PlannedLaunches
 from outcore.eager.program import PlannedTick, Program
 from outcore.eager.replay import below_everything
-from outcore.eager.restoring import bring
 from outcore.eager.signatures import OpOverload, outputs_of, signature_of, tensors_in
 from outcore.eager.switches import Switches
 from outcore.eager.unplanned import UnplannedSaves

@@ -23,11 +23,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from outcore.eager.cells import SMALL_BYTES
 from outcore.eager.known_contents import content_of, follow_contents, know_content
 from outcore.eager.module_names import ModuleNames
 from outcore.eager.recorded_ops import EngineSums
 from outcore.eager.recorded_saves import RecordedTick
-from outcore.eager.restoring import SMALL_BYTES
 from outcore.eager.settings import EAGER
 from outcore.eager.signatures import UNFILLED, outputs_of, reads_of, replay_kind, signature_of, tensors_in
 from outcore.values import Op, Storage, Trace, Value

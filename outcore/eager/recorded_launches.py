@@ -8,8 +8,8 @@ from typing import Any
 
 from outcore.eager.intercept import in_backward
 from outcore.eager.launches import ALL_LAUNCHES, Kernel, Tensors, recipe_of, replay_of
-from outcore.eager.recorded_cells import RecordedCells
 from outcore.eager.recorded_ops import RecordedOp, RecordedOps
+from outcore.eager.recorded_saves import RecordedCells
 from outcore.eager.recorded_storages import RecordedStorages
 from outcore.eager.replay_safety import ReplaySafety
 from outcore.eager.switches import Switches, changed, switches

@@ -5,8 +5,8 @@ memory of no more than a few ops and their tensors. Because nothing is held for 
 program's own.
 
 The recorder listens to the step and tells those who write it down: `recorded_storages` knows storages and versions,
-`recorded_ops` ops and their times, `recorded_saves` what autograd saves, `recorded_cells` where the values are, and
-`replay_safety` what must not be run again.
+`recorded_ops` ops and their times, `recorded_saves` what autograd saves and where the values are, and `replay_safety`
+what must not be run again.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from outcore.eager.cells import Handle, Kept
 from outcore.eager.intercept import called_by_engine, in_backward
 from outcore.eager.launches import Claim, Kernel
 from outcore.eager.overwriting import Contents
-from outcore.eager.recorded_cells import RecordedCells
 from outcore.eager.recorded_launches import RecordedLaunches
 from outcore.eager.recorded_ops import RecordedOp, RecordedOps
-from outcore.eager.recorded_saves import Beside, RecordedSaves
+from outcore.eager.recorded_saves import Beside, RecordedCells, RecordedSaves
 from outcore.eager.recorded_storages import RecordedStorages
 from outcore.eager.replay import capture
 from outcore.eager.replay_safety import ReplaySafety

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from outcore.eager.branching import Spare
-from outcore.eager.cells import Cell, Handle, Kept, View, cell_of, kept, version_of
+from outcore.eager.cells import SMALL_BYTES, Cell, Handle, Kept, View, cell_of, kept, version_of
 from outcore.eager.overwriting import Contents
 from outcore.eager.replay import below_everything
-from outcore.eager.restoring import SMALL_BYTES
 from outcore.memory.store import Store
 from outcore.memory.tensors import is_plain, source_of
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from outcore.eager import captures, norm_replay, passes, recorded_ops, replay
+from outcore.eager import captures, norm_replay, recorded_ops, replay
 from outcore.eager import fused_replay as fused
 from outcore.eager.norm_replay import NormReplay
 from outcore.eager.replay import Saved
@@ -327,7 +327,7 @@ def test_no_memory_to_ask_whether_numbers_are_alike(kernels: Kernels, monkeypatc
 
     monkeypatch.setattr(fused, "is_ready", refused)
     excused: list[bool] = []
-    found = passes.Passes(torch.device("cpu"), lambda: excused.append(True))
+    found = recorded_ops.Passes(torch.device("cpu"), lambda: excused.append(True))
     assert not found._asks(fused.is_ready, torch.device("cpu"), torch.float32)
     assert excused == [True]
 
