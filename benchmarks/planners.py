@@ -96,9 +96,9 @@ def cheaper_jobs(folder: Path) -> list[Job]:
         trace = load(network, folder, workspace=False)
         steps = {
             "as recorded": trace,
-            "twins": cheaper(trace, passes=False, common_ops=False),
+            "norm replays": cheaper(trace, passes=False, common_ops=False),
             "and passes": cheaper(trace, common_ops=False),
-            "and echoes": cheaper(trace),
+            "and common ops": cheaper(trace),
         }
         jobs += [
             partial(measure, step, h200(), memory_gib, "hybrid", reruns=reruns)
