@@ -241,6 +241,50 @@ def test_a_backward_after_the_step_stays_within_the_budget_too(
     assert meter.peak_bytes > 2 * x.nbytes
 
 
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_a_backward_in_the_next_step_brings_nothing_ahead(planner: str, tmp_path: Path) -> None:
+    """Every second step runs the backward of the one before, too. The plan of that one brought values ahead of their
+    use, of which the plan of the running step does not know."""
+    torch.manual_seed(0)
+    model, kept = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()), list[Tensor]()
+    x = torch.linspace(-1, 1, 512 * 64).view(512, 64)
+
+    def step(model: nn.Module, ooc: Limited) -> None:
+        if not kept:
+            model.zero_grad()
+        with ooc.step():
+            h = model(x)
+            loss = torch.minimum(h, h).square().mean()
+            if kept:
+                (loss + kept.pop()).backward()
+            else:
+                kept.append(loss)
+
+    def peaks(memory: int | str, planner: str) -> list[tuple[int, int]]:
+        """Measured and predicted ones, once both kinds of steps were recorded."""
+        found: list[tuple[int, int]] = []
+        ooc = limit(model, memory, planner=planner, measure=True, disk=tmp_path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the first step with a backward is another one than was recorded
+            try:
+                for _ in range(8):
+                    step(model, ooc)
+                    if ooc.timeline is not None and ooc.predicted is not None:
+                        found.append((ooc.timeline.peak_bytes, ooc.predicted.peak_bytes))
+            finally:
+                kept.clear()
+                ooc.close()
+        return found[-4:]
+
+    memory_bytes = int(0.8 * max(peaks("100%", "keep-all"))[0])
+    try:
+        found = peaks(memory_bytes, planner)
+    except BudgetTooSmall as error:
+        memory_bytes = error.needed_bytes
+        found = peaks(memory_bytes, planner)
+    assert all(measured <= predicted <= memory_bytes for measured, predicted in found)
+
+
 @pytest.mark.parametrize("spare_bytes", [0, 2**20])
 def test_what_the_optimizer_keeps_from_step_to_step_counts(spare_bytes: int, tmp_path: Path) -> None:
     """LBFGS remembers some more at every step, in lists. A plan that bears it stays, or the budget is refused."""
