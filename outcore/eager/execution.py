@@ -242,7 +242,7 @@ class Execution:
         plan, tick = self.plan, None
         if self.is_watched is None:
             self.is_watched = torch._C._len_torch_dispatch_stack() > 0
-        if plan.on_plan and not self.is_over:  # bringing ahead is planned for the backward in this step, for no later one
+        if plan.on_plan and not self.is_over:  # a later step's plan does not know what is brought ahead by this one
             tick = next(plan.ticks, None)
             if tick is None or tick.is_pack or tick.pack != handle.pack:
                 switch = plan.switch_at_tick(tick, lambda other: not other.is_pack and other.pack == handle.pack)

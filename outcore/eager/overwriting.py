@@ -45,6 +45,7 @@ from outcore.eager.cells import (
     whole,
 )
 from outcore.eager.intercept import asked_by_function, in_backward
+from outcore.eager.replaced import Replaced
 from outcore.eager.replay import Away, Held
 from outcore.memory.meter import see_brought
 from outcore.memory.store import Store
@@ -72,6 +73,7 @@ class Contents:
         self._opened: Places = {}  # there are tensors on these storages that have version counters of their own
         self.exposed: Places = {}  # somebody may write into these without any op
         self._lent: dict[int, weakref.ref[Cell]] = {}  # where autograd may have the content of a cell at the moment
+        self.replaced = Replaced()
         self._handed: Places = {}  # custom functions got these back, and may have made gradients of them
 
     def clear(self) -> None:
@@ -85,8 +87,7 @@ class Contents:
 
     def tell_left(self) -> None:
         """The step has left its plan."""
-        run = self._run()
-        if run is not None:
+        if (run := self._run()) is not None:
             run.was_left()
 
     def will_read(self, held: Held) -> bool:
@@ -111,8 +112,7 @@ class Contents:
         for tensor in tensors:
             if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
                 continue
-            address = address_of(tensor)
-            if not address:
+            if not (address := address_of(tensor)):
                 continue  # it has no bytes
             if address in self._lent and (cell := self._lent.pop(address)()) is not None:
                 cell.lent = None
@@ -181,6 +181,7 @@ class Contents:
         handles = [handle for handle in saved if is_packed_from(handle, tensor) and id(handle) not in own]
         kept = self._kept_at(address_of(tensor)) if tensor.grad_fn is not None else []
         kept = [one for one in kept if is_packed_from(one, tensor) and id(one) not in own]
+        note_replaced = self.replaced.begin(tensor)
 
         def finish() -> bool:
             for one in kept:
@@ -190,6 +191,7 @@ class Contents:
                 cell.hold(tensor, self.marks)
                 View.__init__(handle, tensor)
                 handle.cell, cell.is_saved = cell, True
+            note_replaced()
             return bool(handles)
 
         return finish

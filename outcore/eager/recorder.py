@@ -194,6 +194,11 @@ class Recorder:
 
         return done
 
+    @property
+    def replaced_bytes(self) -> int:
+        """Of storages that were in use after their tensors had got other ones."""
+        return self._contents.replaced.held_bytes
+
     # -- what autograd saves ------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> Handle | Kept:

@@ -19,6 +19,7 @@ from outcore.eager.program import Program
 from outcore.errors import BudgetTooSmall, warn
 from outcore.fitting.branches import Branches
 from outcore.fitting.cache import Remembered
+from outcore.fitting.excess import Excess
 from outcore.fitting.phases import (
     GivenUp,
     LeftPlan,
@@ -36,7 +37,6 @@ from outcore.fitting.preparing import Preparer
 from outcore.fitting.remembering import Remembering, rests_on_the_same
 from outcore.fitting.settings import FittingSettings
 from outcore.fitting.telling import tell_change
-from outcore.units import format_bytes
 from outcore.values import Plan, Timeline, Trace
 
 log = logging.getLogger("outcore")
@@ -62,17 +62,17 @@ class Kind:
     key: str = ""  # of its entry in the cache on disk
     is_remembered: bool = False  # the cache on disk holds its present plan
     may_switch: bool = False  # a step may turn out to be of another kind after it began
-    beyond_bytes: int = 0  # by which steps exceeded the budget although they followed their plan
+    excess: Excess = field(default_factory=Excess)
 
     def begin(self, before_bytes: int) -> Phase:
         """Called when a step begins with `before_bytes` in use; returns the phase in which it runs. Bytes by which
         earlier steps exceeded their plan count as in use, as long as a plan fits into the rest."""
         try:
-            self._go_to(self.phase.begin(self, before_bytes + self.beyond_bytes))
+            self._go_to(self.phase.begin(self, before_bytes + self.excess.free_bytes))
         except BudgetTooSmall:
-            if not self.beyond_bytes:
+            if not self.excess.free_bytes:
                 raise
-            self.beyond_bytes = 0
+            self.excess.give_up()
             self._go_to(self.phase.begin(self, before_bytes))
         return self.phase
 
@@ -82,35 +82,13 @@ class Kind:
             log.info("a step left its plan: %s", shown.because)
         was_given_up = self.is_given_up
         if isinstance(shown, Measured):
-            self._note_beyond(shown.timeline.peak_bytes)
+            self.excess.note_peak(shown.timeline.peak_bytes, self.preparer.budget.device_bytes)
         self._go_to(self.phase.after(self, shown))
         if isinstance(shown, LeftPlan) and self.is_given_up and not was_given_up:
             warn(
                 f"steps called alike keep doing different work ({shown.because}); they run unplanned from here on, "
                 'and what does not fit is swapped: correct, but slow (give steps that differ names, ooc.step("name"); '
                 "where only parts of the model are called, let ooc.step(batch=batch) know the shapes)"
-            )
-
-    def _note_beyond(self, peak_bytes: int) -> None:
-        """Warns if a step exceeded the budget although it followed its plan, and leaves that much free in later plans.
-        Such a step allocated memory that the recorded one did not, outside the ops that a plan checks."""
-        budget_bytes = self.preparer.budget.device_bytes
-        if peak_bytes > budget_bytes:
-            self.beyond_bytes += peak_bytes - budget_bytes
-            warn(
-                f"a step took {format_bytes(peak_bytes)} of a budget of {format_bytes(budget_bytes)}: it did more than "
-                f"the step that was recorded; the next ones are planned with {format_bytes(self.beyond_bytes)} left "
-                "free (do what only some steps do outside of ooc.step())"
-            )
-
-    def warn_if_over(self, peak_bytes: int) -> None:
-        """A step that left its plan keeps only what it has room for, but it may hold more than that itself."""
-        budget_bytes = self.preparer.budget.device_bytes
-        if peak_bytes > budget_bytes:
-            warn(
-                f"a step that left its plan took {format_bytes(peak_bytes)} of a budget of "
-                f"{format_bytes(budget_bytes)}: it held more at once than the step that was recorded, with everything "
-                "put away that could be (raise the budget, or give steps that differ names)"
             )
 
     def let_switch(self) -> None:

@@ -26,6 +26,7 @@ from outcore.eager.timed_execution import TimedExecution
 from outcore.errors import OutcoreError, warn
 from outcore.fitting.beside import StateBeside
 from outcore.fitting.calls import Call, Calls, no_forward
+from outcore.fitting.excess import warn_if_over
 from outcore.fitting.families import Families
 from outcore.fitting.hooks import ACTIVE
 from outcore.fitting.host_costs import know_host
@@ -253,15 +254,11 @@ class RunningStep:
             _warn_if_transformed(self._is_transformed)
             return
         if isinstance(listener, Recorder):
-            self.owner.tally.counts["recorded"] += 1
-            trace = listener.finish(know_host(self.owner.preparer))
-            self.owner.last = kinds.was_recorded(kind, self._call.scalars, trace, listener.saves.asked_late)
-            self.owner.families.note_recorded(self._call.structure, self._call.sizes, trace)
-            self.owner.memory.after_recording()
+            self.owner.last = _was_recorded(self.owner, kind, self._call, listener)
         elif isinstance(listener, Execution):
             has_left = not listener.plan.on_plan
             self.owner.tally.counts["unplanned" if kind.is_given_up else "left" if has_left else "planned"] += 1
-            _warn_if_over(kind, self._watch if has_left else None)
+            _warn_if_over(self.owner, self._watch if has_left else None)
             if has_left and isinstance(kind.phase, Shared):
                 self.owner.families.left(self._call.structure, self._call.sizes, listener.plan.left_because)
             elif has_left and not kind.is_given_up:
@@ -284,8 +281,11 @@ class RunningStep:
             timed = TimedOps(*execution.timed(self.owner.preparer.looks))
             kind.take(timed)
             self.owner.families.was_timed(self._call.structure, self._call.sizes, timed)
-        if self._watch is not None and (execution.times is None or self.owner.memory.counts_op_by_op):
-            self.owner.read_later(self._reader(kind, ready.prepared.predicted, execution, self._watch))
+        predicted = ready.prepared.predicted
+        if self._watch is None:
+            _note_unmeasured(self.owner, kind, execution, predicted)
+        elif execution.times is None or self.owner.memory.counts_op_by_op:
+            self.owner.read_later(self._reader(kind, predicted, execution, self._watch))
 
     def _reader(self, kind: Kind, predicted: Timeline, execution: Execution, watch: _Watch) -> Callable[[], None]:
         """Returns a function that reads the times, to be called later so that the host need not wait for the device."""
@@ -363,9 +363,27 @@ def _warn_if_transformed(is_transformed: object) -> None:
     )
 
 
-def _warn_if_over(kind: Kind, watch: _Watch | None) -> None:
+def _was_recorded(owner: Owner, kind: Kind, call: Call, recorder: Recorder) -> Kind:
+    """Stores a recording and returns the kind that the step belongs to."""
+    owner.tally.counts["recorded"] += 1
+    trace = recorder.finish(know_host(owner.preparer))
+    kind = owner.kinds.was_recorded(kind, call.scalars, trace, recorder.saves.asked_late)
+    kind.excess.replaced_bytes = recorder.replaced_bytes
+    owner.families.note_recorded(call.structure, call.sizes, trace)
+    owner.memory.after_recording()
+    return kind
+
+
+def _warn_if_over(owner: Owner, watch: _Watch | None) -> None:
+    """Warns of a measured step that left its plan and exceeded the budget."""
     if watch is not None:
-        kind.warn_if_over(watch.peak.read().allocated_bytes)
+        warn_if_over(watch.peak.read().allocated_bytes, owner.preparer.budget.device_bytes)
+
+
+def _note_unmeasured(owner: Owner, kind: Kind, execution: Execution, predicted: Timeline) -> None:
+    """Notes what is known of the memory of a step that followed its plan and was not measured."""
+    replaced_bytes = execution.plan.contents.replaced.held_bytes
+    kind.excess.note_replaced(replaced_bytes, predicted.peak_bytes, owner.preparer.budget.device_bytes)
 
 
 def _other_programs(kinds: Kinds, kind: Kind, before_bytes: int) -> list[Program]:

@@ -311,7 +311,7 @@ def _check_memory(ooc: outcore.Limited, memory_bytes: int, verdict: Verdict, t: 
     assert predicted is not None
     figures = f"budget {memory_bytes}, predicted {predicted.peak_bytes}, measured {measured.peak_bytes}"
     # What earlier steps took beyond their plan, and said so, counts as if it were there from then on.
-    free_bytes = max(kind.beyond_bytes for kind in ooc.kinds.values())
+    free_bytes = max(kind.excess.free_bytes for kind in ooc.kinds.values())
     share = measured.peak_bytes / predicted.peak_bytes
     least_share = measured.peak_bytes / (predicted.peak_bytes - free_bytes)
     verdict.most_measured, verdict.least_measured = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -544,3 +544,69 @@ def test_nested_tensors_count(planner: str, tmp_path: Path) -> None:
 
     model = Nested()
     assert_within(model, step, in_core_bytes(model, step, tmp_path), planner, tmp_path)
+
+
+class Exchanging(nn.Module):
+    """Before the backwards of some steps, a weight gets other memory, while autograd holds what it saved."""
+
+    def __init__(self, steps: Container[int]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.steps, self.t = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6))), steps, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def exchange(model: nn.Module, ooc: Limited) -> None:
+    assert isinstance(model, Exchanging)
+    model.zero_grad()
+    with ooc.step():
+        loss = model(torch.ones(128, 128) * 0.3).square().mean()
+        if model.t in model.steps:
+            weight = model.get_parameter("layers.2.weight")
+            weight.data = weight.data * 0.9
+        loss.backward()
+    model.t += 1
+    ooc.stats()  # reads what the step measured
+
+
+def least_bytes(model: nn.Module, folder: Path) -> int:
+    with pytest.raises(BudgetTooSmall) as told:
+        run_steps(model, exchange, 2**19, "hybrid", folder, 0.0)
+    return told.value.needed_bytes
+
+
+@pytest.mark.parametrize("measure", [True, False])
+@pytest.mark.parametrize("spare_bytes", [0, 2**17])
+def test_a_weight_that_only_some_steps_exchange_is_said_once(measure: bool, spare_bytes: int, tmp_path: Path) -> None:
+    """The program itself holds both. Later plans leave that much free; where none can, it is not said every time."""
+    memory_bytes = least_bytes(Exchanging(()), tmp_path) + spare_bytes
+    model = Exchanging((6, 8))
+    ooc = limit(model, memory_bytes, measure=measure, disk=tmp_path)
+    for _ in range(6):
+        exchange(model, ooc)
+    with pytest.warns(UserWarning, match="a step took"):
+        exchange(model, ooc)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            exchange(model, ooc)
+            assert ooc.timeline is not None
+            assert spare_bytes == 0 or ooc.timeline.peak_bytes <= memory_bytes
+    ooc.close()
+
+
+@pytest.mark.parametrize("measure", [True, False])
+def test_a_weight_that_every_step_exchanges_is_planned(measure: bool, tmp_path: Path) -> None:
+    memory_bytes = least_bytes(Exchanging(range(9)), tmp_path)
+    model = Exchanging(range(9))
+    ooc = limit(model, memory_bytes, measure=measure, disk=tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(6):
+            exchange(model, ooc)
+            assert ooc.timeline is None or ooc.timeline.peak_bytes <= memory_bytes
+    ooc.close()
