@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from outcore.fitting.kinds import Scalars
+from outcore.fitting.settings import FITTING
 from outcore.memory.tensors import gradient_of
 from outcore.planning.families.sizes import Sizes
 
@@ -43,6 +44,7 @@ class Calls:
 
     def __init__(self, model: torch.nn.Module, device_type: str) -> None:
         self._model, self._device_type = model, device_type
+        self._gradient_sets: set[bytes] = set()  # those that tell kinds of steps apart
         self.know_parameters()
 
     def know_parameters(self) -> None:
@@ -66,7 +68,7 @@ class Calls:
             tuple(map(type, scalars)),
             self._model.training,
             torch.is_autocast_enabled(self._device_type) and torch.get_autocast_dtype(self._device_type),
-            self._has_gradients(),
+            self._gradients(),
         )
         sizes = tuple(size for tensor in inputs for size in tensor.shape)
         return Call(inputs, (structure, sizes), scalars, structure, sizes)
@@ -79,8 +81,15 @@ class Calls:
         mark, call = _mark(name, seen_from_the_start), self.of((batch,), {})
         return replace(call, signature=(mark, call.signature), structure=(mark, call.structure))
 
-    def _has_gradients(self) -> bool:
+    def _gradients(self) -> Hashable:
+        """Returns which parameters have gradients: a backward adds to these and makes the others. Once there were many
+        different sets of them, as where each batch asks for other experts, the new ones are not told apart."""
         if any(known() is None for known in self._parameters):
             self.know_parameters()
         parameters = (known() for known in self._parameters)
-        return any(parameter is not None and gradient_of(parameter) is not None for parameter in parameters)
+        have = bytes(parameter is not None and gradient_of(parameter) is not None for parameter in parameters)
+        if not any(have):
+            return False
+        if len(self._gradient_sets) < FITTING.most_gradient_sets:
+            self._gradient_sets.add(have)
+        return have if have in self._gradient_sets else True

@@ -55,6 +55,7 @@ class FittingSettings:
     num_recordings: int = 3  # left plans of one kind, after which its steps run without a plan (guessed)
     most_kinds: int = 64  # kinds that are kept; the least recently used is dropped (guessed: some MiB each)
     most_alike: int = 16  # kinds that differ only in scalars and never occurred twice, after which scalars are ignored
+    most_gradient_sets: int = 8  # sets of parameters with gradients that tell kinds apart (guessed: micro-batches)
     most_branches: int = 8  # kinds with the same key (guessed: a plan takes some MiB)
     branch_share: float = 1 / 32  # of the steps that may be recorded beyond these (derived: 3 %, each twice as long)
     num_transient: int = 2  # of the largest saved values that a step without a plan holds at a time (derived)

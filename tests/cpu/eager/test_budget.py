@@ -610,3 +610,21 @@ def test_a_weight_that_every_step_exchanges_is_planned(measure: bool, tmp_path: 
             exchange(model, ooc)
             assert ooc.timeline is None or ooc.timeline.peak_bytes <= memory_bytes
     ooc.close()
+
+
+@pytest.mark.parametrize("planner", ["hybrid", "swap-all"])
+def test_gradients_of_which_some_are_none_and_some_zero_are_predicted(planner: str, tmp_path: Path) -> None:
+    """Every second parameter has one before the step, in turns: a backward adds to these and makes the others."""
+    model, x = chain(), torch.linspace(-1, 1, 512 * 64).view(512, 64)
+    in_core = in_core_bytes(model, one_backward, tmp_path)
+    ooc = limit(model, int(0.7 * in_core), planner=planner, measure=True, disk=tmp_path)
+    for turn in range(8):
+        for number, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.zeros_like(parameter) if (number + turn) % 2 else None
+        with ooc.step():
+            model(x).square().mean().backward()
+        measured, predicted = ooc.timeline, ooc.predicted
+        if measured is not None and predicted is not None:
+            assert measured.peak_bytes <= predicted.peak_bytes <= 1.01 * measured.peak_bytes
+    assert ooc.stats()["planned"] == 6
+    ooc.close()

@@ -191,3 +191,15 @@ def test_lengths_that_come_again_are_not_warned_of() -> None:
             with ooc.step():
                 model(torch.randn(1 + step % 15, 32)).sum().backward()
             model.zero_grad()
+
+
+def test_sets_of_gradients_make_few_kinds() -> None:
+    """As where each micro-batch asks for other experts."""
+    model = Layers(lambda: 6)
+    with limit(model, "100%", planner="swap-all") as ooc:
+        for step in range(3 * FITTING.most_gradient_sets):
+            for number, parameter in enumerate(model.parameters()):
+                parameter.grad = torch.zeros_like(parameter) if step & (1 << number) else None
+            with ooc.step():
+                model(torch.randn(64, 32)).sum().backward()
+        assert FITTING.most_gradient_sets < len(ooc.kinds) <= FITTING.most_gradient_sets + 2
