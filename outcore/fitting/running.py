@@ -371,6 +371,12 @@ def _was_recorded(owner: Owner, kind: Kind, call: Call, recorder: Recorder) -> K
     kind.excess.replaced_bytes = recorder.replaced_bytes
     owner.families.note_recorded(call.structure, call.sizes, trace)
     owner.memory.after_recording()
+    if trace.ticks and not any(op.phase == "forward" for op in trace.ops):
+        warn(
+            "a step saved tensors for a backward, but nothing of its forward was seen: the step is not limited, and on "
+            "a CPU its memory is not counted (a model that is compiled as a whole needs the backend Inductor; with "
+            "another one, compile its parts)"
+        )
     return kind
 
 

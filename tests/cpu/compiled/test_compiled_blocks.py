@@ -120,3 +120,17 @@ def test_the_compiler_does_not_compile_us(planner: str) -> None:
     assert found["ours"][0] == found["plain"][0]
     assert all(torch.equal(a, b) for a, b in zip(found["plain"][1], found["ours"][1]))
     assert seen["ours"] == seen["plain"]
+
+
+def test_a_model_compiled_as_a_whole_by_another_backend_is_said_not_to_be_limited() -> None:
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 4))
+    compiled = torch.compile(model, backend="aot_eager")
+
+    def step() -> None:
+        with ooc.step():
+            compiled(torch.ones(16, 32)).sum().backward()
+
+    with limit(model, "100%", planner="swap-all") as ooc:
+        step()  # compiles
+        with pytest.warns(UserWarning, match="nothing of its forward was seen"):
+            step()
