@@ -412,7 +412,7 @@ def facts_of(graph: CompiledFxGraph) -> Facts:
     asked = graph.fx_kwargs
     return Facts(
         source=graph.source_code,
-        namespace=_namespace_of(graph),
+        namespace=namespace_of(graph),
         is_backward=bool(asked.get("is_backward")),
         is_inference=bool(asked.get("is_inference")),
         uses_cuda_graphs="cuda" in graph.device_types and bool(asked.get("cudagraphs")),
@@ -422,7 +422,7 @@ def facts_of(graph: CompiledFxGraph) -> Facts:
     )
 
 
-def _namespace_of(graph: CompiledFxGraph) -> dict[str, Any]:
+def namespace_of(graph: CompiledFxGraph) -> dict[str, Any]:
     """The names of the module that a graph's text is the text of: kernels, streams, constants."""
     for item in _reachable((graph.compiled_fn_runner, graph.current_callable)):
         call = getattr(type(item), "call", item)

@@ -66,7 +66,7 @@ def multiply(left: Any, right: Any, between: torch.dtype, like: View) -> torch.T
     if not multiplies_alike(left.device, left.dtype, right.dtype, like.dtype):
         return None
     out = torch.empty_like(left, dtype=like.dtype)
-    return out if _multiply(left, right, out, between) else None
+    return out if multiply_into(left, right, out, between) else None
 
 
 def as_factors(left: Any, right: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -89,7 +89,7 @@ def _kind_of(left: torch.Tensor, right: torch.Tensor) -> str:
     return "column" if right.shape == (*left.shape[:-1], 1) else ""
 
 
-def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, between: torch.dtype) -> bool:
+def multiply_into(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, between: torch.dtype) -> bool:
     num_columns = left.shape[-1]
     num_rows = left.numel() // num_columns
     how = {"OTHER": _kind_of(left, right), "BETWEEN": str(between).removeprefix("torch.")}
@@ -174,7 +174,7 @@ def _multiplies_alike(device: torch.device, types: tuple[torch.dtype, ...]) -> b
         return False
     left, right = (numbers.to(device, dtype) for numbers, dtype in zip(_sample(), types))
     product, out = left * right, torch.empty_like(left, dtype=types[2])
-    return _multiply(left, right, out, product.dtype) and _is_same(out, product.to(types[2]))
+    return multiply_into(left, right, out, product.dtype) and _is_same(out, product.to(types[2]))
 
 
 @cache

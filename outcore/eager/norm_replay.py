@@ -120,16 +120,16 @@ class NormReplay:
         """How long the norm replay takes; None: it does not give the same bits."""
         if not self._is_exact or any(bool(found) for found in self._differ):
             return None
-        return self._seconds(self._clock)
+        return self.seconds_on(self._clock)
 
     def fused_s(self) -> float:
         """How long both together take; infinite: not to be done together."""
         differences = [*self._differ, *self._fused_differ]
         if not self._is_exact or not self._can_fuse or any(bool(differs) for differs in differences):
             return math.inf
-        return self._seconds(self._fused_clock)
+        return self.seconds_on(self._fused_clock)
 
-    def _seconds(self, clock: Clock) -> float:
+    def seconds_on(self, clock: Clock) -> float:
         whole = clock.seconds()[: int(self._num_pieces)]  # the last piece may be a small one
         return min(whole) * self._num_pieces
 

@@ -189,13 +189,13 @@ class Recipe:
             for held in recipe.signature.parts_of(recipe.args, recipe.kwargs, Held):
                 refuse_held(held, self.func)
         if not self.inner:
-            return self._run_alone(in_place=in_place)
+            return self.run_alone(in_place=in_place)
         made = self._run_as_one(in_place=in_place)
         if made is None:
             return self._run_in_turn(in_place=in_place)
         return ([made], []) if self.made else ([], [made])
 
-    def _run_alone(self, *, in_place: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def run_alone(self, *, in_place: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         if self.statistics is not None and (fresh := self._replay_norm()):
             return fresh, []
         copies: dict[int, torch.Tensor] = {}
@@ -283,7 +283,7 @@ class Recipe:
 
         def run(recipe: Recipe) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
             ours = all(ref.cell in cells for ref in recipe._written_refs())
-            return recipe._run_alone(in_place=in_place or ours)
+            return recipe.run_alone(in_place=in_place or ours)
 
         for recipe, cell in zip(self.inner, cells, strict=True):
             fresh, overwritten = run(recipe)

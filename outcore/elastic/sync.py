@@ -102,14 +102,14 @@ class SyncExchange:
         num = self._num_elements if part is None else part.stop - part.start
         self.message = self._room[: num + NUM_WORDS]
         group, message = self.group, self.message  # the thread keeps to this generation, however late it ends
-        fill: Callable[[], None] | None = partial(self._fill, group, message, write, may_abstain)
+        fill: Callable[[], None] | None = partial(self.fill, group, message, write, may_abstain)
         if self._device.type != "cpu":  # both on the caller's stream, which the exchange's thread does not know
-            self._fill(group, message, write, may_abstain)
+            self.fill(group, message, write, may_abstain)
             torch.cuda.current_stream(self._device).synchronize()
             fill = None
             if self.level != 1:
                 self._then, then = then, None
-        job = partial(self._exchange, group, message, fill, then, self._error if part is None else self._error[part])
+        job = partial(self.run_exchange, group, message, fill, then, self._error if part is None else self._error[part])
         if self.level == 3:
             self._running = self._thread.submit(job)
         else:
@@ -119,7 +119,7 @@ class SyncExchange:
         """Where the elements of `part` will be summed: a caller who writes them itself does so before `begin`."""
         return self._room[: part.stop - part.start]
 
-    def _fill(self, group: Group, message: Tensor, write: Act, may_abstain: bool) -> None:
+    def fill(self, group: Group, message: Tensor, write: Act, may_abstain: bool) -> None:
         """The message: what is written (zeros where it is no longer finite and may abstain), and the two words."""
         vector = message[:-NUM_WORDS]
         write(vector)
@@ -162,7 +162,7 @@ class SyncExchange:
     def newcomers_wait(self) -> bool:
         return bool(self.message[-1] > 0)
 
-    def _exchange(
+    def run_exchange(
         self, group: Group, message: Tensor, fill: Callable[[], None] | None, then: Act | None, error: Tensor
     ) -> None:
         began_s = time.perf_counter()

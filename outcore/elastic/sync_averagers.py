@@ -90,7 +90,7 @@ class _SyncAverager(Averager):
     def _share_more(self, best: int) -> None:
         """What else members must have in common."""
 
-    def _lost(self) -> None:
+    def on_lost(self) -> None:
         self.exchange.regroup()
         self._agree()
 
@@ -101,7 +101,7 @@ class _SyncAverager(Averager):
         if due and self.local.checkpoint is not None and self.exchange.group.index == 0:
             self._save()
         if self.exchange.newcomers_wait:
-            self._lost()
+            self.on_lost()
 
     def _save(self) -> None:
         assert self.local.checkpoint is not None
@@ -162,7 +162,7 @@ class ElasticSync(_SyncAverager):
             self._finish()
         except PeerLost:
             self._begun = False
-            self._lost()
+            self.on_lost()
             return
         self._pull = True
         self._check_present()
@@ -194,7 +194,7 @@ class ElasticSync(_SyncAverager):
         user's, who may put the centre in their place to evaluate it, and the forward moves BatchNorm's statistics."""
         self._begun = True
         rules.difference(self.local.weights, self.center, out=self.difference)
-        then = self._turn_into_center if self.exchange.level == 1 else self._move_center
+        then = self._turn_into_center if self.exchange.level == 1 else self.move_center
         self.exchange.begin(self._write_difference, may_abstain=True, then=then)
 
     def _finish(self) -> None:
@@ -209,7 +209,7 @@ class ElasticSync(_SyncAverager):
         for part, difference in pieces(place, self.difference):
             part.copy_(difference)
 
-    def _move_center(self, sum_difference: Tensor) -> None:
+    def move_center(self, sum_difference: Tensor) -> None:
         total = sum_difference.to(self.center.device)
         cut, alpha = self.local.flat.num_params, self._alpha()
         for center, part, moved in pieces(self.center[:cut], total[:cut], self._moved[:cut]):
@@ -217,7 +217,7 @@ class ElasticSync(_SyncAverager):
         self._add_buffers(total, out=self._moved)
 
     def _turn_into_center(self, sum_difference: Tensor) -> None:
-        self._move_center(sum_difference)
+        self.move_center(sum_difference)
         sum_difference.copy_(self._moved)
 
 
@@ -248,11 +248,11 @@ class DiLoCo(_SyncAverager):
             total = self.exchange.finish().to(self.center.device)
         except PeerLost:
             self._begun = False
-            self._lost()
+            self.on_lost()
             return
         self._begun = False
         self._check_present()
-        self._move_center(part, total)
+        self.move_center(part, total)
         if self.exchange.abstained:
             self.local.start_again(self.center)
         self._mix_in(part)
@@ -279,7 +279,7 @@ class DiLoCo(_SyncAverager):
             place.sub_(center)
         self.exchange.begin(_write_nothing, may_abstain=True, part=part)
 
-    def _move_center(self, part: slice, total: Tensor) -> None:
+    def move_center(self, part: slice, total: Tensor) -> None:
         cut, num_present = self.local.flat.num_params, self.exchange.num_present
         learned = slice(part.start, min(part.stop, cut))
         num = learned.stop - learned.start
@@ -312,7 +312,7 @@ class SyncSgd(_SyncAverager):
             self.exchange.begin(_write_nothing if alone else self._write_gradient)
             total = self.exchange.finish()
         except PeerLost:
-            self._lost()
+            self.on_lost()
             flat.gradient.zero_()  # taken at weights that are no longer these
             return
         if not alone:
@@ -329,8 +329,8 @@ class SyncSgd(_SyncAverager):
         self.center.copy_(self.local.weights)
         self._settle()
 
-    def _lost(self) -> None:
-        super()._lost()
+    def on_lost(self) -> None:
+        super().on_lost()
         self.local.weights.copy_(self.center)
 
     def _share_more(self, best: int) -> None:

@@ -24,12 +24,12 @@ from outcore.eager.known_contents import content_of, know_content
 from outcore.errors import OutcoreError
 from outcore.estimating.as_on_cuda import as_on_cuda, cuda_is_cpu
 from outcore.estimating.op_costs import seconds_of_ops
+from outcore.planning.settings import ALLOCATOR
 from outcore.values import Machine, OpRates, Trace
 
 T = TypeVar("T")
 Step = Callable[[], Any]
 OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | None
-_CUDA_GRAIN_BYTES = 512  # of CUDA's caching allocator
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def record_fake(
 ) -> Recorded:
     """Runs one step on fake tensors and returns what it did."""
     is_cuda, device = machine.device.startswith("cuda"), _device_to_play(model)
-    grain_bytes = _CUDA_GRAIN_BYTES if is_cuda else 1
+    grain_bytes = ALLOCATOR.round_bytes if is_cuda else 1
     mode = _mode_of(model)
     seconds = seconds_of_ops(machine, rates)
     recorder = FakeRecorder(model, mode, device, seconds, grain_bytes=grain_bytes, is_cuda=is_cuda)

@@ -129,7 +129,7 @@ class DiskLane:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._staging))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=f"outcore-{name}", daemon=True)
+        self._thread = threading.Thread(target=self.work, name=f"outcore-{name}", daemon=True)
         self._thread.start()
 
     def write(self, source: torch.Tensor, offset: int, num_bytes: int) -> Future[float]:
@@ -171,7 +171,7 @@ class DiskLane:
             return StoreError(f"swapping to {self.file.folder} failed ({error}); free space or raise memory")
         return None
 
-    def _work(self) -> None:
+    def work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
             del job

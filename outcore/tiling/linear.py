@@ -124,7 +124,7 @@ class TiledLinear(HostWeight):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """dx and dW, side by side where the activations lie on one device and the memory does for both."""
         gradient = self.empty_like_weight(x.dtype)
-        jobs = self._pair(dy, x, weight, gradient) if _on_one_device(dy, x) and dy.numel() * x.numel() else None
+        jobs = self._pair(dy, x, weight, gradient) if on_one_device(dy, x) and dy.numel() * x.numel() else None
         if jobs is None:
             dx = self.multiply("backward input", dy, weight)
             return dx, self.multiply("backward weight", dy.t(), x, out=gradient)
@@ -221,6 +221,6 @@ def _no_update(layer: TiledLinear) -> Update | None:
 MakeUpdate = Callable[[TiledLinear], Update | None]
 
 
-def _on_one_device(dy: torch.Tensor, x: torch.Tensor) -> bool:
+def on_one_device(dy: torch.Tensor, x: torch.Tensor) -> bool:
     """Host activations come over the same link as the weight: nothing would wait less."""
     return dy.is_cuda and dy.device == x.device

@@ -169,7 +169,7 @@ class Adaptive:
         self.num_samples += self.batch
         self._since_change += 1
         self._times.tick()
-        self._advance(gain(self.batch, self.first_batch, self._noise_scale()))
+        self._advance(gain(self.batch, self.first_batch, self.noise_scale()))
         if len(self.candidates) > 1 and self._since_change >= self._patience():
             self._decide()
         self._num_micro = 0
@@ -249,7 +249,7 @@ class Adaptive:
         """The noise over the last steps; None as long as no step had two micro-batches."""
         return self.running.now
 
-    def _noise_scale(self) -> float:
+    def noise_scale(self) -> float:
         noise = self.noise
         return noise.scale if noise is not None else 0.0
 
@@ -273,7 +273,7 @@ class Adaptive:
     def lr_factor(self) -> float:
         """The factor that the optimizer's learning rate is multiplied by in the next step."""
         factor = lr_factor(
-            self.rule.name, self.batch, self.first_batch, self._noise_scale(), normalised=self._normalised
+            self.rule.name, self.batch, self.first_batch, self.noise_scale(), normalised=self._normalised
         )
         num_steps = self.rule.warm_up_steps
         if self.changes and self._since_change < num_steps:
@@ -290,7 +290,7 @@ class Adaptive:
     def _decide(self) -> None:
         if self.running.num_measured < ADAPTIVE.min_measurements:
             return
-        noise = self._noise_scale()
+        noise = self.noise_scale()
         seconds = self._times.agree(self.batch, self.group)
         place = self.candidates.index(self.batch)
         near = self.candidates[max(0, place - 1) : place + 2]
@@ -322,7 +322,7 @@ class Adaptive:
     # -- what a user looks at and keeps --------------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        noise = f"about {two_digits(self._noise_scale())} samples" if self.noise else "not measured yet"
+        noise = f"about {two_digits(self.noise_scale())} samples" if self.noise else "not measured yet"
         lines = [
             f"step {self.num_steps}, {self.num_samples} samples: batch {self.batch} in micro-batches of {self._micro}, "
             f"learning rate x {self.lr_factor:.3g} ({self.rule.name}), noise scale {noise}, worth "

@@ -26,7 +26,7 @@ def compiled() -> native.Library:
 @pytest.fixture
 def in_cpp(compiled: native.Library, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Steps of the test are followed in C++ from their first plan on: those that are measured are not."""
-    monkeypatch.setattr(native, "_library", compiled)
+    monkeypatch.setattr(native, "chosen_library", compiled)
     Pretend(monkeypatch).settings(num_measured=0)
     return compiled.find()
 

@@ -131,20 +131,20 @@ def _load(path: Path) -> Any:
     return module
 
 
-_library: Library | None = None  # once somebody asked for it
+chosen_library: Library | None = None  # once somebody asked for it
 
 
 def library(*, wait: bool = False) -> Any:
     """The loaded library; None where there is none, or none yet. `wait`: until it is compiled."""
-    if _library is None:
+    if chosen_library is None:
         use(os.environ.get("OUTCORE_NATIVE", ""))
-    return _library.find(wait=wait) if _library is not None else None
+    return chosen_library.find(wait=wait) if chosen_library is not None else None
 
 
 def use(chosen: str) -> None:
     """Steps from the next one on use the library in this folder; `on`: in the user's cache folder; `off`: none."""
-    global _library
+    global chosen_library
     try:
-        _library = Library(chosen_path(chosen))
+        chosen_library = Library(chosen_path(chosen))
     except OSError:
-        _library = Library(None)
+        chosen_library = Library(None)

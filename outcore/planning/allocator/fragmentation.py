@@ -88,7 +88,7 @@ class _Search:
         events, peak_bytes = self._events(self.first), self.first.peak_bytes
         self.giant_share = best_share(trace, events, memory_bytes, peak_bytes, there) if keeps_places else None
         self.safe_bytes = safe_bytes(trace, self._hints(events, peak_bytes), memory_bytes)
-        self.least_bytes = first_bytes = self._wanted_bytes(self.first)
+        self.least_bytes = first_bytes = self.wanted_bytes(self.first)
         self.best_s = self.first.step_s + self._lost_s(self.first, first_bytes)
         self.starts = [(self.first, first_bytes)]
         self.num_draws, self.most_draws = (
@@ -100,7 +100,7 @@ class _Search:
         """Adds starting points."""
         for other in others:
             scored = score(self.trace_index, self.machine, self.budget, other.decisions)
-            page_bytes = self._wanted_bytes(scored)
+            page_bytes = self.wanted_bytes(scored)
             self._note(scored, page_bytes)
             self.starts.append((scored, page_bytes))
 
@@ -127,7 +127,7 @@ class _Search:
                 tried = self._draw(here, height)
                 if tried is None:
                     continue
-                page_bytes = self._wanted_bytes(tried)
+                page_bytes = self.wanted_bytes(tried)
                 self._note(tried, page_bytes)
                 if (tried_height := self._height(tried, page_bytes, price)) < height:
                     here, height, num_idle = tried, tried_height, 0
@@ -157,7 +157,7 @@ class _Search:
         if tried_s < self.best_s:
             self.best, self.best_s = tried, tried_s
 
-    def _wanted_bytes(self, scored: Scored) -> int:
+    def wanted_bytes(self, scored: Scored) -> int:
         events = self._events(scored)
         return wanted_bytes(self.trace_index.trace, events, self._hints(events, scored.peak_bytes), self.there)
 

@@ -110,7 +110,7 @@ class Bench:
         for again in range(TIMING.num_cpu_recordings if self.device.type == "cpu" else 1):
             if again:
                 self.steps.record_again()
-            self._step(self.steps, data)
+            self.run_step(self.steps, data)
             trace = self.steps.trace
             if trace is None or not any(tick.kind == "unpack" for tick in trace.ticks):
                 raise TuningError(
@@ -134,15 +134,15 @@ class Bench:
         If the allocator restarts during these steps, a training would not stay with this plan, because `limit` changes
         plans until it has settled. Then steps under the settled plan are timed too, and the faster result is returned.
         """
-        first = self._run(predicted, predicted.plan, reference, brief=brief and self.device.type == "cpu")
+        first = self.run_under(predicted, predicted.plan, reference, brief=brief and self.device.type == "cpu")
         if predicted.point.in_core or not first.num_restarts:
             return first
         try:
-            return min(first, self._run(predicted, None), key=lambda measured: measured.step_s)
+            return min(first, self.run_under(predicted, None), key=lambda measured: measured.step_s)
         except (torch.OutOfMemoryError, BudgetTooSmall):
             return first
 
-    def _run(
+    def run_under(
         self,
         predicted: PredictedBatch,
         plan: Plan | None,
@@ -154,11 +154,11 @@ class Bench:
         batch = predicted.point.micro_batch
         steps = self._limited_steps(plan=plan)
         steps.expect(predicted.trace)
-        self._advance()  # without gradients; tells `limit` whose optimizer state to count
+        self.advance()  # without gradients; tells `limit` whose optimizer state to count
         try:
             data, end_s = self.samples.any_batch(batch), time.perf_counter() + TIMING.settle_s
             while plan is None and not steps.is_settled and time.perf_counter() < end_s:
-                self._step(steps, data)
+                self.run_step(steps, data)
             times_ops = predicted.point.in_core and self.device.type == "cuda"
             brief = brief or reference is not None
             measured = self._measure_and_time(steps, batch, data, times_ops=times_ops, brief=brief)
@@ -205,7 +205,7 @@ class Bench:
             start_s = self._now()
             for _ in range(TIMING.steps_per_window):
                 loss_of(self.model, self.loss_fn, data).backward()
-                self._advance()
+                self.advance()
             times.append((self._now() - start_s) / TIMING.steps_per_window)
         return statistics.median(times[1:])
 
@@ -218,7 +218,7 @@ class Bench:
         steps = self._limited_steps(plan=predicted.plan)
         try:
             steps.expect(predicted.trace)
-            self._advance()
+            self.advance()
             data = self.samples.any_batch(predicted.point.micro_batch)
             self._peak_bytes(steps, data)
             is_short = predicted.point.step_s < TIMING.short_step_s
@@ -238,7 +238,7 @@ class Bench:
         steps, peaks = self._limited_steps(), list[int]()
         batches = [one.point.micro_batch for one in predicted]
         times: dict[int, list[float]] = {batch: [] for batch in batches}
-        self._advance()
+        self.advance()
         try:
             for one, batch in zip(predicted, batches):
                 steps.expect(one.trace)
@@ -280,7 +280,7 @@ class Bench:
             return [alone.with_seconds(min(timed_s, alone.step_s), self.optimizer_s)]
         steps = self._limited_steps()
         times: dict[int, list[float]] = {one.batch: [] for one in measured}
-        self._advance()
+        self.advance()
         try:
             for one in measured:
                 steps.expect(one.trace)
@@ -307,9 +307,9 @@ class Bench:
         self, steps: LimitedSteps, batch: int, data: Any, *, times_ops: bool = False, brief: bool = False
     ) -> Measurement:
         """Meters one step under a plan, for the peak, and times the others."""
-        timeline, step_s, trace = steps.measure(lambda: self._step(steps, data))
+        timeline, step_s, trace = steps.measure(lambda: self.run_step(steps, data))
         if times_ops and steps.followed:
-            trace = steps.time_ops(lambda: self._step(steps, data))
+            trace = steps.time_ops(lambda: self.run_step(steps, data))
             step_s = sum(op.seconds for op in trace.ops)
         num_restarts = count_restarts(self.device)
         brief = brief or (self.device.type == "cpu" and timeline.step_s < TIMING.busy_step_s)
@@ -325,17 +325,17 @@ class Bench:
         return measured.with_seconds(timed_s, self.optimizer_s)
 
     def _peak_bytes(self, steps: LimitedSteps, data: Any) -> int:
-        return steps.measure(lambda: self._step(steps, data))[0].peak_bytes
+        return steps.measure(lambda: self.run_step(steps, data))[0].peak_bytes
 
     def _turn(self, steps: LimitedSteps, data: Any, *, is_short: bool, for_s: float = 0.0) -> float:
         """Returns the seconds of one step. A short step finds another batch's data in the caches, so one runs before
         it, and the minimum within `for_s` counts, because a disturbance may last as long as the step."""
         if is_short:
-            self._step(steps, data)
+            self.run_step(steps, data)
         least_s, end_s = math.inf, time.perf_counter() + (for_s if is_short else 0.0)
         while least_s == math.inf or time.perf_counter() < end_s:
             start_s = self._now()
-            self._step(steps, data)
+            self.run_step(steps, data)
             least_s = min(least_s, self._now() - start_s)
         return least_s
 
@@ -346,18 +346,18 @@ class Bench:
             TIMING.min_steps if least_s < TIMING.timed_s else TIMING.min_long_steps
         ):
             start_s = self._now()
-            self._step(steps, data)
+            self.run_step(steps, data)
             least_s, num = min(least_s, self._now() - start_s), num + 1
             if for_s and self.device.type == "cuda" and least_s < TIMING.short_step_s:
                 for_s = TIMING.short_timed_s
         return least_s
 
-    def _step(self, steps: LimitedSteps, data: Any) -> None:
+    def run_step(self, steps: LimitedSteps, data: Any) -> None:
         with steps.step():
             loss_of(self.model, self.loss_fn, data).backward()
-        self._advance()
+        self.advance()
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
         """Runs the optimizer at a learning rate of zero."""
         if self.optimizer is None:
             self.model.zero_grad()
@@ -372,7 +372,7 @@ class Bench:
 
     def warm_up(self, batch: int) -> None:
         """Runs one step and forgets it, to create the optimizer's state and to pay one-time costs."""
-        self._step(self.steps, self.samples.any_batch(batch))
+        self.run_step(self.steps, self.samples.any_batch(batch))
         self.steps.forget()
         self.time_optimizer()
 
@@ -384,7 +384,7 @@ class Bench:
         for _ in range(4):
             gradients = [parameter.grad for parameter in self.model.parameters()]
             start_s = self._now()
-            self._advance()
+            self.advance()
             times.append(self._now() - start_s)
             for parameter, gradient in zip(self.model.parameters(), gradients):
                 parameter.grad = gradient

@@ -140,7 +140,7 @@ class Model(nn.Module):
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Model:
-    monkeypatch.setattr(inductor, "_namespace_of", lambda graph: graph.names)
+    monkeypatch.setattr(inductor, "namespace_of", lambda graph: graph.names)
     return Model()
 
 

@@ -118,7 +118,7 @@ def test_a_lane_lets_go_before_it_says_it_is_done(tmp_path: Path, monkeypatch: p
 
     model = chain()
     in_core = in_core_bytes(model, one_backward, tmp_path)
-    monkeypatch.setattr(DiskLane, "_work", work)
+    monkeypatch.setattr(DiskLane, "work", work)
     assert_within(model, one_backward, in_core // 2, "swap-all", tmp_path)
 
 

@@ -127,7 +127,7 @@ def test_the_same_recipes_cells_and_handles_as_in_python(
 ) -> None:
     ways = []
     for library in (None, compiled):
-        monkeypatch.setattr(native, "_library", library or native.Library(None))
+        monkeypatch.setattr(native, "chosen_library", library or native.Library(None))
         for planner in ("recompute-all", "swap-all"):
             model = build()
             with settled(model, planner, monkeypatch) as ooc:
@@ -396,7 +396,7 @@ def test_a_library_that_cannot_be_loaded_leaves_steps_to_python(
 ) -> None:
     path = tmp_path / "broken.so"
     path.write_text("no library")
-    monkeypatch.setattr(native, "_library", native.Library(path))
+    monkeypatch.setattr(native, "chosen_library", native.Library(path))
     plain, ours = build(), build()
     with caplog.at_level(logging.INFO, "outcore"), settled(ours, "recompute-all", monkeypatch) as ooc:
         for step in range(4):

@@ -104,7 +104,7 @@ class Kernels:
         self.done[ADD_RELU] += 1
         return (one if in_place else one.clone()).add_(other).relu_()
 
-    def _multiply(self, one: Tensor, other: Tensor, made: Tensor, between: torch.dtype) -> bool:
+    def multiply_into(self, one: Tensor, other: Tensor, made: Tensor, between: torch.dtype) -> bool:
         if not self.is_gone:
             self.done[MUL_CAST] += 1
             assert (one * other).dtype is between
@@ -115,10 +115,10 @@ class Kernels:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     kernels = Kernels()
-    for name in ("is_ready", "adds_to_norms_alike", "multiplies_alike", "add_relu", "_multiply"):
+    for name in ("is_ready", "adds_to_norms_alike", "multiplies_alike", "add_relu", "multiply_into"):
         monkeypatch.setattr(fused, name, getattr(kernels, name))
     monkeypatch.setattr(
-        NormReplay, "_seconds", lambda one, clock: 1.0 if clock is one._clock else 1.0 + kernels.longer_s
+        NormReplay, "seconds_on", lambda one, clock: 1.0 if clock is one._clock else 1.0 + kernels.longer_s
     )
     monkeypatch.setattr(recorded_ops, "has_norm_replay", lambda func, args: bool(signature_of(func).scratch(args)))
     for room in (norm_replay, replay):

@@ -35,13 +35,13 @@ def test_products_are_made_again_about_once_or_a_few_times_where_nothing_is_pinn
     monkeypatch.setattr(Store, "pinned_bytes", GIB if pinned else 0)
     monkeypatch.setattr(CpuMemory, "is_slow_to_pin", True)
     num: Counter[bool] = Counter()
-    run = Recipe._run_alone
+    run = Recipe.run_alone
 
     def counted(self: Recipe, *, in_place: bool) -> tuple[list[Tensor], list[Tensor]]:
         num[self.func._overloadpacket in flop_registry] += 1
         return run(self, in_place=in_place)
 
-    monkeypatch.setattr(Recipe, "_run_alone", counted)
+    monkeypatch.setattr(Recipe, "run_alone", counted)
     torch.manual_seed(0)
     width = shape[-1] if part is block else shape[1]
     model = nn.Sequential(*(part(width) for _ in range(8)))

@@ -204,13 +204,13 @@ def test_a_worker_that_diverged_while_ahead_starts_again_from_the_centre() -> No
 def test_statistics_are_those_of_the_beginning_however_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """The forwards of steps ahead move BatchNorm's running mean; what was sent stands, and what moved is kept."""
     town, settings = Town(1), Settings(period=2, ahead=4, limit_s=10)
-    ahead, fill = threading.Event(), SyncExchange._fill
+    ahead, fill = threading.Event(), SyncExchange.fill
 
     def late(self: SyncExchange, *args: Any) -> None:
         assert ahead.wait(10)
         fill(self, *args)
 
-    monkeypatch.setattr(SyncExchange, "_fill", late)
+    monkeypatch.setattr(SyncExchange, "fill", late)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 

@@ -270,7 +270,7 @@ def test_the_centre_is_read_whole_while_an_exchange_moves_it() -> None:
 
 def test_a_member_lost_after_the_centre_was_moved_leaves_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
     town, settings = Town(1), Settings(method="sync-easgd", period=1, level=3, alpha=0.3, limit_s=5)
-    move, lose = ElasticSync._move_center, ElasticSync._lost
+    move, lose = ElasticSync.move_center, ElasticSync.on_lost
     moves: list[Array] = []
     kept: list[Array] = []
 
@@ -284,8 +284,8 @@ def test_a_member_lost_after_the_centre_was_moved_leaves_the_old_one(monkeypatch
         kept.append(self.center.double().numpy().copy())
         lose(self)
 
-    monkeypatch.setattr(ElasticSync, "_move_center", move_and_fail)
-    monkeypatch.setattr(ElasticSync, "_lost", lose_and_tell)
+    monkeypatch.setattr(ElasticSync, "move_center", move_and_fail)
+    monkeypatch.setattr(ElasticSync, "on_lost", lose_and_tell)
     net = Net()
     with town.worker(0, net, settings) as worker:
         train(worker, net, 0, range(4))

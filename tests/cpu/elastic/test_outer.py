@@ -71,13 +71,13 @@ def test_steps_go_on_while_a_fragment_travels(monkeypatch: pytest.MonkeyPatch) -
     from outcore.elastic.sync import SyncExchange
 
     town, settings = Town(2), Settings(method="streaming-diloco", period=8, fragments=2, delay=2, limit_s=10)
-    exchange, released = SyncExchange._exchange, threading.Event()
+    exchange, released = SyncExchange.run_exchange, threading.Event()
 
     def held_up(self: SyncExchange, *args: Any) -> None:
         assert released.wait(10)
         exchange(self, *args)
 
-    monkeypatch.setattr(SyncExchange, "_exchange", held_up)
+    monkeypatch.setattr(SyncExchange, "run_exchange", held_up)
 
     def act(rank: int) -> None:
         net = Net()

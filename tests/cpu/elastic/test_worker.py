@@ -176,13 +176,13 @@ def test_statistics_are_exchanged_as_they_were_before_the_forward_however_late_t
 ) -> None:
     """Level 3: the exchange's thread begins only after the forward has moved BatchNorm's running mean."""
     town, settings = Town(1), Settings(method="sync-easgd", period=1, level=3, limit_s=10)
-    moved, fill = threading.Event(), SyncExchange._fill
+    moved, fill = threading.Event(), SyncExchange.fill
 
     def late(self: SyncExchange, *args: Any) -> None:
         assert moved.wait(10)
         fill(self, *args)
 
-    monkeypatch.setattr(SyncExchange, "_fill", late)
+    monkeypatch.setattr(SyncExchange, "fill", late)
     net = conv_net()
     with town.worker(0, net, settings, torch.optim.SGD(net.parameters(), lr=0.0)) as worker:
         before = net.state_dict()["1.running_mean"].clone()
@@ -195,7 +195,7 @@ def test_statistics_are_exchanged_as_they_were_before_the_forward_however_late_t
 
 def test_weights_may_be_set_aside_between_steps_however_late_the_thread_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Level 3: a user evaluates the centre, or anything else, in the weights' place and puts them back."""
-    fill, looked = SyncExchange._fill, threading.Event()
+    fill, looked = SyncExchange.fill, threading.Event()
 
     def late(self: SyncExchange, *args: Any) -> None:
         assert looked.wait(10)
@@ -221,7 +221,7 @@ def test_weights_may_be_set_aside_between_steps_however_late_the_thread_reads(mo
             return torch.cat([value.reshape(-1) for value in worker.center_state_dict().values()])
 
     expected = center(looks=False)
-    monkeypatch.setattr(SyncExchange, "_fill", late)
+    monkeypatch.setattr(SyncExchange, "fill", late)
     assert torch.equal(center(looks=True), expected)
 
 

@@ -190,7 +190,7 @@ def test_deciding_more_often_than_steps_can_be_timed_waits_for_a_timed_one(monke
     """Noise that comes and goes sends the batch up and down, also to one whose seconds are known."""
     now_s, net = 0.0, small_net()
     monkeypatch.setattr(time, "perf_counter", lambda: now_s)
-    monkeypatch.setattr(Adaptive, "_noise_scale", lambda self: 1e9 if self.num_steps // 4 % 2 else 0.0)
+    monkeypatch.setattr(Adaptive, "noise_scale", lambda self: 1e9 if self.num_steps // 4 % 2 else 0.0)
     adaptive = Adaptive(net, SGD(net.parameters()), batch=16, micro_batch=64, largest_batch=64, interval_steps=1)
     for _ in range(3):
         for x, y in adaptive.batches(loader(16)):

@@ -78,7 +78,7 @@ def test_one_batch_lies_in_memory_at_a_time_and_of_short_steps_several_run(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, made, steps = predicted(bench, (8, 16)), list[weakref.ref[Tensor]](), list[int]()
-    make, step = bench.samples.any_batch, bench._step
+    make, step = bench.samples.any_batch, bench.run_step
 
     def any_batch(num: int) -> Any:
         assert all(old() is None for old in made)
@@ -91,7 +91,7 @@ def test_one_batch_lies_in_memory_at_a_time_and_of_short_steps_several_run(
         step(ooc, data)
 
     monkeypatch.setattr(bench.samples, "any_batch", any_batch)
-    monkeypatch.setattr(bench, "_step", counted)
+    monkeypatch.setattr(bench, "run_step", counted)
     bench.run_interleaved(found)
     turns = [(batch, len(list(same))) for batch, same in itertools.groupby(steps)]
     least = TIMING.min_rounds

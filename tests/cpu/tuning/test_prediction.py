@@ -117,13 +117,13 @@ def test_where_the_allocator_starts_over_the_settled_plan_counts(folder: str, mo
     tight = bench_of("convnet", 9 * edge_bytes // 10, folder)
     tight.warm_up(4)
     plans: list[Plan | None] = []
-    confirmed = Bench._run
+    confirmed = Bench.run_under
 
     def noted(self: Bench, predicted: PredictedBatch, given: Plan | None, *beside: Any, **options: Any) -> Measurement:
         plans.append(given)
         return confirmed(self, predicted, given, *beside, **options)
 
-    monkeypatch.setattr(Bench, "_run", noted)
+    monkeypatch.setattr(Bench, "run_under", noted)
     beyond = tight.planner(family).predict(BATCH)
     assert not beyond.point.in_core
     assert tight.run_planned(beyond).followed
@@ -163,7 +163,7 @@ def test_a_second_look_that_runs_out_of_memory_leaves_the_first(monkeypatch: pyt
     roomy.close()
     tight = bench_of("convnet", int(0.75 * in_core_bytes), folder)
     tight.warm_up(4)
-    restarts, really, looks_again = itertools.count(), Bench._run, [False]
+    restarts, really, looks_again = itertools.count(), Bench.run_under, [False]
     monkeypatch.setattr(bench_module, "count_restarts", lambda device: next(restarts))
 
     def confirmed(
@@ -178,7 +178,7 @@ def test_a_second_look_that_runs_out_of_memory_leaves_the_first(monkeypatch: pyt
             raise torch.OutOfMemoryError("pretend: the device is full")
         return loss
 
-    monkeypatch.setattr(Bench, "_run", confirmed)
+    monkeypatch.setattr(Bench, "run_under", confirmed)
     monkeypatch.setattr(bench_module, "loss_of", loss_of)
     beyond = tight.planner(family).predict(BATCH)
     assert not beyond.point.in_core

@@ -45,7 +45,7 @@ class WorkClock(TorchDispatchMode):
 def work_clock(monkeypatch: pytest.MonkeyPatch, slower: Callable[[], float] = lambda: 1.0) -> Iterator[WorkClock]:
     """Steps on a `Bench` are timed by the work they do. What trains outside of it runs at full speed. `slower()` is
     asked before every step for the times as long that it takes: another device, or something else that runs."""
-    clock, step, advance = WorkClock(), Bench._step, Bench._advance
+    clock, step, advance = WorkClock(), Bench.run_step, Bench.advance
 
     def counted_step(self: Bench, steps: LimitedSteps, data: Any) -> None:
         clock.slower = slower()
@@ -59,6 +59,6 @@ def work_clock(monkeypatch: pytest.MonkeyPatch, slower: Callable[[], float] = la
     with monkeypatch.context() as patched:
         patched.setattr("outcore.memory.clock.time", SimpleNamespace(perf_counter=clock))
         patched.setattr(Bench, "clock", staticmethod(clock))
-        patched.setattr(Bench, "_step", counted_step)
-        patched.setattr(Bench, "_advance", counted_advance)
+        patched.setattr(Bench, "run_step", counted_step)
+        patched.setattr(Bench, "advance", counted_advance)
         yield clock

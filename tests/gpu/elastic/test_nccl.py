@@ -70,13 +70,13 @@ def test_steps_ahead_do_not_reach_into_what_was_sent(backend: str, monkeypatch: 
 
 def run_held(device: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
     """A lone worker's weights and centre: a step, an exchange begun, two steps ahead, and the step that ends it."""
-    held, exchange = threading.Event(), SyncExchange._exchange
+    held, exchange = threading.Event(), SyncExchange.run_exchange
 
     def late(self: SyncExchange, *args: Any) -> None:
         assert held.wait(20)
         exchange(self, *args)
 
-    monkeypatch.setattr(SyncExchange, "_exchange", late)
+    monkeypatch.setattr(SyncExchange, "run_exchange", late)
     net = make_net(device)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = open_place(0, 1, ("127.0.0.1", server.port), "ahead", limit_s=20)

@@ -275,7 +275,7 @@ def test_a_placed_plan_wants_less_and_still_fits(monkeypatch: pytest.MonkeyPatch
         """The plan as it was made wants more than there is; no other does."""
         return int(1.03 * search.memory_bytes) if scored.decisions == made.decisions else 0
 
-    monkeypatch.setattr(fragmentation._Search, "_wanted_bytes", only_others)
+    monkeypatch.setattr(fragmentation._Search, "wanted_bytes", only_others)
     monkeypatch.setattr(fragmentation, "FRAGMENTATION", replace(FRAGMENTATION, far_share=100.0))
     found = search_placement(trace, MACHINE, made, 210 * MIB)
     assert found.plan.decisions != made.decisions
@@ -288,7 +288,7 @@ def test_a_placed_plan_wants_less_and_still_fits(monkeypatch: pytest.MonkeyPatch
 
 def wants(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every plan wants this much of the memory there is."""
-    monkeypatch.setattr(fragmentation._Search, "_wanted_bytes", lambda search, scored: int(share * search.memory_bytes))
+    monkeypatch.setattr(fragmentation._Search, "wanted_bytes", lambda search, scored: int(share * search.memory_bytes))
 
 
 def test_a_neighbour_that_is_far_slower_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +313,7 @@ def test_nothing_is_drawn_on_a_slow_host_nor_where_a_giant_is_in_the_way(
         asked.append(scored)
         return int(wanted_share * search.memory_bytes)
 
-    monkeypatch.setattr(fragmentation._Search, "_wanted_bytes", too_much)
+    monkeypatch.setattr(fragmentation._Search, "wanted_bytes", too_much)
     monkeypatch.setattr(fragmentation, "mapped", lambda *asked: Mapped(1, GIB))
     monkeypatch.setattr(fragmentation, "FRAGMENTATION", replace(FRAGMENTATION, most_s=most_s))
     found = search_placement(trace, MACHINE, made, 210 * MIB)
