@@ -1,19 +1,19 @@
 """Train neural networks larger than the memory they are given, with the same numbers.
 
-- `limit` keeps the steps of a training loop within a memory budget, and returns a `Limited`: the front door.
-  `outcore.integrations` has it for Hugging Face trainers and for Lightning.
-- `estimate` tells what a step will need and cost before it is run, as an `Estimate`.
-- `plan`, `lower`, `verify` and `simulate` take a `Trace` and a `Machine` to a `Plan` for a `Budget`, its `Schedule` and
-  its `Timeline`. They need no torch, nor the machine that is planned for.
+- `limit` keeps the steps of a training loop within a memory budget, and returns a `Limited`. `outcore.integrations`
+  does this in Hugging Face trainers and in Lightning.
+- `estimate` returns an `Estimate` of what a step will need and cost, before it is run.
+- `plan`, `lower`, `verify` and `simulate` turn a `Trace` and a `Machine` into a `Plan` for a `Budget`, its `Schedule`
+  and its `Timeline`. They need neither torch nor the machine that is planned for.
 - `load` and `save` move weights between files and models larger than the device.
 - `matmul` multiplies matrices larger than the device, in memory or in a `FileMatrix`; `tile` and `untile` do so for a
   model's layers, with `TiledLinear`, `TiledEmbedding` and `TiledAdamW`.
 - `elastic` trains with many workers and few messages.
 - `tune` finds the batch and the learning rate that train fastest in a budget, as an `Advice`; more is in `tuning`.
-- `OutcoreError` is the root of `BadFile`, `BadSize`, `BudgetTooSmall`, `PlanMismatch`, `ReplayError`, `ScheduleError`
-  and `StoreError`.
+- `OutcoreError` is the base class of `BadFile`, `BadSize`, `BudgetTooSmall`, `PlanMismatch`, `ReplayError`,
+  `ScheduleError` and `StoreError`.
 
-Names are loaded when they are first used.
+Names are imported when they are first used.
 """
 
 from __future__ import annotations
@@ -122,14 +122,14 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # type checkers would take any name for one of ours
+if not TYPE_CHECKING:  # with a __getattr__, type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:
             raise AttributeError(f"module 'outcore' has no attribute {name!r}")
         home, drawn = _HOMES[name], random.getstate()
         found = import_module(f"outcore.{name}") if home == "outcore" else getattr(import_module(home), name)
-        random.setstate(drawn)  # rich draws a number when it is imported, which would be the user's next one
+        random.setstate(drawn)  # importing rich draws a random number, which would change the user's next one
         globals()[name] = found
         return found
 
@@ -139,7 +139,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """`outcore.limit` is the function, also after the import system bound the file limit.py to that name."""
+    """Keeps `outcore.limit` the function when the import system binds the module limit.py to that name."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         public = _HOMES.get(name, "outcore") != "outcore" and isinstance(value, ModuleType)

@@ -1,7 +1,7 @@
-"""The command line: one subcommand per public verb; text for people, `--json` for programs.
+"""The command line: one subcommand per public function, with text for people and `--json` for programs.
 
-Results go to stdout, progress and errors to stderr. Whatever outcore refuses on purpose ends in one sentence and exit
-code 1. `plan` and `explain` need no torch: every verb imports what it needs when it runs.
+Results go to stdout, progress and errors to stderr. Errors that outcore raises on purpose are printed in one sentence,
+with exit code 1. `plan` and `explain` do not need torch, because every command imports what it needs when it runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from outcore.values import Machine, Plan, PreparedStep, Timeline, Trace
 
-# Verbs that live in rooms of their own: name -> "module:command", loaded when called.
+# Commands in packages of their own: name -> "module:command", imported when they are called.
 ELSEWHERE: dict[str, str] = {
     "estimate": "outcore.estimating.cli:estimate_command",
     "matmul": "outcore.tiling.cli:matmul_command",
@@ -42,7 +42,7 @@ FOLDER = click.Path(path_type=Path, file_okay=False)
 
 
 class Verbs(click.Group):
-    """Loads a verb of another room when it is called, and turns what outcore refuses into one sentence."""
+    """Imports commands of other packages when they are called, and prints errors as one sentence."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*super().list_commands(ctx), *ELSEWHERE]
@@ -69,7 +69,7 @@ def _in_a_sentence(error: Exception) -> str:
     if isinstance(error, OutcoreError):
         return str(error)
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-        return "this verb needs torch (plan and explain do not); pip install torch"
+        return "this command needs torch (plan and explain do not); pip install torch"
     said = str(error).strip().partition("\n")[0]
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not {"outcore", "torch", "click"}.intersection(Path(frame.filename).parts)]
@@ -84,8 +84,8 @@ def _in_a_sentence(error: Exception) -> str:
 def main(debug: bool) -> None:
     """Train neural networks larger than the memory they are given, with the same numbers.
 
-    Start with `outcore demo`. Then record a step of your own, measure this machine (or take another's file), plan for
-    a budget, and see what the plan does:
+    Start with `outcore demo`. Then record a step of your own, measure this machine (or use the file of another one),
+    plan for a budget, and see what the plan does:
 
     \b
         outcore record train.py:step -o step.trace.json
@@ -100,20 +100,20 @@ html_option = click.option("--html", type=OutFile(), help="Also write a report p
 perfetto_option = click.option("--perfetto", type=OutFile(), help="Also write the lanes for ui.perfetto.dev.")
 
 
-@main.command(short_help="Measure what this machine holds and how fast it moves bytes.")
+@main.command(short_help="Measure the capacities and transfer rates of this machine.")
 @click.option(
     "--device", default="auto", show_default=True, help="cpu, cuda, cuda:1 ...; auto: the GPU if there is one."
 )
 @click.option(
-    "--folder", type=FOLDER, help="Folder for the swap file, whose disk is measured.  [default: temporary files]"
+    "--folder", type=FOLDER, help="Folder for the swap file, on the disk to measure.  [default: temporary files]"
 )
 @click.option("-o", "--out", type=OutFile(), help="Save the machine, for `outcore plan --machine`.")
 @as_json
 def machine(device: str, folder: Path | None, out: Path | None, as_json: bool) -> None:
-    """Measure this machine: what it holds and how fast it moves bytes.
+    """Measure the capacities and transfer rates of this machine.
 
-    Links and disk are measured with real copies (about a second); capacities are what this process is granted, not what
-    is built in. A saved machine lets `outcore plan` work where the machine is not.
+    Links and disk are measured with real copies, which takes about a second. Capacities are those that this process may
+    use, not those that are installed. With a saved machine, `outcore plan` works on any other machine.
     """
     from outcore.reporting.text import machine_table
 
@@ -167,9 +167,9 @@ def record(
 ) -> None:
     """Record one training step, op by op, in the least memory it can run in.
 
-    FILE.py is an ordinary script that defines `model`, the network; FUNCTION, which takes no arguments and does what
-    stands inside `with ooc.step():` in a training loop, forward and backward; and, if there is one, `optimizer`, which
-    is stepped after it, so that its state is counted. See examples/record_me.py:
+    FILE.py is an ordinary script that defines `model`, the network; FUNCTION, which takes no arguments and runs forward
+    and backward, as inside `with ooc.step():` in a training loop; and optionally `optimizer`, which is stepped after
+    it, so that its state is counted. See examples/record_me.py:
 
     \b
         model = MyNetwork().cuda()
@@ -177,7 +177,7 @@ def record(
         def step():
             loss_fn(model(x), y).backward()
 
-    What FILE.py keeps behind `if __name__ == "__main__":` does not run. What follows `--` are its arguments:
+    The part of FILE.py under `if __name__ == "__main__":` is not run. Arguments after `--` are passed to it:
     `outcore record train.py:step -- --lr 0.1`.
     """
     path, function_name = file_and_function(step)
@@ -212,7 +212,7 @@ def _record(
     try:
         for index in range(warm_up + 1):
             tell("recording" if index == warm_up else "warming up", index / (warm_up + 1))
-            ooc.kinds.clear()  # each step is recorded anew: the last one with optimizer state and warm kernels
+            ooc.kinds.clear()  # every step is recorded; the last one has optimizer state and warm kernels
             with ooc.step():
                 step()
             if optimizer is not None:
@@ -255,8 +255,8 @@ def _trace_table(facts: dict[str, Any]) -> Table:
             "values autograd saves",
             f"{facts['num_saved']}, of which {format_bytes(facts['saved_bytes'])} can be evicted",
         ),
-        ("there before the step", format_bytes(facts["before_bytes"])),
-        ("its ops take", format_seconds(facts["step_s"])),
+        ("in use before the step", format_bytes(facts["before_bytes"])),
+        ("seconds of its ops", format_seconds(facts["step_s"])),
         ("saved as", facts["trace"]),
     ]
     return rows_table(f"outcore: a step of {facts['model']} on {facts['device']}", rows)
@@ -265,12 +265,12 @@ def _trace_table(facts: dict[str, Any]) -> Table:
 @main.command(short_help="Plan a recorded step for a machine and a budget.")
 @click.argument("trace", type=FILE)
 @click.option(
-    "--machine", "machine_file", type=FILE, required=True, help="From `outcore machine -o`, here or elsewhere."
+    "--machine", "machine_file", type=FILE, required=True, help="A file from `outcore machine -o`, of any machine."
 )
 @click.option("--memory", required=True, help='Device memory for the whole step: "16GiB", "80%", or bytes.')
-@click.option("--host", help="Pinned host memory to swap to.  [default: what the machine grants]")
-@click.option("--disk", help="Disk to swap to.  [default: what the machine grants]")
-@click.option("--planner", default="hybrid", show_default=True, help="How to decide; an unknown name lists them all.")
+@click.option("--host", help="Pinned host memory to swap to.  [default: the machine's]")
+@click.option("--disk", help="Disk space to swap to.  [default: the machine's]")
+@click.option("--planner", default="hybrid", show_default=True, help="The planner; an unknown name lists all.")
 @click.option("-o", "--out", type=OutFile(), help="Save the plan, for `outcore explain` and limit(plan=...).")
 @html_option
 @perfetto_option
@@ -289,8 +289,8 @@ def plan(
 ) -> None:
     """Plan a recorded step for a machine and a budget: what to keep, swap and recompute.
 
-    Needs neither torch nor the machine: only TRACE, from `outcore record`, and a machine file. When nothing fits, the
-    error says how many bytes would.
+    This needs neither torch nor the machine, only TRACE, from `outcore record`, and a machine file. If no plan fits,
+    the error says how many bytes would suffice.
     """
     from outcore.planning import plan as make_plan
     from outcore.planning.preparing import prepare
@@ -346,10 +346,10 @@ def _facts_of_plan(made: Plan, predicted: Timeline) -> dict[str, Any]:
     }
 
 
-@main.command(short_help="Say what a plan does with every saved value, and why.")
+@main.command(short_help="Show what a plan does with every saved value, and why.")
 @click.argument("plan_file", metavar="PLAN", type=FILE)
-@click.option("--trace", "trace_file", type=FILE, required=True, help="The trace the plan was made from.")
-@click.option("--machine", "machine_file", type=FILE, help="The machine it was made for: adds the seconds of copies.")
+@click.option("--trace", "trace_file", type=FILE, required=True, help="The trace that the plan was made for.")
+@click.option("--machine", "machine_file", type=FILE, help="The machine of the plan; adds the seconds of copies.")
 @click.option("--top", default=15, show_default=True, type=click.IntRange(min=1), help="Rows per table.")
 @html_option
 @perfetto_option
@@ -363,7 +363,7 @@ def explain(
     perfetto: Path | None,
     as_json: bool,
 ) -> None:
-    """Say what a plan does with every saved value: decision, bytes, seconds and why, and the sums per module."""
+    """Show what a plan does with every saved value: decision, bytes, seconds and reason, and the sums per module."""
     from outcore.planning.preparing import prepare
     from outcore.planning.rewrites.common_ops import as_planned
     from outcore.reporting.explanation import by_module
@@ -386,10 +386,10 @@ def explain(
         show(module_table(shares, top), value_table(explained, top))
 
 
-@main.command(short_help="Train in a third of the memory; prove every bit is the same.")
+@main.command(short_help="Train in a third of the memory, and compare every bit.")
 @click.option("--memory", help='Budget: "100MiB", bytes, or a share of what the step needs.  [default: a third of it]')
 @click.option("--steps", type=click.IntRange(min=5), help="Training steps of each run.  [default: 10; 16 on a GPU]")
-@click.option("--planner", default="hybrid", show_default=True, help="How to decide; an unknown name lists them all.")
+@click.option("--planner", default="hybrid", show_default=True, help="The planner; an unknown name lists all.")
 @click.option("--folder", type=FOLDER, help="Folder for the swap file.  [default: temporary files, without a GPU]")
 @html_option
 @perfetto_option
@@ -403,10 +403,10 @@ def demo(
     perfetto: Path | None,
     as_json: bool,
 ) -> None:
-    """Train a small ResNet in a third of the memory it needs, and prove that every bit is the same.
+    """Train a small ResNet in a third of the memory it needs, and check that every bit is the same.
 
-    On the GPU if there is one, else on the CPU with a swap file. Takes less than a minute on two cores. The exit code
-    is not 0 if a bit differs or the budget was overrun.
+    Runs on the GPU if there is one, otherwise on the CPU with a swap file. Takes less than a minute on two cores. The
+    exit code is not 0 if a bit differs or the budget was exceeded.
     """
     from outcore.demo import run_demo
     from outcore.planning.preparing import Planned, simulate

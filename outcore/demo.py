@@ -1,8 +1,9 @@
-"""The main job on any machine: digits -> a small ResNet trained plain and in a third of its memory -> the same bits.
+"""The demo: trains a small ResNet on digits, with plain PyTorch and in a third of its memory, and compares all bits.
 
-The same training, from the same seed: with everything kept, for the peak, counted the way ours is counted; then plain
-PyTorch and under the budget, a step of one after a step of the other, so that a busy machine slows both alike. Every
-step's loss and gradients, and the parameters and buffers at the end, go through a hash: equal hashes are equal bits.
+The same training runs from the same seed, first with everything kept, to measure its peak in the same way as under a
+budget. Then plain PyTorch and the training under the budget run one step each in turn, so that load on the machine
+slows both alike. Loss and gradients of every step, and the final parameters and buffers, are hashed: equal hashes mean
+equal bits.
 """
 
 from __future__ import annotations
@@ -26,17 +27,20 @@ from outcore.limit import Limited, limit
 from outcore.units import parse_bytes
 from outcore.values import Machine, Plan, Schedule, Timeline, Trace
 
-SIDE_PX = 64  # the digits are 8 x 8; upscaled, so that activations and not parameters fill the memory
+SIDE_PX = 64  # the 8 x 8 digits are upscaled, so that activations and not parameters fill the memory
 BATCH = {"cpu": 64, "cuda": 768}
-NUM_BLOCKS = {"cpu": 2, "cuda": 8}  # in a stage; on a GPU one op with cuDNN's workspace would be a third of fewer
+NUM_BLOCKS = {
+    "cpu": 2,
+    "cuda": 8,
+}  # per stage; with fewer on a GPU, one op with its workspace would need a third of the memory
 BUDGET_PART = 3  # a third of what the step needs in-core
-NUM_STEPS = {"cpu": 10, "cuda": 16}  # on a GPU the plan is fitted to its allocator over the first steps
-MIN_STEPS = 2 + FITTING.num_measured  # one is recorded, some are watched closely, the others are timed
-Tell = Callable[[str, float], None]  # what is being done, part done
+NUM_STEPS = {"cpu": 10, "cuda": 16}  # on a GPU the first steps fit the plan to the allocator
+MIN_STEPS = 2 + FITTING.num_measured  # one is recorded, some are measured, the others are timed
+Tell = Callable[[str, float], None]  # the current activity, and the share that is done
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3, 1x1 and a way around them."""
+    """A bottleneck block: convolutions of 1x1, 3x3 and 1x1, and a shortcut."""
 
     def __init__(self, channels: int, inner: int, outer: int, stride: int) -> None:
         super().__init__()
@@ -59,7 +63,7 @@ class Bottleneck(nn.Module):
 
 
 class DigitsResNet(nn.Module):
-    """A stem, two stages of bottlenecks, a linear head. No op in it is undecided about its bits on a GPU."""
+    """A stem, two stages of bottlenecks and a linear head. All of its ops are deterministic on a GPU."""
 
     def __init__(self, num_blocks: int = 2) -> None:
         super().__init__()
@@ -76,7 +80,7 @@ class DigitsResNet(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Demo:
-    """What the demo found. `facts` are its numbers; the rest is for the report page."""
+    """The results of the demo. `facts` are its numbers; the other fields are for the report page."""
 
     device: str
     num_threads: int
@@ -118,12 +122,12 @@ class Demo:
 
 @dataclasses.dataclass
 class Training:
-    """What one run of the training left behind."""
+    """The results of one training."""
 
     marks: list[str] = dataclasses.field(default_factory=list)  # a hash per step, and one of the final state
     losses: list[float] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
-    settled: list[int] = dataclasses.field(default_factory=list)  # steps that followed a plan, not watched closely
+    settled: list[int] = dataclasses.field(default_factory=list)  # steps that followed a plan without being measured
     plan: Plan | None = None
 
 
@@ -135,7 +139,7 @@ def run_demo(
     disk: str | None = None,
     tell: Tell = lambda what, part: None,
 ) -> Demo:
-    """Trains plain, then in `memory` (default: a third of what the step needs), and compares."""
+    """Trains with plain PyTorch and in `memory` (by default a third of the step's peak), and compares."""
     began_s = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     num_steps = NUM_STEPS[device.type] if num_steps is None else num_steps
@@ -162,7 +166,7 @@ def run_demo(
 
 
 def load_digits(device: torch.device) -> tuple[Tensor, Tensor]:
-    """scikit-learn's 1,797 scanned digits, in an order of their own."""
+    """Returns scikit-learn's 1,797 scanned digits, shuffled with a fixed seed."""
     try:
         from sklearn.datasets import load_digits as load
     except ImportError:
@@ -183,7 +187,7 @@ def build(device: torch.device) -> DigitsResNet:
 def train(
     images: Tensor, labels: Tensor, num_steps: int, model: nn.Module, ooc: Limited | None = None
 ) -> Iterator[Training]:
-    """An ordinary loop; `with ooc.step():` is all that is added. Pauses after every step."""
+    """Runs an ordinary training loop inside `with ooc.step():`; yields after every step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     batch, found, num_followed = BATCH[images.device.type], Training(), 0
     for step in range(num_steps):
@@ -202,14 +206,14 @@ def train(
         found.marks.append(_hash([loss, *(p.grad for p in model.parameters() if p.grad is not None)]))
         optimizer.step()
         optimizer.zero_grad()
-        del x, y, loss  # nothing of this step is there while the other training runs
+        del x, y, loss  # frees this step's tensors while the other training runs
         yield found
     found.marks.append(_hash(model.state_dict().values()))
     yield found
 
 
 def _in_core_peak_bytes(images: Tensor, labels: Tensor) -> int:
-    """The peak with nothing swapped or recomputed, counted as ours is."""
+    """Returns the peak with nothing swapped or recomputed, measured in the same way as under a budget."""
     model = build(images.device)
     ooc = limit(model, "100%", planner="keep-all", cache=False)
     try:
@@ -273,8 +277,9 @@ def _now_s(device: torch.device) -> float:
 
 @contextmanager
 def _fair() -> Iterator[None]:
-    """cuDNN must choose the same kernels every time, or plain would not equal plain. On the CPU half the cores compute,
-    in both runs, and half are left to the swap file's threads and to whatever else the machine does."""
+    """Makes both trainings comparable. cuDNN must choose the same kernels in both. On the CPU both use half the cores;
+    the other half is left to the swap file's threads and other load."""
+
     cudnn, num_threads = torch.backends.cudnn, torch.get_num_threads()
     before = cudnn.deterministic, cudnn.benchmark
     cudnn.deterministic, cudnn.benchmark = True, False

@@ -12,7 +12,7 @@ OutcoreError
 ├── ElasticError       a worker, centre or launch that failed
 └── TuningError        a batch size or learning rate cannot be advised
 
-A message says what happened, with both numbers where there are two, then what to do.
+Every message says what happened, with both numbers if there are two, and then what to do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NOT_THE_USERS = {"outcore", "torch", "contextlib"}  # packages whose frames are
 
 
 class OutcoreError(Exception):
-    """The root: `except outcore.OutcoreError` catches everything outcore raises on purpose.
+    """The base class of all exceptions that outcore raises on purpose.
 
     ```python
     import outcore
@@ -104,7 +104,7 @@ class BudgetTooSmall(OutcoreError):
         if planner:
             super().__init__(
                 f"planner {planner!r} finds no plan for {budget} on {where}: {at_op} needs {needed} "
-                f"({needed_bytes} bytes) with what is there before the step; use planner='hybrid', or raise the budget"
+                f"({needed_bytes} bytes) with what is in use before the step; use planner='hybrid', or raise the budget"
             )
         elif before_bytes:
             super().__init__(
@@ -206,7 +206,7 @@ class StoreError(OutcoreError):
 
 
 class ReplayError(OutcoreError):
-    """A value cannot be recomputed exactly. Plans recompute nothing of which that is known, so this is rare.
+    """A value cannot be recomputed exactly. Plans do not recompute values for which that is known, so this is rare.
 
     ```python
     import outcore
@@ -219,7 +219,7 @@ class ReplayError(OutcoreError):
                 with ooc.step():
                     model(torch.randn(4, 8)).sum().backward()
             except outcore.ReplayError:
-                model.zero_grad()  # the step is lost, the next ones are not
+                model.zero_grad()  # this step is lost; the next ones are not affected
     ```
     """
 

@@ -1,4 +1,4 @@
-"""Quantities -> text. This file is below `errors`, whose messages contain sizes; other code uses `outcore.units`."""
+"""Formats quantities. This file is below `errors`, whose messages contain sizes; other code uses `outcore.units`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def two_digits(number: float) -> str:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """`format_bytes(1536) == "1.50 KiB"`."""
+    """Formats bytes in binary units: `format_bytes(1536) == "1.50 KiB"`."""
     sign, size = ("-" if num_bytes < 0 else ""), abs(float(num_bytes))
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
@@ -19,7 +19,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`format_seconds(0.0123) == "12.3 ms"`."""
+    """Formats a time: `format_seconds(0.0123) == "12.3 ms"`."""
     if abs(seconds) >= 100:
         return f"{seconds:.0f} s"
     if abs(seconds) >= 1:
@@ -30,7 +30,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """`format_rate(55.4e9) == "55.4 GB/s"`: link rates are decimal, as vendors and papers write them."""
+    """Formats a rate: `format_rate(55.4e9) == "55.4 GB/s"`. Rates are decimal, as in vendors' data and in papers."""
     if bytes_per_s >= 1e9:
         return f"{bytes_per_s / 1e9:.1f} GB/s"
     return f"{bytes_per_s / 1e6:.0f} MB/s"

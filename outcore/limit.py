@@ -1,7 +1,7 @@
-"""The front door: limit(model, memory=...) -> the object a training loop holds.
+"""The public function: limit(model, memory=...) -> Limited, the object that a training loop holds.
 
-The first step of a kind is recorded, in the leanest state. When a step of that kind comes again it is planned, and from
-then on the plan is followed. `outcore.fitting` runs the steps; here is what a user calls and looks at.
+The first step of a kind is recorded with the leanest schedule. When a step of that kind comes again, it is planned, and
+all later ones follow the plan. `outcore.fitting` runs the steps; this file has only the public interface.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ def limit(
 ) -> Limited:
     """Makes the training steps of `model` fit into `memory` bytes of its device, with the same numbers.
 
-    `memory` is the peak of allocated bytes over the whole step, parameters, gradients and optimizer state included:
-    `"16GiB"`, a number of bytes, `"80%"` of the device, or `"auto"`: 90 % of what is free now, and what the model has
-    already. `outcore.estimate` tells which budgets work, and what each costs. `host` limits pinned host memory, `disk`
-    names a folder for a swap file that is used when the host's share is spent (on the CPU it is the only place to swap
-    to, and defaults to the folder for temporary files). `plan`, a Plan or the file of one, is used instead of planning
-    if it was made for the same step. `measure` keeps measuring every step; without it only the first planned steps are
-    measured closely. `cache` is the folder in which recorded steps and their plans are kept for later runs of the same
-    training; True stands for `$OUTCORE_CACHE` or the user's cache folder, False for none. With `optimizer`, the one
-    that you step, weights, gradients and optimizer state may leave the device, too: what of them stays is planned with
-    the rest, the others come when they are used (no cache).
+    `memory` is the peak of allocated bytes over the whole step, including parameters, gradients and optimizer state:
+    `"16GiB"`, a number of bytes, `"80%"` of the device, or `"auto"`, which is 90 % of the memory that is free now, plus
+    what the model already uses. `outcore.estimate` shows which budgets work, and what each costs. `host` limits pinned
+    host memory. `disk` names a folder for a swap file that is used when the host's share is full; on the CPU it is the
+    only place to swap to, and defaults to the folder for temporary files. `plan`, a Plan or the file of one, is used
+    instead of planning if it was made for the same step. With `measure`, every step is measured; otherwise only the
+    first planned steps are. `cache` is the folder in which recorded steps and their plans are kept for later runs of
+    the same training; True means `$OUTCORE_CACHE` or the user's cache folder, and False disables it. With `optimizer`,
+    the optimizer of the loop, weights, gradients and optimizer state may leave the device, too: the part that stays is
+    planned with the rest, and the other part is brought when it is used. The cache is not used then.
 
-    A model has one limit at a time: an earlier one is closed.
+    A model has one limit at a time; an earlier one is closed.
 
     ```python
     import outcore
@@ -86,8 +86,8 @@ def limit(
 
 
 class Limited(LoopView):
-    """A model under a memory budget. Wrap each training step: `with ooc.step(): ...`. It is closed by `close()`, or at
-    the end of `with outcore.limit(...) as ooc:`.
+    """A model under a memory budget. Wrap each training step in `with ooc.step(): ...`. Call `close()` at the end, or
+    use it as a context manager: `with outcore.limit(...) as ooc:`.
 
     ```python
     import outcore
@@ -138,21 +138,22 @@ class Limited(LoopView):
         self._loop = Loop(model, self.device_memory, self.store, machine, budget, **options)
 
     def step(self, name: str | None = None, *, batch: Any = None) -> AbstractContextManager[Limited]:
-        """One training step: forward(s) and backward(s). The optimizer may step inside or after it.
+        """Returns a context for one training step with any number of forwards and backwards. The optimizer may step
+        inside or after it.
 
-        Steps that do different work, such as those of a generator and of a critic, get plans of their own at once where
-        they have names: `with ooc.step("critic"): ...`. Without names they are told apart as the loop goes on.
+        Steps that do different work, such as those of a generator and of a critic, get plans of their own immediately
+        if they have names: `with ooc.step("critic"): ...`. Without names they are told apart during the first steps.
 
-        Steps with other shapes have other plans, too. Shapes are read from what the model is called with. Where only
-        parts of the model are called, as in `model.encoder(x)`, pass what the step works on as `batch`: a tensor, or
-        tensors in lists and dictionaries.
+        Steps with other shapes get other plans, too. Shapes are taken from the arguments of the model. If only parts of
+        the model are called, as in `model.encoder(x)`, pass the inputs of the step as `batch`: a tensor, or tensors in
+        lists and dictionaries.
         """
         return self._loop.step(self, name, batch)
 
     def expect(self, trace: Trace) -> None:
         """Plans the next step of a new kind from `trace`, without recording it first.
 
-        A step that turns out otherwise leaves the plan safely, like any other, and is recorded when it comes again.
+        A step that does other work leaves the plan safely, like any other step, and is recorded when it comes again.
         """
         self._loop.expect(trace)
 

@@ -1,4 +1,4 @@
-"""A user's file -> the names it defines, for commands that run a function of it."""
+"""Loads a user's file, for commands that run a function of it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from outcore.errors import BadFile, OutcoreError
 
 
 def names_in(path: Path, arguments: Sequence[str] = ()) -> dict[str, Any]:
-    """Runs a script with `arguments` and returns the names that it defines. Code behind `if __name__ == "__main__"`
-    does not run."""
+    """Runs a script with `arguments` and returns the names that it defines. Code under `if __name__ == "__main__"` is
+    not run."""
     if not path.is_file():
         raise BadFile(f"cannot read {path} (no such file); check the path")
     before = sys.argv

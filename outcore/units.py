@@ -1,6 +1,6 @@
-"""Text <-> bytes, seconds, rates. The only parser and the only formatter of quantities.
+"""The only parser and the only formatter of quantities: bytes, seconds and rates.
 
-Sizes are binary: KiB, MiB, GiB, TiB. The decimal spellings (KB, MB, GB, TB) are read as decimal; nothing is guessed.
+Sizes are binary: KiB, MiB, GiB, TiB. Decimal units (KB, MB, GB, TB) are read as decimal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HINT = 'write a size such as "16GiB", "900MiB" or "80%", or a number of bytes'
 
 
 def parse_bytes(size: int | str, *, of_bytes: int | None = None) -> int:
-    """`"16GiB"`, `"16 GB"`, `17179869184` or, where `of_bytes` is the whole, `"80%"` -> bytes (above zero)."""
+    """Returns the bytes (above zero) of `"16GiB"`, `"16 GB"`, `17179869184` or, if `of_bytes` is the whole, `"80%"`."""
     if isinstance(size, bool) or not isinstance(size, (int, str)):
         raise BadSize(f"{size!r} is not a size: {_HINT}")
     if isinstance(size, int):

@@ -1,1 +1,1 @@
-"""The compiled front end: graphs that torch.compile made run inside a step as the launches they consist of."""
+"""The compiled front end: graphs of torch.compile run inside a step as individual launches."""

@@ -1,13 +1,13 @@
-"""Compiled graphs inside a step: each runs as the launches it consists of, and what it saves is the step's to plan.
+"""Runs compiled graphs inside a step launch by launch, so that the tensors they save are planned with the step.
 
 `torch.compile` turns a function into pairs of graphs, a forward and a backward. When one is called inside a step, the
-*session* of that step (the recorder, or the execution of a plan) sees its launches as ops of the step, is given every
-value that the backward needs as soon as it is complete (pack), and is asked for it just before its first use (unpack).
-Autograd saves a token instead. So eager and compiled parts, and any number of graphs, share one trace and one plan, and
-nothing is compiled a second time.
+*session* of that step (the recorder, or the execution of a plan) sees its launches as ops of the step, receives every
+value that the backward needs as soon as it is complete (pack), and returns it just before its first use (unpack).
+Autograd saves a token instead. Eager and compiled parts, and any number of graphs, thus share one trace and one plan,
+and nothing is compiled a second time.
 
-A graph whose text has a statement that nobody knows runs as it was compiled; what it saves is kept or swapped, and the
-log says so in one line.
+A graph with a statement that is not known runs as it was compiled; its saved tensors are kept or swapped, which is
+reported in one line of the log.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from outcore.compiled.writer import Functions, Rerun
 
 log = logging.getLogger("outcore")
-_COMPILER = "torch._inductor.output_code"  # a module that is there as soon as somebody calls torch.compile
+_COMPILER = "torch._inductor.output_code"  # a module that is imported by the first use of torch.compile
 Tensors = Sequence[torch.Tensor]
 
 
@@ -40,25 +40,25 @@ class Kernel:
 
     number: int  # in its graph
     name: str
-    is_generated: bool  # the compiler's own code: no switch of the process changes what it computes
-    is_pure: bool  # generated, and the same bits from the same bytes
+    is_generated: bool  # code of the compiler, whose result does not depend on switches of the process
+    is_pure: bool  # generated, with bitwise reproducible results
     is_product: bool
-    overwrites: tuple[int, ...]  # places in what it reads: it changes these, and no version counter says so
-    operator: Any  # of PyTorch, if it is one that is called
-    rerun: Rerun | None  # (what it reads, inputs that it changes, numbers) -> what it makes, what it overwrites
+    overwrites: tuple[int, ...]  # places in its reads that it changes without a version change
+    operator: Any  # the PyTorch operator, if it calls one
+    rerun: Rerun | None  # (reads, changed inputs, numbers) -> (fresh, overwritten)
 
 
 class Launches(Protocol):
-    """What a session wants to know about one run of a graph."""
+    """Receives the launches of one run of a graph."""
 
-    busy: Collection[int]  # the launches it looks at
+    busy: Collection[int]  # the launches it observes
 
     def before(self, kernel: Kernel, reads: Tensors, changes: Tensors, numbers: Sequence[Any]) -> Any: ...
     def after(self, mark: Any, fresh: Tensors, overwritten: Tensors) -> None: ...
 
 
 class Claim(Protocol):
-    """Tells whether what was unpacked is in memory that somebody else reads later."""
+    """Tells whether an unpacked tensor is in memory that is read again later."""
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor: ...
 
@@ -71,7 +71,7 @@ class Session(Protocol):
     def open(self, handle: Any) -> tuple[torch.Tensor, Claim]: ...
 
 
-# --- who listens ------------------------------------------------------------------------------------------------------
+# --- sessions ------------------------------------------------------------------------------------------------------
 
 FindSession = Callable[[Sequence[Any] | None], "Session | None"]
 _sessions: list[FindSession] = []  # at most one: steps do not overlap
@@ -79,14 +79,16 @@ _is_watching = False
 
 
 def listen(session: FindSession) -> bool:
-    """From here on graphs ask `session` whether the call they are in belongs to a step. It is given the inputs of a
-    graph that may be the first thing in a step, None for others. Whether there can be graphs at all."""
+    """Makes graphs ask `session` whether their call belongs to a step; returns whether there can be graphs at all.
+
+    `session` receives the inputs of a graph that may be the first op of a step, and None for other graphs.
+    """
     global _is_watching
     _sessions[:] = [session]
     if not _is_watching and _COMPILER in sys.modules:
         from outcore.compiled import inductor
 
-        inductor.watch(_on_call)  # for good: a backward may come after its step
+        inductor.watch(_on_call)  # permanently, because a backward may come after its step
         _is_watching = True
     return _is_watching
 
@@ -96,7 +98,7 @@ def stop_listening() -> None:
 
 
 def _on_call(compiled: CompiledFxGraph, inputs: Sequence[Any]) -> None:
-    """A graph that is called for the first time inside a step, or with tokens, is taken over."""
+    """Replaces a graph that is called for the first time inside a step, or with tokens."""
     if type(compiled.current_callable) is not Graph and (_sessions or _has_tokens(inputs)):
         compiled.current_callable = Graph(compiled, inputs)
 
@@ -105,23 +107,23 @@ def _has_tokens(inputs: Sequence[Any]) -> bool:
     return any(isinstance(item, torch.Tensor) and token_of(item) is not None for item in inputs)
 
 
-# --- what is saved ----------------------------------------------------------------------------------------------------
+# --- saved tensors ----------------------------------------------------------------------------------------------------
 
 
 class _Stored:
-    """A buffer that was packed, and how many of its views the backward has still to ask for."""
+    """A packed buffer, and the number of its views that the backward has not unpacked yet."""
 
     __slots__ = ("base", "claim", "handle", "held", "num_views")
 
     def __init__(self, handle: Any, held: list[Any]) -> None:
         self.handle = handle
-        self.held = held  # handles of what reruns start from: there as long as anything is saved for the backward
+        self.held = held  # handles of inputs of reruns, kept alive while anything is saved for the backward
         self.base: torch.Tensor | None = None
         self.claim: Claim | None = None
         self.num_views = 0
 
     def open(self) -> torch.Tensor:
-        """The buffer. Whoever retains the graph may ask for it again, and gets another copy then."""
+        """Returns the buffer. If the graph is retained, it may be unpacked again, as another copy."""
         base = self.base
         if base is None:
             base, self.claim = self.handle.run.open(self.handle)
@@ -133,7 +135,7 @@ class _Stored:
 
 
 class _Saved:
-    """What a token stands for: a view of such a buffer."""
+    """The content of a token: a view of a packed buffer."""
 
     __slots__ = ("offset", "size", "stored", "stride")
 
@@ -147,7 +149,7 @@ class _Saved:
 
 
 class _Run:
-    """One run of a graph: what its function calls (`outcore.compiled.writer`)."""
+    """One run of a graph, with the functions that the written code calls (`outcore.compiled.writer`)."""
 
     __slots__ = ("_graph", "_held", "_launches", "_opened", "_owned", "_session")
 
@@ -175,7 +177,7 @@ class _Run:
         return given.open()
 
     def own(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
-        """The same content, in memory that may be overwritten."""
+        """Returns a tensor with the same content whose memory may be overwritten."""
         stored = self._opened.pop(number, None)
         if stored is None:
             return tensor
@@ -183,8 +185,8 @@ class _Run:
         return stored.claim.own(tensor) if stored.claim is not None else tensor
 
     def before(self, number: int, reads: Tensors, changes: Tensors, numbers: Sequence[Any]) -> Any:
-        """`changes` are inputs that the launch writes into. The memory of what was unpacked goes over to what it makes;
-        from then on that is a buffer like any other."""
+        """Called before a launch; `changes` are inputs that it writes into. The memory of unpacked inputs passes to the
+        values that overwrite them, which are ordinary buffers from then on."""
         assert self._launches is not None
         kernel, inputs = self._graph.kernels[number], self._graph.changes[number]
         first = [place for place, buffer in enumerate(inputs) if buffer in self._opened]
@@ -205,7 +207,7 @@ class _Run:
 
 
 class Graph:
-    """A compiled graph, called in the place of what the compiler made."""
+    """A compiled graph that replaces the compiler's callable."""
 
     def __init__(self, compiled: CompiledFxGraph, inputs: Sequence[Any]) -> None:
         from outcore.compiled import inductor
@@ -267,7 +269,8 @@ class Graph:
             return self._functions.call(inputs, _Run(self, session, launches), launches.busy)
 
     def _own_inputs(self, inputs: Sequence[Any]) -> list[Any]:
-        """Without parameters and buffers."""
+        """Returns the inputs without parameters and buffers."""
+
         return [inputs[place] for place in self._own_places]
 
 

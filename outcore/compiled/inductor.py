@@ -1,9 +1,8 @@
-"""A compiled graph's text -> Program; where graphs are found, what is known of them. With `kernel_text`, the only file
-that knows Inductor.
+"""Reads a compiled graph's source as a program. Only this file and `kernel_text` know Inductor.
 
-Inductor lets a buffer lie where another one lay ("reuse"). A buffer that is only written gets memory of its own here:
-the caching allocator gives the same block back, and each has its own lifetime. A statement of any other form than those
-below raises UnknownStatement, and the graph then runs as it was compiled. Known with PyTorch 2.11 and 2.13.
+Inductor lets a buffer reuse the memory of another one. Here a buffer that is only written gets memory of its own: the
+caching allocator returns the same block, and each buffer has its own lifetime. A statement of any other form than those
+below raises `UnknownStatement`, and the graph then runs as it was compiled. Tested with PyTorch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from outcore.compiled.settings import COMPILED
 
 _CHECKS = ("assert_size_stride", "assert_alignment", "args.clear")
 _EXTERN = "extern_kernels."
-_EXTERN_OF = {"bias_addmm": "addmm"}  # functions of Inductor's that call an operator of another name
+_EXTERN_OF = {"bias_addmm": "addmm"}  # Inductor's functions that call an operator of another name
 _OPERATORS = ("torch.ops.", "aten.", "inductor_ops.", "_quantized.", "prims.")
 _IN_PLACE = {"zero_": "aten.zero_.default", "fill_": "aten.fill_.Scalar", "copy_": "aten.copy_.default"}
 _ALLOCATES = re.compile(r"empty_strided(_\w+)?$")
@@ -37,7 +36,7 @@ _ALLOCATES = re.compile(r"empty_strided(_\w+)?$")
 
 
 def operator_of(path: str) -> Any:
-    """`aten.mm.default`, `torch.ops.mine.twice.default` -> the overload; None where there is none."""
+    """Returns the overload of `aten.mm.default` or `torch.ops.mine.twice.default`; None if there is none."""
     found: Any = torch.ops
     for part in path.removeprefix("torch.ops.").split("."):
         found = getattr(found, part, None)
@@ -47,7 +46,7 @@ def operator_of(path: str) -> Any:
 
 
 def _role_of_argument(operator: Any, place: int | str) -> Role:
-    """What a PyTorch operator does with an argument. Collectives write into what they are given without saying so."""
+    """Returns how an operator uses an argument. Collectives write into their inputs although their schema is silent."""
     schema = operator._schema
     if schema.name.startswith(("c10d::", "_c10d_functional::")):
         return "rw"
@@ -60,11 +59,12 @@ def _role_of_argument(operator: Any, place: int | str) -> Role:
     return "w" if named[0].is_out else "rw"
 
 
-# --- the text ---------------------------------------------------------------------------------------------------------
+# --- the source
+# ---------------------------------------------------------------------------------------------------------
 
 
 def read(source: str, is_tensor: Sequence[bool]) -> Program:
-    """The program in a graph's text. `is_tensor` says which of the graph's inputs are tensors."""
+    """Returns the program in a graph's source. `is_tensor` tells which of the graph's inputs are tensors."""
     try:
         tree = ast.parse(source)
     except SyntaxError:  # a C++ wrapper
@@ -77,7 +77,7 @@ def read(source: str, is_tensor: Sequence[bool]) -> Program:
 
 @dataclass(frozen=True)
 class _Bound:
-    """What a name stands for; `is_reuse`: a buffer of another name lay there, and that name is gone."""
+    """The view that a name is bound to. With `is_reuse`, its buffer had another name that is deleted."""
 
     view: View
     is_reuse: bool = False
@@ -124,7 +124,7 @@ class _Reader:
     # --- names
 
     def _view(self, node: ast.expr) -> View:
-        """The buffer that an expression is a view of."""
+        """Returns the view of a buffer that an expression denotes."""
         if isinstance(node, ast.Name) and node.id in self.bound:
             return self.bound[node.id].view
         if isinstance(node, ast.Call) and _dotted(node.func) == "reinterpret_tensor" and not node.keywords:
@@ -174,7 +174,7 @@ class _Reader:
         elif _ALLOCATES.fullmatch(function):
             self.bound[name] = _Bound(View(self._add(Buffer("allocated", name, allocation=value))))
         elif isinstance(value, ast.Call) and function.startswith((*_OPERATORS, _EXTERN)):
-            self._launch(value, name)  # a random operator reads nothing
+            self._launch(value, name)  # for example a random operator, which reads nothing
         elif isinstance(value, ast.Call) and function not in ("max", "min", "int"):
             raise _unknown(statement)
         else:
@@ -194,7 +194,7 @@ class _Reader:
                 self.scalars.add(name)
 
     def _take(self, name: str, launch: Launch, place: ast.expr) -> None:
-        """One of several results."""
+        """Binds a name to one of several results."""
         if not isinstance(place, ast.Constant) or not isinstance(place.value, int) or place.value in launch.results:
             raise _unknown(place)
         self.bound[name] = _Bound(View(self._result(name, launch, place.value)))
@@ -275,10 +275,10 @@ class _Reader:
             launch.operator = f"aten.{_EXTERN_OF.get(name, name)}.default"
         elif has_schema:
             launch.operator = function.removeprefix("torch.ops.").replace("inductor_ops.", "inductor.", 1)
-        elif method in _IN_PLACE and self._has_tensor(owner) and not target:  # a workspace that is cleared
+        elif method in _IN_PLACE and self._has_tensor(owner) and not target:  # clears a workspace
             launch.operator = launch.name = _IN_PLACE[method]
             used = [(owner, "w" if isinstance(owner, ast.Name) else "rw")]
-        elif method == "sum" and self._has_tensor(owner) and target:  # of the parts that a kernel left in a workspace
+        elif method == "sum" and self._has_tensor(owner) and target:  # adds up partial results in a workspace
             launch.operator = launch.name = "aten.sum.dim_IntList"
             return [(ast.Name(name, ast.Load()), "r") for name in _names(owner) if name in self.bound]
         else:
@@ -287,7 +287,7 @@ class _Reader:
         if operator is None and (has_schema or "out" not in [word.arg for word in call.keywords]):
             raise _unknown(call)
         if operator is not None and target and any(part.alias_info is not None for part in operator._schema.returns):
-            raise _unknown(call)  # a view, of which nobody says of what
+            raise _unknown(call)  # a view of an unknown buffer
         launch.is_product = operator is not None and operator._overloadpacket in flop_registry
         launch.is_random = operator is not None and torch.Tag.nondeterministic_seeded in operator.tags
         for place, argument in enumerate(call.args):
@@ -303,7 +303,7 @@ class _Reader:
         return [(node, role)] if self._has_tensor(node) else []
 
     def _give_own_memory(self, used: Sequence[tuple[ast.expr, Role]]) -> None:
-        """Names that are only written, and whose memory held something of another name, become buffers of their own."""
+        """Makes names that are only written, and that reuse another buffer's memory, buffers of their own."""
         roles: dict[str, set[str]] = {}
         for node, role in used:
             for name in _names(node):
@@ -325,14 +325,14 @@ class _Reader:
         buffer.first = launch.number if buffer.first < 0 else buffer.first
         buffer.last = launch.number
         if held and not (is_input and "w" in role):
-            launch.reads.append(number)  # also what is written in part only: the rest stays
+            launch.reads.append(number)  # also if it is only partly written, as the rest stays
         if "w" in role:
             buffer.written_by, buffer.holds = launch.number, True
             (launch.changes if is_input else launch.overwrites if held else launch.fresh).append(number)
 
 
 def _names_in(launch: Launch, buffers: Sequence[Buffer]) -> set[str]:
-    """Every name that the call of a launch, its views and what it allocates depend on."""
+    """Returns all names that a launch's call, its views and its allocations depend on."""
     nodes: list[ast.AST] = [launch.call]
     nodes += [step for view in launch.views.values() for arguments in view.steps for step in arguments]
     nodes += [node for number in launch.fresh if (node := buffers[number].allocation) is not None]
@@ -340,7 +340,7 @@ def _names_in(launch: Launch, buffers: Sequence[Buffer]) -> set[str]:
 
 
 def _of_its_own(name: str, old: Buffer, view: View) -> Buffer:
-    """A buffer like an old one (or a view of it), in memory of its own."""
+    """Returns a buffer like an old one (or a view of it) with memory of its own."""
     sizes = list(view.steps[-1][:2]) if view.steps else []
     new = Buffer("allocated", name)
     if isinstance(old.allocation, ast.Call) and old.like < 0:
@@ -383,7 +383,7 @@ def _unknown(node: ast.AST) -> UnknownStatement:
 
 
 def watch(on_call: Callable[[CompiledFxGraph, Sequence[Any]], None]) -> None:
-    """From here on `on_call(graph, inputs)` is called before each call of a compiled graph."""
+    """Makes every call of a compiled graph call `on_call(graph, inputs)` first."""
     original = CompiledFxGraph.__call__
 
     @functools.wraps(original)
@@ -396,14 +396,14 @@ def watch(on_call: Callable[[CompiledFxGraph, Sequence[Any]], None]) -> None:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a graph besides what its text says."""
+    """Properties of a graph that are not in its source."""
 
     source: str
     namespace: dict[str, Any]
     is_backward: bool
     is_inference: bool
     uses_cuda_graphs: bool
-    lasting: frozenset[int]  # inputs that are there between steps: parameters and buffers
+    lasting: frozenset[int]  # inputs that exist between steps: parameters and buffers
     checked: tuple[int, ...]  # inputs that must be aligned
     mutated: frozenset[int]  # inputs that are written into
 
@@ -423,7 +423,7 @@ def facts_of(graph: CompiledFxGraph) -> Facts:
 
 
 def namespace_of(graph: CompiledFxGraph) -> dict[str, Any]:
-    """The names of the module that a graph's text is the text of: kernels, streams, constants."""
+    """Returns the names of the module with a graph's source: kernels, streams, constants."""
     for item in _reachable((graph.compiled_fn_runner, graph.current_callable)):
         call = getattr(type(item), "call", item)
         found: dict[str, Any] = getattr(call, "__globals__", {})
@@ -433,7 +433,7 @@ def namespace_of(graph: CompiledFxGraph) -> dict[str, Any]:
 
 
 def saved_outputs(graph: CompiledFxGraph, num_outputs: int) -> range:
-    """Which outputs of a forward graph autograd saves for the backward graph. They come last, before numbers."""
+    """Returns which outputs of a forward graph autograd saves for the backward. They come last, before numbers."""
     if graph.fx_kwargs.get("is_inference"):
         return range(0)
     for function in reversed(torch.autograd.Function.__subclasses__()):
@@ -450,7 +450,7 @@ def saved_outputs(graph: CompiledFxGraph, num_outputs: int) -> range:
 
 
 def _reachable(starts: Sequence[Any]) -> Iterator[Any]:
-    """Functions and objects that functions wrap, with these among them."""
+    """Yields functions and objects, and those that they wrap."""
     todo, seen = [item for item in starts if item is not None], set[int]()
     while todo and len(seen) < COMPILED.most_wrappers:
         item = todo.pop(0)
@@ -470,8 +470,8 @@ def _reaches(start: Any, goal: CompiledFxGraph) -> bool:
 
 
 def align(facts: Facts, inputs: list[Any]) -> bool:
-    """Copies inputs that do not lie where kernels expect them, as the graph itself would before its text runs. False:
-    one of them is written into, and only the graph itself knows how to copy it back."""
+    """Copies misaligned inputs, as the graph itself would before its source runs. Returns False if one of them is
+    written into, because only the graph itself can copy it back."""
     for place in facts.checked:
         item = inputs[place]
         if isinstance(item, torch.Tensor) and item.data_ptr() % COMPILED.alignment_bytes:

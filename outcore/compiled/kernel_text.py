@@ -1,9 +1,8 @@
-"""A generated kernel's text -> which of its arguments it reads and writes, and whether it may run again.
+"""Reads from a generated kernel's source which of its arguments it reads and writes, and whether it may run again.
 
-What a kernel reads and writes stands in the text of the kernel itself. A pointer that the kernel may write (`out_ptr`,
-`in_out_ptr`, whatever `mutated_arg_names` lists) is *only written* when the first line that mentions it stores into it:
-Inductor works in place only where each element is loaded before it is stored. Everything else counts as read. Known
-with PyTorch 2.11 and 2.13, for Triton and C++.
+A pointer that the kernel may write (`out_ptr`, `in_out_ptr`, and the names in `mutated_arg_names`) is *only written* if
+the first line that mentions it stores into it: Inductor works in place only where each element is loaded before it is
+stored. Every other pointer counts as read. This holds for PyTorch 2.11 and 2.13, with Triton and C++.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Role = Literal["", "r", "w", "rw"]  # "": no tensor
+Role = Literal["", "r", "w", "rw"]  # "": not a tensor
 
 _TRITON = re.compile(r"^(\w+) = async_compile\.triton\('(\w+)', '''(.*?)'''", re.S | re.M)
 _CPP = re.compile(r"^(\w+) = async_compile\.cpp_pybinding\(\[(.*?)\], r?'''(.*?)'''", re.S | re.M)
@@ -24,14 +23,14 @@ _WORKSPACES = ("ws_ptr", "semaphores_ptr")
 
 @dataclass(frozen=True)
 class Signature:
-    """What the text of a generated kernel says about its arguments."""
+    """How a generated kernel uses its arguments, according to its source."""
 
     roles: tuple[Role, ...]
     is_pure: bool
 
 
 def kernels_of(source: str) -> dict[str, Signature]:
-    """The kernels that a graph's text defines, by the names they are called by."""
+    """Returns the kernels that a graph's source defines, by name."""
     found = {}
     for match in _TRITON.finditer(source):
         if (kernel := _triton(match[2], match[3])) is not None:
@@ -67,9 +66,9 @@ def _triton(name: str, text: str) -> Signature | None:
 
 
 def _template(header: re.Match[str], text: str) -> Signature | None:
-    """A matrix product or an attention from one of Inductor's templates, whose text does not list what it writes: every
-    pointer from which the address of a store is computed. None where something else than its main function stores, or
-    where it stores in another way."""
+    """Reads a matrix product or an attention from one of Inductor's templates. Its source does not list what it writes:
+    these are all pointers from which the address of a store is computed. Returns None if other functions than the main
+    one store, or if it stores in another way."""
     main, *after = re.split(r"^@triton\.jit", text[header.end() :], flags=re.M)
     others = "".join((text[: header.start()], *after))
     if re.search(r"\b(?:store|atomic_\w+)\(", others) or re.search(r"descriptor_store|(?<!\btl)\.store\(", main):
@@ -120,7 +119,7 @@ def _cpp(types: str, text: str) -> Signature | None:
 
 
 def _stores_first(names: Sequence[str], body: str) -> bool:
-    """Whether the first line of a kernel that mentions one of these pointers stores into it, and nothing else."""
+    """Whether the first line that mentions one of these pointers only stores into it."""
     pointer = rf"\b(?:{'|'.join(map(re.escape, names))})\b"
     for line in body.splitlines():
         if re.search(pointer, line):

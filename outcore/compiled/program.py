@@ -1,8 +1,8 @@
-"""What a compiled graph does, as plain data: Program.
+"""A compiled graph's source as plain data.
 
-Inductor writes one straight line of Python per graph: allocate, launch, delete, return. Here that line is a list of
-*launches* on *buffers*. A launch is one call of a kernel, of a library or of an operator; a buffer is one storage that
-the graph is given, allocates, or gets as the result of a launch. Names in the text are views of buffers.
+Inductor writes straight-line Python for each graph: allocate, launch, delete, return. Here this is a list of *launches*
+on *buffers*. A launch is one call of a kernel, of a library or of an operator; a buffer is one storage that the graph
+receives, allocates, or gets as the result of a launch. Names in the source are views of buffers.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import torch
 
 
 class UnknownStatement(Exception):
-    """The text has something that its reader does not know: the graph runs as it was compiled."""
+    """The source has a statement that its reader does not know; the graph then runs as it was compiled."""
 
 
 @dataclass(frozen=True)
 class View:
-    """A name in the text: a buffer, seen through a chain of `reinterpret_tensor` calls."""
+    """A name in the source: a buffer seen through a chain of `reinterpret_tensor` calls."""
 
     buffer: int
-    steps: tuple[tuple[ast.expr, ...], ...] = ()  # per call its arguments after the tensor
+    steps: tuple[tuple[ast.expr, ...], ...] = ()  # the arguments of each call after the tensor
 
     def on(self, base: str) -> ast.expr:
-        """The expression for this view where the whole buffer has the name `base`."""
+        """Returns the expression for this view if the whole buffer has the name `base`."""
         found: ast.expr = ast.Name(base, ast.Load())
         for arguments in self.steps:
             function = ast.Name("reinterpret_tensor", ast.Load())
@@ -40,17 +40,17 @@ class Buffer:
     """One storage of the graph."""
 
     origin: Literal["input", "allocated", "result"]
-    name: str  # in the text, for messages
+    name: str  # in the source, for messages
     allocation: ast.expr | None = None  # the call that allocates it
-    like: int = -1  # the buffer whose type, or type and shape, it takes, where only the run knows them
+    like: int = -1  # the buffer whose dtype and perhaps shape it has, if they are known only when it runs
     first: int = -1  # the first launch that uses it; -1: none yet
     last: int = -1
     written_by: int = -1  # the last launch that writes it
-    holds: bool = False  # something was written into it, or it is an input or a result
+    holds: bool = False  # it was written, or it is an input or a result
 
     @property
     def num_bytes(self) -> int | None:
-        """Where the text says it in numbers."""
+        """The buffer's size if the source gives it in numbers; otherwise None."""
         if not isinstance(self.allocation, ast.Call) or len(self.allocation.args) < 3:
             return None
         try:
@@ -66,30 +66,30 @@ class Buffer:
 
 @dataclass
 class Launch:
-    """One call. A rerun of it needs `reads`, and makes `fresh` and the next versions of `overwrites`."""
+    """One call. A rerun of it reads `reads`, and makes `fresh` and the next versions of `overwrites`."""
 
     number: int
     name: str  # of the kernel or operator
     call: ast.expr
-    views: dict[str, View] = field(default_factory=dict)  # names of tensors in the call, as they are bound there
-    reads: list[int] = field(default_factory=list)  # buffers, those it overwrites included
+    views: dict[str, View] = field(default_factory=dict)  # tensors in the call by name
+    reads: list[int] = field(default_factory=list)  # buffers, including those it overwrites
     fresh: list[int] = field(default_factory=list)  # buffers that it writes first
-    overwrites: list[int] = field(default_factory=list)  # buffers whose content it changes, inputs not included
+    overwrites: list[int] = field(default_factory=list)  # buffers whose content it changes, except inputs
     changes: list[int] = field(default_factory=list)  # inputs of the graph that it writes into
     results: dict[int | None, int] = field(
         default_factory=dict
     )  # place in the tuple it returns (None: no tuple) -> buffer
-    is_kernel: bool = False  # generated code: no switch of the process changes what it computes
-    is_pure: bool = False  # generated code or a library call that gives the same bits from the same bytes
-    is_random: bool = False  # it draws from a generator
-    operator: str = ""  # the path of the PyTorch operator that is called, `aten.max_pool2d_with_indices.default`
+    is_kernel: bool = False  # generated code, whose result does not depend on switches of the process
+    is_pure: bool = False  # generated code or a library call with bitwise reproducible results
+    is_random: bool = False  # draws from a random generator
+    operator: str = ""  # the path of the called PyTorch operator, `aten.max_pool2d_with_indices.default`
     is_product: bool = False  # a matrix product or convolution
-    scalars: tuple[str, ...] = ()  # names of numbers in the call and in what it allocates
+    scalars: tuple[str, ...] = ()  # names of numbers in the call and in its allocations
 
 
 @dataclass
 class Program:
-    """A graph's text, read."""
+    """The launches and buffers in a graph's source."""
 
     inputs: list[str]
     buffers: list[Buffer]
@@ -97,10 +97,12 @@ class Program:
     outputs: list[ast.expr | View]
     input_buffers: dict[str, int]  # inputs that are tensors
     guard: str = ""  # the context manager around the launches, `torch.cuda._DeviceGuard(0)`
-    setup: list[ast.stmt] = field(default_factory=list)  # statements with which the guarded part begins
-    streams: dict[str, ast.expr] = field(default_factory=dict)  # name -> the call that finds the stream
-    numbers: dict[int, list[ast.stmt]] = field(default_factory=dict)  # launch before which numbers are computed -> how
-    aligned: list[str] = field(default_factory=list)  # inputs that the text itself copies where they lie askew
+    setup: list[ast.stmt] = field(default_factory=list)  # statements at the beginning of the guarded part
+    streams: dict[str, ast.expr] = field(default_factory=dict)  # name -> the call that returns the stream
+    numbers: dict[int, list[ast.stmt]] = field(
+        default_factory=dict
+    )  # launch -> statements that compute numbers before it
+    aligned: list[str] = field(default_factory=list)  # inputs that the source copies if they are misaligned
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -1,17 +1,19 @@
-"""Program -> the Python functions that run it, launch by launch, with somebody looking on.
+"""Writes the Python functions that run a program launch by launch and report to the step.
 
-The statements are Inductor's own; only the names are ours (`_b3` is buffer 3, whole). In between, the functions call
+The statements are Inductor's own; only the names differ (`_b3` is the whole buffer 3). Between them the functions call
 
-- `_run.pack(buffer)` when a value that the backward needs is complete, and `_run.token(...)` for what autograd saves in
-  its place;
-- `_run.hold(buffer)` when a small value is complete that reruns of large ones start from, and that nobody saves: seeds
-  of random numbers, statistics;
+- `_run.pack(buffer)` when a value that the backward needs is complete, and `_run.token(...)` for the tensor that
+autograd
+  saves in its place;
+- `_run.hold(buffer)` when a small value is complete that reruns of large ones start from and that autograd does not
+save:
+  seeds of random numbers, statistics;
 - `_run.open(input)` before the first launch that uses an input which may be such a token, `_run.own(input)` before a
   launch that overwrites one;
 - `_run.before(...)` and `_run.after(...)` around the launches whose numbers are in `_busy`.
 
 A buffer is allocated before the first launch that uses it and deleted after the last. For each launch there is also a
-function that runs it again from what it read.
+function that runs it again from the values it read.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ Rerun = Callable[
 
 @dataclass(frozen=True)
 class Functions:
-    """A program, ready to run."""
+    """The compiled functions of a program."""
 
     call: Callable[[list[Any], Any, Collection[int]], tuple[Any, ...]]
     reruns: tuple[Rerun, ...]
@@ -51,10 +53,10 @@ def write(
     opens: bool = False,
     reruns: bool = False,
 ) -> Functions:
-    """The functions of a program whose names are found in `namespace`.
+    """Returns the functions of a program, whose names are looked up in `namespace`.
 
-    `saved` are the outputs that autograd saves; an input that is among them, and among `stays`, is returned as it is.
-    With `opens`, inputs may be tokens. With `reruns`, every launch can be run again.
+    `saved` are the outputs that autograd saves; an input among them that is also in `stays` is returned unchanged. With
+    `opens`, inputs may be tokens. With `reruns`, every launch can be run again.
     """
     writer = _Writer(program, saved, stays, opens=opens)
     found: list[ast.stmt] = [writer.call()]
@@ -69,14 +71,14 @@ def write(
 
 
 def _like(kind: tuple[Any, ...], *sizes: Any) -> torch.Tensor:
-    """Memory for a buffer that Inductor lets lie where an input or a result lay."""
+    """Allocates a buffer that Inductor would place in the memory of an input or a result."""
     size, stride, dtype, device = kind
     size, stride = sizes or (size, stride)
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 class _Names(ast.NodeTransformer):
-    """Puts views of buffers in the place of the text's names."""
+    """Replaces the source's names by views of buffers."""
 
     def __init__(self, views: Mapping[str, View]) -> None:
         self.views = views
@@ -100,13 +102,13 @@ class _Writer:
             for place, view in enumerate(program.outputs)
             if isinstance(view, View) and place not in self.tokens
         }
-        self.packs: dict[int, list[int]] = {}  # launch after which buffers are complete -> those
+        self.packs: dict[int, list[int]] = {}  # launch -> the saved buffers that are complete after it
         for number in dict.fromkeys(view.buffer for view in self.tokens.values()):
             self.packs.setdefault(buffers[number].written_by, []).append(number)
         self.holds: dict[int, list[int]] = {}
         for number in self._small_sources() if saved else ():
             self.holds.setdefault(buffers[number].written_by, []).append(number)
-        self.kinds = {buffer.like for buffer in buffers if buffer.like >= 0}  # whose types are asked for later
+        self.kinds = {buffer.like for buffer in buffers if buffer.like >= 0}  # buffers whose dtypes are needed later
         self.born: dict[int, list[int]] = {}
         self.dying: dict[int, list[int]] = {}
         for number, buffer in enumerate(buffers):
@@ -120,7 +122,7 @@ class _Writer:
             self.first_uses.setdefault(first if first >= 0 else len(program.launches), []).append(number)
 
     def _small_sources(self) -> list[int]:
-        """Buffers that a rerun of a large one would have to make first: what is drawn, and small results of others."""
+        """Returns small buffers that a rerun of a large one reads: random seeds, and small results."""
         buffers, launches = self.program.buffers, self.program.launches
         saved = {view.buffer for view in self.tokens.values()}
         found: dict[int, None] = {}
@@ -197,7 +199,7 @@ class _Writer:
         return [ast.Assign([ast.Name(f"_b{number}", ast.Store())], value)]
 
     def _kinds(self, numbers: Collection[int]) -> list[ast.stmt]:
-        """What is remembered of buffers in whose memory others will lie."""
+        """Returns statements that store the shape and dtype of buffers for later buffers in their memory."""
         body = []
         for number in numbers:
             if number in self.kinds:
@@ -228,7 +230,7 @@ class _Writer:
         return body
 
     def _align(self, numbers: Collection[int]) -> list[ast.stmt]:
-        """Where the text itself copies inputs that lie askew, after it was given them."""
+        """Returns statements that copy misaligned inputs, where the source does so after receiving them."""
         asked = {self.program.input_buffers[name] for name in self.program.aligned}
         return [line for n in numbers if n in asked for line in _parse(f"_b{n} = copy_if_misaligned(_b{n})")]
 
@@ -245,10 +247,10 @@ class _Writer:
             return ast.Name(f"_token{place}", ast.Load())
         return output.on(f"_b{output.buffer}") if isinstance(output, View) else output
 
-    # --- one launch again
+    # --- reruns of a launch
 
     def _scalars(self, launch: Launch) -> list[str]:
-        """What a rerun needs besides tensors: sizes, and the types of buffers in whose memory others lie."""
+        """Returns the names that a rerun needs besides tensors: sizes, and shapes and dtypes of earlier buffers."""
         buffers = self.program.buffers
         kinds = [buffers[number].like for number in launch.fresh if buffers[number].like >= 0]
         return [*launch.scalars, *(f"_kind{number}" for number in dict.fromkeys(kinds))]

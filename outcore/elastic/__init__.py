@@ -1,8 +1,8 @@
-"""Many workers, few messages, none indispensable: elastic averaging over torch.distributed.
+"""Elastic averaging over torch.distributed: many workers, few messages, and workers that may fail.
 
-`join` is the front door; `METHODS` lists what it can do. Follows arXiv 1708.02983 (You, Buluc, Demmel, SC17) and arXiv
-1412.6651 (Zhang, Choromanska, LeCun); see docs/design/005-elastic.md for where it differs. Names are loaded when first
-used: launching and simulating need no torch in the process that asks.
+`join` is the public function; `METHODS` lists the methods it supports. Follows arXiv 1708.02983 (You, Buluc, Demmel,
+SC17) and arXiv 1412.6651 (Zhang, Choromanska, LeCun); docs/design/005-elastic.md lists the differences. Names are
+imported when they are first used, so that launching and simulating do not import torch.
 
 ```python
 import outcore
@@ -13,7 +13,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 with outcore.elastic.join(model, optimizer, method="sync-easgd", period=4) as worker:  # every worker does this
     for _ in range(8):
         model(torch.randn(16, 8)).square().mean().backward()
-        worker.step()  # in the place of the optimizer's step and zero_grad
+        worker.step()  # replaces optimizer.step() and optimizer.zero_grad()
     model.load_state_dict(worker.center_state_dict())
 ```
 """
@@ -40,7 +40,7 @@ _HOMES = {
 }
 __all__ = ["METHODS", "Method", "Settings", "Stats", "TrainingOver", "Worker", "join"]
 
-if not TYPE_CHECKING:  # type checkers would take any name for one of ours
+if not TYPE_CHECKING:  # with a __getattr__, type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:

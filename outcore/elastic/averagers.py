@@ -1,12 +1,12 @@
-"""Local weights + the others' -> averaged weights: one small class per way of exchanging.
+"""The interface of the averagers, one small class per way of exchanging.
 
-Each has three moments. `prepare` runs at the end of the step before an exchange (what may overlap starts here),
-`before_step` just before the local step (weights are still those of the gradient: the OLD pair of the equations),
-`after_step` just after it. The collective methods are in sync_averagers.py, those with a centre process in
-center_averagers.py; the numbers are in rules.py, the messages in sync.py and link.py.
+An averager has three methods. `prepare` runs at the end of the step before an exchange, and starts what may overlap.
+`before_step` runs just before the local step, when the weights are those of the gradient (the OLD pair of the
+equations). `after_step` runs just after it. The collective methods are in sync_averagers.py, those with a centre
+process in center_averagers.py; the equations are in rules.py, the messages in sync.py and link.py.
 
-A worker whose weights are no longer finite would end everybody: alpha times NaN is NaN in the centre, and from there in
-all. So it abstains, and starts again from the centre. The published methods do not speak of it.
+If a worker's weights are no longer finite, alpha times NaN would make the centre NaN, and through it all workers.
+Therefore such a worker abstains and restarts from the centre. The published methods do not consider this case.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from outcore.errors import ElasticError
 
 @dataclass
 class Local:
-    """What an averager may read and write of its worker. `weights` is the vector the equations call W_i, `global_step`
-    how many steps this training has had so far: a late comer takes it over with the weights."""
+    """The part of a worker that an averager may read and write. `weights` is W_i in the equations; `global_step` is the
+    number of steps of this training so far, which a late worker takes over with the weights."""
 
     flat: FlatModel
     frozen: Frozen
@@ -47,7 +47,7 @@ class Local:
     global_step: int = 0
 
     def start_again(self, center: Tensor) -> None:
-        """This worker diverged: back to the centre, without momentum's memory of how it got lost."""
+        """Restarts this worker, which diverged, from the centre, without its momentum."""
         if not is_finite(center):
             raise ElasticError("the centre is no longer finite: training diverged; lower the learning rate")
         warnings.warn(
@@ -62,27 +62,27 @@ class Local:
 
 
 def exchange_dtype(weights: Tensor) -> torch.dtype:
-    """Half-precision weights meet a float32 centre: a small pull on a bfloat16 centre would round to nothing."""
+    """Returns float32 for half-precision weights: a small pull on a bfloat16 centre would be rounded away."""
     return torch.float32 if weights.dtype in (torch.float16, torch.bfloat16) else weights.dtype
 
 
 class Averager(ABC):
-    """The three moments; a method fills in those it needs."""
+    """The three methods; a subclass overrides those it needs."""
 
     num_exchanges: int
 
     def prepare(self) -> None:  # noqa: B027
-        """End of the step before an exchange."""
+        """Called at the end of the step before an exchange."""
 
     def is_over(self) -> bool:
         """Whether `before_step` would not have to wait for the exchange that `prepare` began."""
         return True
 
     def before_step(self) -> None:  # noqa: B027
-        """Before the local step: the weights are those of the gradient."""
+        """Called before the local step, when the weights are those of the gradient."""
 
     def after_step(self) -> None:  # noqa: B027
-        """After the local step."""
+        """Called after the local step."""
 
     @property
     @abstractmethod
@@ -99,4 +99,4 @@ class Averager(ABC):
 
     @abstractmethod
     def close(self, *, finished: bool) -> None:
-        """Ends an exchange under way. `finished` says goodbye; without it the others count this worker as missing."""
+        """Ends an exchange in progress. With `finished` the worker leaves; otherwise the others count it as missing."""

@@ -1,15 +1,15 @@
-"""Messages of workers -> the centre's weights: the process that holds C for the asynchronous methods.
+"""The process that holds the centre C for the asynchronous methods.
 
-One thread and one two-member group per worker, so that a slow or dead worker holds up no other (a group shared by all
-would never report the death). The order is the method's: `locked` serves first come first served under a lock, `free`
-lets the threads write C at the same time (Hogwild; torch releases the interpreter lock inside its kernels), `turns` is
-the strict round robin of Algorithm 1 in 1708.02983. `staleness` bounds how many exchanges a worker may be ahead of the
-slowest one that is alive.
+It has one thread and one group of two members per worker, so that a slow or dead worker does not delay the others (a
+group shared by all would never report the death). The order depends on the method: `locked` serves workers first come
+first served under a lock, `free` lets the threads write C at the same time (Hogwild; torch releases the interpreter
+lock inside its kernels), `turns` is the strict round robin of Algorithm 1 in 1708.02983. `staleness` limits how many
+exchanges a worker may be ahead of the slowest living one.
 
-The process is expendable: it saves C now and then, ends by itself when its workers are gone or a successor took over,
-and any worker may start it anew (link.py). A file it was not told to keep lies in a private folder, carries the run's
-nonce, and is loaded by a successor in the same run only. Who is attached and alive stands in the store beside the
-centre's heartbeat: workers decide by that whether they are enough (muster.py).
+The process may fail: it saves C regularly, exits when its workers are gone or a successor has taken over, and any
+worker can start it again (link.py). A file that it was not told to keep is in a private folder, contains the run's
+nonce, and is loaded by a successor in the same run only. The store lists the attached, living workers beside the
+centre's heartbeat; workers use that list to decide whether they are enough (muster.py).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _DAY_S = 86400.0
 
 @dataclass(frozen=True)
 class CenterConfig:
-    """Everything a centre process is told when it is started."""
+    """The configuration of a centre process."""
 
     epoch: int
     host: str
@@ -63,13 +63,13 @@ class CenterConfig:
     frozen_bytes: list[int]
     limit_s: float
     staleness: int | None
-    checkpoint: str  # a file in a folder of its own where it is not to be kept
+    checkpoint: str  # a file, in a folder of its own if it is not to be kept
     keep_checkpoint: bool
     checkpoint_every_s: float
     part_sizes: list[int] | None
     nonce: str
     model_digest: str
-    digest: float  # what a worker of this training says at its greeting
+    digest: float  # the number that workers of this training send when they connect
 
 
 def send_parts(group: Group, vector: Tensor, to: int, part_sizes: list[int] | None) -> None:
@@ -83,12 +83,12 @@ def receive_parts(group: Group, vector: Tensor, source: int, part_sizes: list[in
 
 
 class Center:
-    """C, its velocity, and the threads that serve it."""
+    """C, its velocity, and the threads that serve workers."""
 
     def __init__(self, config: CenterConfig) -> None:
         self.config = config
         self.method: Method = find_method(config.method)
-        # Two clients: one that waits for a worker's address must not delay the heartbeat.
+        # Two clients, because waiting for a worker's address must not delay the heartbeat.
         self._store, self._meeting_store = (
             PrefixStore(config.prefix, connect_store((config.host, config.port), config.limit_s)) for _ in range(2)
         )
@@ -103,8 +103,8 @@ class Center:
         self._lock, self._frozen_lock = threading.Lock(), threading.Lock()
         self._turns = Turns(config.num_ranks, config.limit_s, config.staleness)
         self._num_attached = 0
-        self._beats: dict[str, tuple[int, float]] = {}  # by uid: a worker's last heartbeat, and when it was heard
-        self._parted = False  # whether the last worker to go said goodbye
+        self._beats: dict[str, tuple[int, float]] = {}  # by uid: a worker's last heartbeat and its time
+        self._parted = False  # whether the last worker that left had finished
         self._last_word_s = time.monotonic()
         self._saved_exchanges = self.num_exchanges
 
@@ -118,7 +118,7 @@ class Center:
                 self.velocity.copy_(saved.velocity[: self.velocity.numel()])
 
     def run(self) -> None:
-        """Accepts workers until they are gone, a successor took over, or the store (the launcher) ended."""
+        """Accepts workers until all are gone, a successor takes over, or the store (the launcher) ends."""
         config, num_tickets, beat, saved_s = self.config, 0, 0, time.monotonic()
         self._store.set(f"center/{config.epoch}/address", self._address)
         raise_count(self._store, "center/epoch", config.epoch)
@@ -137,7 +137,7 @@ class Center:
             superseded = read_count(self._store, "center/epoch") != config.epoch
         except RuntimeError:  # the store ended with its launcher: nobody is left to serve, or to come back
             superseded, self._parted = False, True
-        if not superseded:  # the file is the successor's otherwise
+        if not superseded:  # otherwise the file belongs to the successor
             self._end()
 
     def _end(self) -> None:
@@ -147,7 +147,7 @@ class Center:
             shutil.rmtree(self._path.parent, ignore_errors=True)
 
     def _living(self) -> list[int]:
-        """Ranks of attached workers whose heart beats: one that was stopped or cut off keeps its connection open."""
+        """Returns the ranks of attached workers with a heartbeat; a stopped worker keeps its connection open."""
         now_s = time.monotonic()
         for uid, (count, _) in list(self._beats.items()):
             latest = read_count(self._store, f"beat/{uid}")
@@ -162,7 +162,7 @@ class Center:
             if self._everyone_left():
                 self._parted = True
             return silent_s > (1.0 if self._parted else self.config.limit_s + 5)
-        return silent_s > 10 * self.config.limit_s + 60  # every worker stopped: they can start a centre again
+        return silent_s > 10 * self.config.limit_s + 60  # all workers are stopped; they can start a new centre
 
     def _everyone_left(self) -> bool:
         return 0 < read_count(self._store, "center/joined") <= read_count(self._store, "center/left")
@@ -185,7 +185,7 @@ class Center:
             self._answer(group, rank, uid)
             self._parted = True
         except (PeerLost, RuntimeError, OSError):
-            pass  # this worker is gone; its elastic term goes with it
+            pass  # this worker is gone, and so is its elastic term
         finally:
             self._turns.detach(rank, uid)
             self._beats.pop(uid, None)
@@ -208,7 +208,7 @@ class Center:
         header = torch.zeros(4, dtype=torch.float64)
         theirs, reply = torch.zeros_like(self.center), torch.zeros(self.center.numel() + 1, dtype=self.dtype)
         while True:
-            group.receive(header, 1, limit_s=_DAY_S)  # a long step is no fault; a death closes the connection
+            group.receive(header, 1, limit_s=_DAY_S)  # steps may be long; a death closes the connection
             self._last_word_s = time.monotonic()
             kind, clock, alpha = int(header[0]), int(header[1]), float(header[2])
             if kind == EXCHANGE:
@@ -226,14 +226,14 @@ class Center:
                 return
 
     def _write_center(self, reply: Tensor) -> None:
-        """C, and behind it how many exchanges it has seen: a worker's copy may become the next centre."""
+        """Writes C and the number of its exchanges, because a worker's copy may become the next centre."""
         reply[:-1].copy_(self.center)
         reply[-1] = self.num_exchanges
 
     def _welcome(self, group: Group, header: Tensor, theirs: Tensor, reply: Tensor) -> None:
-        """Tells a worker how far the centre is; takes over the worker's copy of C where that is newer.
+        """Tells a worker the centre's progress, and takes over the worker's copy of C if it is newer.
 
-        A worker of another training is refused before anything of a size that depends on the model travels.
+        A worker of another training is refused before anything whose size depends on the model is sent.
         """
         their_count, digest, their_step = int(header[1]), float(header[2]), int(header[3])
         if digest != self.config.digest:
@@ -241,7 +241,7 @@ class Center:
             return
         ours = self.num_exchanges
         takes = their_count > ours or ours < 0
-        with self._frozen_lock:  # held until the first worker's bytes are here: the others must get those
+        with self._frozen_lock:  # held until the first worker's bytes are here, which the others must get
             asks = self._frozen is None
             verdict = TAKES if takes else 0.0
             answer = [verdict, float(asks), float(max(self.global_step, their_step)), 0.0]
@@ -285,12 +285,12 @@ class Center:
                 self._turns.pass_on(rank)
 
     def _hold(self, group: Group, attempt: Callable[[float], bool]) -> None:
-        """Holds a worker back until `attempt` succeeds, and lets it know now and then that the centre is alive."""
-        posted = []  # kept until the worker was let go: gloo reads the words when it asks for them
+        """Holds a worker back until `attempt` succeeds, and signals from time to time that the centre is alive."""
+        posted = []  # kept alive until the worker continues, because gloo reads them late
         while not attempt(self.config.limit_s / 3):
             posted.append(group.post_status(0.0))
         leave = group.post_status(1.0)
-        group.wait(leave[1], 1, _DAY_S)  # a worker deep in a long step asks late
+        group.wait(leave[1], 1, _DAY_S)  # a worker in a long step receives late
 
     def _update(self, theirs: Tensor, reply: Tensor, alpha: float) -> None:
         """Applies one worker's message; `reply` is the old centre for elastic methods, the new one for the others."""
@@ -312,7 +312,7 @@ class Center:
 
 
 def main() -> None:
-    """`python -m outcore.elastic.center CONFIG_JSON`: started by link.py, never by hand."""
+    """Runs the centre: `python -m outcore.elastic.center CONFIG_JSON`, started by link.py."""
     config = CenterConfig(**json.loads(sys.argv[1]))
     if hasattr(os, "sched_setaffinity"):
         # The starter may be pinned to its group of cores; the centre must not compete with that group alone.
@@ -323,7 +323,7 @@ def main() -> None:
     except OutcoreError as error:
         store = PrefixStore(config.prefix, connect_store((config.host, config.port), config.limit_s))
         write_json(store, f"center/{config.epoch}/error", str(error))
-    os._exit(0)  # threads that wait for a stopped worker cannot be woken; they hold nothing worth saving
+    os._exit(0)  # threads that wait for a stopped worker cannot be interrupted
 
 
 def as_json(config: CenterConfig) -> str:

@@ -1,6 +1,6 @@
-"""A link to the centre -> averaged weights: the methods whose centre is a process and serves one worker at a time.
+"""The averagers of methods whose centre is a process that serves one worker at a time.
 
-See averagers.py for the three moments that each of them fills in, link.py and center.py for the two ends of a message.
+averagers.py describes the three methods of an averager; link.py and center.py are the two ends of a message.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outcore.elastic.wire import Traffic, is_finite
 
 
 class _CenterAverager(Averager):
-    """What the methods with a centre process share."""
+    """The common part of the methods with a centre process."""
 
     def __init__(self, local: Local, link: CenterLink) -> None:
         self.local, self.link = local, link
@@ -33,14 +33,14 @@ class _CenterAverager(Averager):
         return self.link.traffic
 
     def members(self) -> list[int]:
-        """Ranks that the centre serves at the moment."""
+        """Returns the ranks that the centre serves now."""
         return self.link.members()
 
     def busy_s(self) -> float:
         return self.link.busy_s
 
     def read_center(self) -> Tensor:
-        """The centre now. What this worker was answered last stays as it is: its own steps are counted from there."""
+        """Returns the present centre. The last answer stays unchanged, because this worker's steps refer to it."""
         return self.link.read().to(self.center.device)
 
     def close(self, *, finished: bool) -> None:
@@ -48,7 +48,7 @@ class _CenterAverager(Averager):
 
 
 class ElasticCenter(_CenterAverager):
-    """Original, Async and Hogwild EASGD, MEASGD, EAMSGD: W_i out, C back, both sides move from the old pair."""
+    """Original, Async and Hogwild EASGD, MEASGD, EAMSGD: sends W_i, receives C; both sides use the old pair."""
 
     def __init__(self, local: Local, link: CenterLink, *, whole_turn: bool) -> None:
         super().__init__(local, link)
@@ -59,7 +59,7 @@ class ElasticCenter(_CenterAverager):
 
     def prepare(self) -> None:
         if self._whole_turn:
-            self._turn_due = True  # taken when the next forward pass begins: after the last step there is none
+            self._turn_due = True  # taken when the next forward begins, if there is one
         elif self._overlaps:
             self._begin()
 
@@ -101,14 +101,14 @@ class ElasticCenter(_CenterAverager):
         self._begun = True
         self._clock += 1
         self._diverged = not is_finite(self.local.weights)
-        if self._diverged:  # the centre as last seen, with no weight, moves nothing
+        if self._diverged:  # the last centre with a weight of zero changes nothing
             self.link.begin(self.center, self._clock, 0.0, self.local.global_step)
         else:
             self.link.begin(self.local.weights, self._clock, self._alpha(), self.local.global_step)
 
 
 class StepCenter(_CenterAverager):
-    """Async SGD, Async MSGD, Hogwild SGD: the steps taken since the last answer go out, the new centre comes back."""
+    """Async SGD, Async MSGD, Hogwild SGD: sends the steps since the last answer and receives the new centre."""
 
     def after_step(self) -> None:
         self._clock += 1

@@ -1,17 +1,16 @@
-"""Vectors of all members -> their sum in a quarter of the bytes: int8 or fp8 codes, and error feedback.
+"""Sums vectors of all members as int8 or fp8 codes with error feedback, in a quarter of the bytes.
 
-A block of 256 elements travels as one code of 8 bits each and one float32 scale: the largest magnitude of the block
-stands for the largest code. What rounding loses is kept and added to what is sent the next time (error feedback: Seide
-et al. 2014; Karimireddy et al., arXiv 1901.09847), so over many exchanges nothing is lost. The sum is made and rounded
-in both directions as DoubleSqueeze does it (Tang et al., arXiv 1905.05957), with a share of the vector at each member
-in the place of one server:
+A block of 256 elements is sent as 8-bit codes and one float32 scale: the largest magnitude of the block maps to the
+largest code. Rounding errors are kept and added to the next message (error feedback: Seide et al. 2014; Karimireddy et
+al., arXiv 1901.09847), so nothing is lost over many exchanges. The sum is computed and rounded in both directions as in
+DoubleSqueeze (Tang et al., arXiv 1905.05957), with a share of the vector at each member instead of one server:
 
     member i sends      q_ij = Q(d_i + e_i)            on share j, to its owner j, and keeps e_i <- d_i + e_i - q_ij;
     owner j adds up     y_j = d_j + e_j + sum_i q_ij   (its own part is exact), sends Q(y_j) to all,
                         and keeps e_j <- y_j - Q(y_j).
 
-A member's own share and the others' do not overlap, so one vector e holds both errors. Every member decodes the same
-codes, and so holds the same bits. Traffic is 2 (P - 1) / P of the vector at 1.016 bytes an element.
+A member's own share and the others' do not overlap, so one vector e holds both errors. All members decode the same
+codes and thus have the same bits. The traffic is 2 (P - 1) / P of the vector, with 1.016 bytes per element.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from torch import Tensor
 
 from outcore.elastic.wire import Group
 
-BLOCK = 256  # elements that share a scale: 1.6 % of the traffic are scales
-_PIECE = 127 * BLOCK  # coded at a time: below the size at which torch starts a second team of threads
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # magnitudes that a code stands for
+BLOCK = 256  # elements that share a scale; scales are 1.6 % of the traffic
+_PIECE = 127 * BLOCK  # elements coded at a time; below torch's threshold for threads
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # the largest magnitude of a code
 
 
 def num_code_bytes(num_elements: int) -> int:
-    """Bytes of the codes and scales of so many elements."""
+    """Returns the bytes of the codes and scales of `num_elements`."""
     return num_elements + 4 * -(-num_elements // BLOCK)
 
 
 def encode(vector: Tensor, out: Tensor, dtype: torch.dtype) -> None:
-    """`out` becomes the scales of all blocks, then the codes of all elements."""
+    """Writes the scales of all blocks, then the codes of all elements, to `out`."""
     num = vector.numel()
     scales, codes = out[: num_code_bytes(num) - num].view(torch.float32), out[num_code_bytes(num) - num :].view(dtype)
     for first in range(0, num, _PIECE):
@@ -47,7 +46,7 @@ def encode(vector: Tensor, out: Tensor, dtype: torch.dtype) -> None:
 
 
 def decode(source: Tensor, out: Tensor, dtype: torch.dtype) -> None:
-    """The inverse, up to rounding; `out` says how many elements there are."""
+    """Decodes codes of `encode` into `out`, whose size gives the number of elements."""
     num = out.numel()
     scales, codes = source[: num_code_bytes(num) - num].view(torch.float32), source[num_code_bytes(num) - num :]
     codes = codes.view(dtype)
@@ -59,7 +58,7 @@ def decode(source: Tensor, out: Tensor, dtype: torch.dtype) -> None:
 
 
 def compressed_sum(group: Group, vector: Tensor, error: Tensor, dtype: torch.dtype) -> None:
-    """Every member's `vector` becomes the sum over members as `dtype` holds it; `error` is fed back, and kept anew."""
+    """Replaces every member's `vector` by the sum over members, rounded to `dtype`; updates `error`."""
     shares = _shares(vector.numel(), group.size)
     vector.add_(error)
     mine, others = shares[group.index], [index for index in range(group.size) if index != group.index]
@@ -75,14 +74,14 @@ def compressed_sum(group: Group, vector: Tensor, error: Tensor, dtype: torch.dty
     for index, work in posted:
         group.wait(work, index)
     part = torch.empty_like(vector[mine])
-    for index in senders:  # in the order of their ranks: who owns a share adds it up alone
+    for index in senders:  # in the order of ranks; the owner alone adds its share up
         decode(received[index], part, dtype)
         vector[mine].add_(part)
     _share_sum(group, vector, error, shares, dtype)
 
 
 def _share_sum(group: Group, vector: Tensor, error: Tensor, shares: list[slice], dtype: torch.dtype) -> None:
-    """Everybody's share of the sum, rounded, to everybody."""
+    """Sends every member's rounded share of the sum to all."""
     mine, others = shares[group.index], [index for index in range(group.size) if index != group.index]
     readers, owners = _unless_empty(mine, others), [index for index in others if _unless_empty(shares[index], others)]
     code = _room(group, mine, "code of the sum")
@@ -100,7 +99,7 @@ def _share_sum(group: Group, vector: Tensor, error: Tensor, shares: list[slice],
 
 
 def _shares(num_elements: int, num_members: int) -> list[slice]:
-    """A share of whole blocks for every member; of few blocks some members have none."""
+    """Returns a share of whole blocks for every member; with few blocks some shares are empty."""
     num_blocks = -(-num_elements // BLOCK)
     edges = [min(num_elements, BLOCK * (num_blocks * index // num_members)) for index in range(num_members + 1)]
     edges[-1] = num_elements

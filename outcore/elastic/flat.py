@@ -1,10 +1,11 @@
-"""Model -> one flat buffer of which its parameters, gradients and float buffers are views.
+"""A flat buffer that a model's parameters, gradients and float buffers are views of.
 
-One exchange is then one message without a packing copy (section 5.2 of 1708.02983, "packed layers"). Layout:
-[parameters | float buffers such as BatchNorm's running statistics]. The tail is in no published equation; here it is
-averaged over the workers, and the centre holds the average. A float buffer of another dtype than the weights is copied
-in, rounded, and only what differs from that copy is ever copied back: a float32 table in a bfloat16 model stays exact.
-Parameters that FSDP2 has sharded are copied in and back, too: their memory is FSDP2's (sharded.py).
+One exchange is then one message without a packing copy (section 5.2 of 1708.02983, "packed layers"). The layout is
+[parameters | float buffers such as BatchNorm's running statistics]. The buffers are in no published equation; here they
+are averaged over the workers, and the centre has their average. A float buffer of another dtype than the weights is
+copied in with rounding, and only elements that differ from that copy are copied back, so a float32 table in a bfloat16
+model stays exact. Parameters that FSDP2 has sharded are copied in and back, too, because FSDP2 owns their memory
+(sharded.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from outcore.errors import ElasticError
 
 
 class FlatModel:
-    """`vector` holds all of `model`'s parameters and float buffers; writing it writes the model."""
+    """`vector` contains all parameters and float buffers of `model`; writing to it changes the model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -54,7 +55,7 @@ class FlatModel:
                 tensor.data = view
 
     def _is_foreign(self, tensor: Tensor) -> bool:
-        """Whether a tensor keeps its own memory beside the vector."""
+        """Whether a tensor has memory of its own besides the vector."""
         return tensor.dtype != self.vector.dtype or is_sharded(tensor)
 
     def _views(self, vector: Tensor, tensors: list[Tensor] | list[nn.Parameter]) -> Iterator[Tensor]:
@@ -62,28 +63,28 @@ class FlatModel:
         for whole in tensors:
             tensor = local(whole)
             part = vector[offset : offset + tensor.numel()]
-            # A channels_last weight keeps its strides: kernels chosen for it must not change with the packing.
+            # A channels_last weight keeps its strides, so that packing does not change the choice of kernels.
             yield part.as_strided(tensor.size(), _dense_strides(tensor), part.storage_offset())
             offset += tensor.numel()
 
     def tensor_views(self, vector: Tensor) -> Iterator[Tensor]:
-        """`vector` cut like the model: one view per parameter, then per float buffer."""
+        """Yields views of `vector`, one per parameter and then one per float buffer."""
         yield from self._views(vector, [*self.parameters, *self.buffers])
 
     def parts(self, vector: Tensor) -> list[Tensor]:
-        """`vector` cut like the model, each part flat: what a per-layer exchange sends."""
+        """Returns flat views of `vector`, one per tensor, as a per-layer exchange sends them."""
         sizes = [local(tensor).numel() for tensor in (*self.parameters, *self.buffers)]
         return list(torch.split(vector[: self.num_elements], sizes))
 
     def fragments(self, num: int) -> list[slice]:
-        """`num` parts of the vector with equally many parameters, wherever tensors end; buffers belong to the last."""
+        """Returns `num` parts of the vector with equally many parameters; buffers belong to the last one."""
         if num > self.num_params:
             raise ElasticError(f"{num} fragments are more than the model's {self.num_params} parameters; choose fewer")
         edges = [self.num_params * number // num for number in range(num)] + [self.num_elements]
         return [slice(first, last) for first, last in pairwise(edges)]
 
     def bind_gradients(self) -> None:
-        """Makes every `.grad` a view again (an optimizer's `zero_grad` sets them to None) and keeps what they hold."""
+        """Makes every `.grad` a view again, with its content; an optimizer's `zero_grad` sets them to None."""
         if self.is_sharded:  # gradients are FSDP2's
             return
         for parameter, view in zip(self.parameters, self._gradient_views):
@@ -103,24 +104,25 @@ class FlatModel:
             self.gradient.zero_()
 
     def refresh(self, *, only_parameters: bool = False) -> None:
-        """Copies in what keeps its own memory: buffers of another dtype, sharded parameters."""
+        """Copies tensors with memory of their own into the vector: buffers of another dtype, sharded parameters."""
         for tensor, view in self._foreign(only_parameters=only_parameters):
             view.copy_(tensor)
 
     def restore(self) -> None:
-        """Copies back what an exchange changed of them."""
+        """Copies elements of these tensors that an exchange changed back."""
         for tensor, view in self._foreign():
             tensor.copy_(self._unrounded(tensor, view))
 
     def _unrounded(self, tensor: Tensor, view: Tensor) -> Tensor:
-        """`view` in the tensor's dtype; an element that is the tensor's own, rounded on its way, is the tensor's."""
+        """Returns `view` in the tensor's dtype; elements that are the tensor's own, rounded, keep the tensor's
+        value."""
         if tensor.dtype == self.vector.dtype:
             return view.to(tensor.dtype)
         rounded = tensor.to(self.vector.dtype).to(view.dtype)
         return torch.where(view == rounded, tensor, view.to(tensor.dtype))
 
     def _foreign(self, *, only_parameters: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
-        """The elements of such tensors that this rank holds, each with its place in the vector."""
+        """Yields this rank's elements of these tensors with their views of the vector."""
         if not self.is_sharded and all(buffer.dtype == self.vector.dtype for buffer in self.buffers):
             return
         tensors = self.parameters if only_parameters else [*self.parameters, *self.buffers]
@@ -129,7 +131,7 @@ class FlatModel:
                 yield local(tensor), view
 
     def state_dict(self, model: nn.Module, vector: Tensor) -> dict[str, Tensor]:
-        """`model.state_dict()` with the values of `vector`: copies, on the model's device."""
+        """Returns `model.state_dict()` with the values of `vector`, as copies on the model's device."""
         by_address = {
             local(tensor).data_ptr(): self._unrounded(local(tensor), view)
             for tensor, view in zip([*self.parameters, *self.buffers], self.tensor_views(vector))
@@ -143,7 +145,7 @@ class FlatModel:
 
 
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """The tensor's own strides where it fills its memory without gaps, row-major ones otherwise."""
+    """Returns the tensor's strides if it has no gaps, otherwise row-major ones."""
     expected = 1
     for size, stride in sorted(zip(tensor.size(), tensor.stride()), key=lambda pair: pair[1]):
         if size != 1 and stride != expected:

@@ -1,7 +1,8 @@
-"""What no step moves <-> bytes: frozen parameters and integer buffers, which every worker begins with alike.
+"""Frozen parameters and integer buffers, which no step changes and all workers start with.
 
-They are in no exchange. They are sent once, when a training begins and to every late comer, from the worker or centre
-whose weights the others take over; afterwards a worker's integer buffers (BatchNorm's batch counter, say) are its own.
+They are not exchanged. They are sent once, at the beginning of a training and to every late worker, from the worker or
+centre whose weights the others take over. Afterwards a worker's integer buffers (for example BatchNorm's batch counter)
+are its own.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from outcore.elastic.wire import Group
 
 
 class Frozen:
-    """The tensors of a model that FlatModel leaves out, as bytes."""
+    """The tensors of a model that are not in FlatModel, as bytes."""
 
     def __init__(self, model: nn.Module) -> None:
         self.tensors: list[Tensor] = [local(p) for p in model.parameters() if not p.requires_grad]
@@ -22,19 +23,19 @@ class Frozen:
         self.sizes_bytes = [tensor.nbytes for tensor in self.tensors]
 
     def read(self) -> list[Tensor]:
-        """The bytes of every tensor, in host memory."""
+        """Returns the bytes of every tensor in host memory."""
         return [as_bytes(tensor.detach().cpu().contiguous()) for tensor in self.tensors]
 
     def write(self, number: int, source: Tensor) -> None:
-        """Tensor `number` takes over the bytes in `source`."""
+        """Overwrites tensor `number` with the bytes in `source`."""
         tensor = self.tensors[number]
         host = torch.empty(tensor.shape, dtype=tensor.dtype)
         as_bytes(host).copy_(source)
         once(tensor).copy_(once(host, like=tensor))
 
     def share(self, group: Group, root: int, *, is_newcomer: bool) -> None:
-        """Newcomers take the bytes over from member `root`; the others pass them on. One tensor at a time: a frozen
-        network may be far larger than what is trained of it."""
+        """Sends the bytes from member `root` to all; newcomers take them over. One tensor at a time, because a frozen
+        network may be far larger than the trained part."""
         for number, tensor in enumerate(self.tensors):
             if group.index == root:
                 travelling = as_bytes(tensor.detach().cpu().contiguous())
@@ -46,7 +47,7 @@ class Frozen:
 
 
 def once(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Of elements that `like` (by default the tensor) repeats by `expand`, the first: memory is written once."""
+    """Returns a view without the elements that `like` (by default the tensor) repeats by `expand`."""
     for dim, stride in enumerate((tensor if like is None else like).stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -54,13 +55,13 @@ def once(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A view of a contiguous tensor's memory."""
+    """Returns a view of a contiguous tensor's memory as bytes."""
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
     return flat.view(torch.uint8)
 
 
 def describe(model: nn.Module) -> list[str]:
-    """One line per tensor of the model: what all workers must have in common."""
+    """Returns one line per tensor of the model, which all workers must have in common."""
     lines = []
     for name, parameter in model.named_parameters():
         lines.append(_line("parameter" if parameter.requires_grad else "frozen parameter", name, parameter))

@@ -1,10 +1,10 @@
-"""A worker's messages -> the centre, and the centre's weights back; connects, loses and finds the centre again.
+"""A worker's connection to the centre process: exchanges messages, and finds the centre again if it is lost.
 
-While the centre is away a worker trains on alone: every exchange answers None until a background thread has found the
-centre, or won the election to start it anew. Elections go through the store: the first worker to claim the next epoch
-starts the process; an older centre that wakes up sees the epoch and ends. A worker that finds no centre within the join
-limit raises, and so does one whose centre serves fewer workers than `min_members` asks for: nobody trains alone
-silently.
+While the centre is away a worker trains on alone: every exchange returns None until a background thread has found the
+centre, or has won the election to restart it. Elections use the store: the first worker that claims the next epoch
+starts the process, and an older centre that still runs sees the epoch and exits. A worker that finds no centre within
+the join limit raises an error, and so does one whose centre serves fewer workers than `min_members`, so that no worker
+trains alone unnoticed.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _ASK_EVERY_S = 0.5  # guessed: how often a worker asks who else is attached
 
 
 class _Refused(ElasticError):
-    """The centre belongs to another training: no use to try again."""
+    """The centre belongs to another training; trying again is of no use."""
 
 
 def start_center_process(config: CenterConfig) -> None:
-    """A process of its own session: it outlives the worker that happened to start it."""
+    """Starts the centre in a session of its own, so that it outlives the worker that started it."""
     subprocess.Popen(
         [sys.executable, "-m", "outcore.elastic.center", as_json(config)],
         start_new_session=True,
@@ -66,8 +66,8 @@ class CenterLink:
         dtype: torch.dtype = getattr(torch, config.dtype)
         self._header = _header(HELLO)
         self._out = torch.zeros(config.num_elements, dtype=dtype)
-        self._answer = torch.zeros(config.num_elements + 1, dtype=dtype)  # C, and how many exchanges it has seen
-        self._kept, self._kept_count = self._out, -1  # the newest whole copy of C, -1: weights that never met a centre
+        self._answer = torch.zeros(config.num_elements + 1, dtype=dtype)  # C and the number of its exchanges
+        self._kept, self._kept_count = self._out, -1  # the newest complete copy of C; -1: own weights
         self.global_step = 0
         self._works: list[Any] = []
         self._answered = False
@@ -76,7 +76,7 @@ class CenterLink:
         self._epoch = 0
         self._found: Group | None = None
         self._finder: threading.Thread | None = None
-        self._failure: ElasticError | None = None  # why there was no centre the last time it was looked for
+        self._failure: ElasticError | None = None  # why the last search for a centre failed
         self._lost_s, self._asked_s = 0.0, 0.0
         self._closed = threading.Event()
         self.num_losses = 0
@@ -84,13 +84,13 @@ class CenterLink:
         self.busy_s = 0.0
 
     def connect(self, weights: Tensor, global_step: int = 0) -> Tensor:
-        """The centre's weights; `weights` become the centre where there is none yet."""
+        """Returns the centre's weights; `weights` become the centre if there is none yet."""
         self._out.copy_(weights)
         self.global_step = global_step
         threading.Thread(target=self._beat, daemon=True).start()
         limit_s = self._muster.join_limit_s
         end_s = time.monotonic() + limit_s
-        if not self._muster.leads:  # the first rank's weights are the centre, not those of whoever is fastest
+        if not self._muster.leads:  # the first rank's weights become the centre, not the fastest one's
             poll(lambda: self._store.check(["center/first_step"]), min(limit_s, _START_S))
         while True:
             try:
@@ -104,13 +104,13 @@ class CenterLink:
                     raise ElasticError(f"rank {self._place.rank} reached no centre in {limit_s:g} s: {error}") from None
 
     def _begin_with_the_others(self) -> None:
-        """Who is there from the beginning begins with the same step, however late it reached the centre."""
+        """Makes all workers that are present at the beginning start with the same step, however late they connect."""
         first = self._store.compare_set("center/first_step", "", str(self.global_step))
         if not self._muster.is_late:
             self.global_step = int(first)
 
     def keep(self, center: Tensor) -> None:
-        """Where the caller keeps the last answer: what a new centre is given when the old one is lost."""
+        """Sets the caller's copy of the last answer, from which a new centre starts if the old one is lost."""
         self._kept = center
 
     def begin(self, vector: Tensor, clock: int, alpha: float, global_step: int) -> None:
@@ -121,7 +121,7 @@ class CenterLink:
         if self._group is None:
             return
         self._out.copy_(vector)
-        self._header = _header(EXCHANGE, clock, alpha, global_step)  # gloo reads it until the centre has it
+        self._header = _header(EXCHANGE, clock, alpha, global_step)  # kept alive until gloo has sent it
         sizes = self._config.part_sizes
         try:
             self._works = self._group.post_send(self._header, 0)
@@ -133,7 +133,7 @@ class CenterLink:
             self._lose()
 
     def finish(self) -> Tensor | None:
-        """The centre's answer; None while the centre is out of reach, ElasticError when it was for too long."""
+        """Returns the centre's answer; None while it is unreachable. Raises ElasticError if that lasts too long."""
         self._settle()
         answered, self._answered = self._answered, False
         if not answered and self._lost_s and time.monotonic() - self._lost_s > self._muster.join_limit_s:
@@ -145,7 +145,7 @@ class CenterLink:
         return self._answer[:-1] if answered else None
 
     def _settle(self) -> None:
-        """Waits for the exchange under way, if there is one."""
+        """Waits for the exchange in progress, if there is one."""
         began_s = time.perf_counter()
         works, self._works = self._works, []
         try:
@@ -164,7 +164,7 @@ class CenterLink:
         self.busy_s += time.perf_counter() - began_s
 
     def take_turn(self) -> None:
-        """Algorithm 1 in full: a worker's turn covers its gradient too. Waits until it is this worker's."""
+        """Waits for this worker's turn, which in the full Algorithm 1 includes its gradient."""
         self._adopt()
         if self._group is not None:
             try:
@@ -174,7 +174,7 @@ class CenterLink:
                 self._lose()
 
     def read(self) -> Tensor:
-        """The centre's weights now, or as last seen while the centre is out of reach."""
+        """Returns the centre's present weights, or the last known ones while it is unreachable."""
         self._settle()
         fresh = torch.empty_like(self._answer)
         return fresh[:-1] if self._ask(READ, fresh) else self._kept
@@ -192,14 +192,14 @@ class CenterLink:
         return True
 
     def members(self) -> list[int]:
-        """Ranks that the centre serves at the moment; none while it is out of reach."""
+        """Returns the ranks that the centre serves now; none while it is unreachable."""
         if self._group is None:
             return []
         told = cast("tuple[int, list[int]] | None", read_json(self._place.store, f"center/{self._epoch}/beat", 1.0))
         return [] if told is None else list(told[1])
 
     def _await_company(self) -> None:
-        """Waits while fewer workers than `min_members` asks for are attached to the centre."""
+        """Waits while fewer workers than `min_members` are attached to the centre."""
         now_s = time.monotonic()
         if self._group is None or now_s - self._asked_s < _ASK_EVERY_S:
             return
@@ -215,7 +215,7 @@ class CenterLink:
                 self._muster.warn_of_too_few(present, not_finished)
                 has_warned = True
             if read_count(self._place.store, "center/epoch") != self._epoch:
-                break  # the next exchange finds that out
+                break  # the next exchange notices it
             time.sleep(0.05)
         self._asked_s = time.monotonic()
 
@@ -223,7 +223,7 @@ class CenterLink:
         self._closed.set()
         if finished:
             self._muster.leave()
-            with suppress(RuntimeError):  # a centre that is still starting must learn that nobody will come
+            with suppress(RuntimeError):  # informs a centre that is still starting
                 self._place.store.add("center/left", 1)
         if self._group is not None:
             if finished:
@@ -233,7 +233,7 @@ class CenterLink:
             self._group = None
 
     def _await_leave(self) -> None:
-        """Behind a turn or a staleness bound the centre says now and then that it is alive, then lets this one go."""
+        """Waits until the centre lets this worker continue; meanwhile the centre signals that it is alive."""
         assert self._group is not None
         while self._group.receive_status(0) == 0.0:
             pass
@@ -245,7 +245,7 @@ class CenterLink:
             self._group.traffic = Traffic()
 
     def _lose(self) -> None:
-        """Drops the connection and looks for the centre in the background."""
+        """Drops the connection and searches for the centre in the background."""
         self.num_losses += 1
         self._works = []
         self._lost_s = self._lost_s or time.monotonic()
@@ -259,7 +259,7 @@ class CenterLink:
     def _search(self) -> None:
         while not self._closed.is_set():
             try:
-                # The search waits on the store for long; a client of its own leaves the worker's free.
+                # The search waits for the store, so it uses a client of its own.
                 self._store = PrefixStore(self._place.prefix, connect_store(self._place.address, self._config.limit_s))
                 self._found = self._find()
                 return
@@ -268,15 +268,15 @@ class CenterLink:
                 self._closed.wait(0.1)
 
     def _adopt(self) -> None:
-        """Takes over the connection the background thread has found."""
+        """Takes over the connection that the background thread has found."""
         if self._group is None and self._finder is not None and not self._finder.is_alive():
             self._group, self._found, self._finder = self._found, None, None
             self._lost_s = 0.0
 
     def _beat(self) -> None:
-        """Says again and again that this process runs, however long its steps are."""
+        """Sends heartbeats for this process, however long its steps are."""
         pause_s = min(1.0, self._config.limit_s / 4)
-        with suppress(ElasticError, RuntimeError):  # the store ended: whoever waits for it finds that out
+        with suppress(ElasticError, RuntimeError):  # the store ended; those who wait for it notice
             store = PrefixStore(self._place.prefix, connect_store(self._place.address, self._config.limit_s))
             while not self._closed.is_set():
                 store.add(f"beat/{self._place.uid}", 1)
@@ -321,7 +321,7 @@ class CenterLink:
         self._kept_count = max(self._kept_count, 0)
 
     def _living_epoch(self) -> int:
-        """The epoch of a centre whose heart beats; starts one where there is none."""
+        """Returns the epoch of a centre with a heartbeat; starts a centre if there is none."""
         epoch = read_count(self._store, "center/epoch")
         if epoch > 0 and self._beats(epoch, min(max(self._config.limit_s / 2, 1.0), 10.0)):
             return epoch
@@ -333,13 +333,12 @@ class CenterLink:
         poll(lambda: read_count(self._store, "center/epoch") >= epoch or self._store.check([error_key]), _START_S)
         if read_count(self._store, "center/epoch") < epoch:
             why = read_json(self._store, error_key, 0.1)
-            raise_count(self._store, "center/epoch", epoch)  # let another one try
+            raise_count(self._store, "center/epoch", epoch)  # lets another worker try
             raise ElasticError(f"the centre started by worker {owner} did not come up{f': {why}' if why else ''}")
         return read_count(self._store, "center/epoch")
 
     def _private_file(self) -> str:
-        """A file in a folder that only this user may open, made for this run: the one of the last centre where that was
-        on this host."""
+        """Returns a file in a private folder of this run: that of the last centre if it was on this host."""
         told = read_json(self._store, "center/folder", 0.01)
         folder = Path(str(told)) if told else None
         if folder is None or not _is_private(folder):

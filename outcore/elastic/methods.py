@@ -1,7 +1,7 @@
-"""Name -> Method: what each published method sends, who averages, in which order, with which momentum.
+"""The published methods by name: what each sends, who averages, in which order, and with which momentum.
 
-The methods differ in four choices only, so they are a table and not a family of classes. Rows follow 1708.02983
-(section 5 and 6), 1412.6651 (`eamsgd`), 2311.08105 (`diloco`) and 2501.18512 (`streaming-diloco`).
+The methods differ in four choices only, so they are rows of a table and not classes. The rows follow 1708.02983
+(sections 5 and 6), 1412.6651 (`eamsgd`), 2311.08105 (`diloco`) and 2501.18512 (`streaming-diloco`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Momentum = Literal["none", "worker", "look_ahead", "center", "outer"]
 
 @dataclass(frozen=True)
 class Method:
-    """One row: `order` sync = collective, turns = round robin, locked = first come first served, free = Hogwild."""
+    """One method. `order`: sync = collective, turns = round robin, locked = first come first served, free = Hogwild."""
 
     name: str
     sends: Sends
@@ -32,7 +32,7 @@ class Method:
 
     @property
     def is_elastic(self) -> bool:
-        """The worker keeps weights of its own and is pulled towards the centre."""
+        """Whether the worker keeps weights of its own and is pulled towards the centre."""
         return self.sends == "weights" and self.momentum != "outer"
 
 
@@ -63,38 +63,38 @@ def find_method(name: str) -> Method:
 
 
 def default_alpha(method: Method, num_workers: int) -> float:
-    """beta / P: safe for the synchronous form at any P, and the 2015 paper's choice for the asynchronous one."""
+    """Returns beta / P: stable for the synchronous form at any P, and the 2015 paper's choice for the asynchronous."""
     return BETA / num_workers if method.is_elastic else 0.0
 
 
 def alpha_bound(method: Method, num_workers: int, ahead: int = 0) -> float:
-    """The largest stable alpha; past it the centre and the workers part. Without `ahead` for a vanishing learning rate,
-    with it for any up to 1 / curvature (see `ahead_alpha_bound`)."""
+    """Returns the largest stable alpha; beyond it the centre and the workers diverge. Without `ahead` it holds for a
+    vanishing learning rate, with it for any up to 1 / curvature (see `ahead_alpha_bound`)."""
     if not method.is_sync:
         return round_robin_alpha_bound()
     return ahead_alpha_bound(num_workers) if ahead else sync_alpha_bound(num_workers)
 
 
 def sync_alpha_bound(num_workers: int, eta: float = 0.0) -> float:
-    """The synchronous form is stable for alpha below this; `eta` is learning rate times curvature.
+    """Returns the bound on alpha below which the synchronous form is stable; `eta` is learning rate times curvature.
 
-    From the eigenvalues of the averaged 1-D quadratic: 2 (2 - eta) / (P (2 - eta) + 2). It shrinks with P, unlike the
-    round-robin bound; P = 1 gives back the bound published in 1412.6651.
+    Derived from the eigenvalues of the averaged 1-D quadratic: 2 (2 - eta) / (P (2 - eta) + 2). It shrinks with P,
+    unlike the round-robin bound; for P = 1 it is the bound published in 1412.6651.
     """
     return 2 * (2 - eta) / (num_workers * (2 - eta) + 2)
 
 
 def ahead_alpha_bound(num_workers: int, kept: float = 0.0) -> float:
-    """The synchronous form where workers take more steps between the difference and its pull; `kept` is what these
-    leave of a deviation, (1 - eta)^(1 + steps ahead) with period 1.
+    """Returns the bound for the synchronous form in which workers take more steps between the difference and its pull.
 
-    It takes the place of 1 - eta: 2 (1 + kept) / (P (1 + kept) + 2), down to 2 / (P + 2) where nothing is left to pull
-    at. Below that a round is a symmetric matrix of norm 1 at most, whoever is how far ahead, times what the steps
-    before the difference leave: any sequence of rounds is stable, with any period.
+    `kept` is the share of a deviation that these steps leave, (1 - eta)^(1 + steps ahead) with period 1. It replaces
+    1 - eta: 2 (1 + kept) / (P (1 + kept) + 2), down to 2 / (P + 2) if nothing of the deviation is left. Below that
+    bound a round is a symmetric matrix with a norm of at most 1, however far each worker is ahead, times the effect of
+    the steps before the difference. Thus any sequence of rounds is stable, with any period.
     """
     return 2 * (1 + kept) / (num_workers * (1 + kept) + 2)
 
 
 def round_robin_alpha_bound(eta: float = 0.0) -> float:
-    """1412.6651, section 4: (4 - 2 eta) / (4 - eta), whatever the number of workers."""
+    """Returns the bound of 1412.6651, section 4: (4 - 2 eta) / (4 - eta), for any number of workers."""
     return (4 - 2 * eta) / (4 - eta)

@@ -1,15 +1,15 @@
-"""Place + fingerprint -> the workers of one training, who know that they train the same thing.
+"""Makes sure that the workers of a training train the same thing, and that enough of them are present.
 
-Every worker publishes a card in the store: its host, its address, and a fingerprint of what it trains (names, shapes
-and dtypes of the model, the method and its settings). A training begins when every rank's card is there and all
-fingerprints agree; a worker that comes later compares its card with the one the training began with. Models that differ
-are refused in one sentence before a tensor travels: gloo answers a message of another size by aborting the process.
+Every worker publishes a card in the store: its host, its address, and a fingerprint of its training (names, shapes and
+dtypes of the model, the method and its settings). A training begins when every rank's card is there and all
+fingerprints agree; a late worker compares its card with that of the first one. Models that differ are refused in one
+sentence before any tensor is sent, because gloo aborts the process when it receives a message of another size.
 
-The training gets a nonce, drawn once and known to its members only. Connections are checked against it, and a saved
-centre that was not asked for by name is loaded only if it carries it.
+The training gets a random nonce that only its members know. Connections are checked against it, and a saved centre that
+was not requested by name is loaded only if it contains it.
 
-How many workers are enough (`min_members`): all of them at the start, and a majority of those that have not finished
-afterwards. Two halves that cannot reach each other can then not both train on.
+By default (`min_members`) all workers are required at the start, and a majority of those that have not finished
+afterwards, so that two halves that cannot reach each other do not both continue.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from outcore.errors import ElasticError
 
 
 class TrainingOver(ElasticError):
-    """All other workers have finished this training and left: nothing is left to do for one that comes now."""
+    """All other workers have finished this training and left; there is nothing left to do for a late one."""
 
 
 class TooFew(ElasticError):
-    """Fewer workers than `min_members` asks for are present, and the limit has passed."""
+    """Fewer workers than `min_members` are present after the limit."""
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What all workers of a training must have in common: `model` lists its tensors, `settings` are those of `join`."""
+    """What all workers must have in common: `model` lists its tensors, `settings` are those of `join`."""
 
     model: list[str]
     settings: dict[str, Any]
@@ -49,7 +49,7 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Card:
-    """What a worker tells the others about itself before anything else."""
+    """The first thing that a worker publishes about itself."""
 
     rank: int
     uid: str
@@ -64,7 +64,7 @@ class Card:
 
 
 class Muster:
-    """This worker's view of who takes part in a training."""
+    """This worker's view of the training's members."""
 
     def __init__(self, place: Place, fingerprint: Fingerprint, *, min_members: int | None, join_limit_s: float) -> None:
         self.place, self.join_limit_s = place, join_limit_s
@@ -75,16 +75,16 @@ class Muster:
         settings = json.loads(json.dumps(fingerprint.settings, default=str))  # as the others will read it
         self.card = Card(place.rank, place.uid, socket.gethostname(), place.local, settings, fingerprint.model_digest)
         self._model = fingerprint.model
-        self.leads = self.is_late = False  # whether a training begins with this one's weights, or began before it came
+        self.leads = self.is_late = False  # whether training starts with its weights, or before it
 
     @property
     def digest(self) -> float:
-        """Fingerprint and nonce as one number that a float64 holds exactly: what connections compare."""
+        """Fingerprint and nonce as a number that float64 represents exactly; connections compare it."""
         told = json.dumps([self.card.settings, self.card.model_digest, self.nonce], sort_keys=True)
         return float(int(hashlib.sha256(told.encode()).hexdigest()[:13], 16))
 
     def enter(self) -> None:
-        """Publishes the card and waits for the others, or for nobody where the training has begun."""
+        """Publishes the card and waits for the others, unless the training has begun."""
         write_json(self._store, f"model/{self.place.uid}", self._model)
         write_json(self._store, f"card/{self.place.uid}", asdict(self.card))
         self._store.add("cards", 1)
@@ -93,7 +93,7 @@ class Muster:
             cards = [card for rank in ranks if (card := self.read_card(self.latest_uid(rank))) is not None]
             for card in cards[1:]:
                 self._compare(cards[0], card)
-            # The first one's word counts, should somebody have been started again meanwhile.
+            # The first writer decides, in case a worker was restarted meanwhile.
             self._store.compare_set("begun", "", json.dumps([card.uid for card in cards]))
         began: Any = read_json(self._store, "begun", 1.0)
         self.leads, self.is_late = began[0] == self.place.uid, self.place.uid not in began
@@ -101,7 +101,7 @@ class Muster:
             self._enter_late(began[0])
 
     def leave(self) -> None:
-        """Says that this worker has finished: the others do not count on it any more."""
+        """Publishes that this worker has finished, so that the others no longer expect it."""
         with suppress(RuntimeError):  # the store may have ended first; then nobody is left to tell
             self._store.set(f"left/{self.place.uid}", "1")
 
@@ -113,13 +113,13 @@ class Muster:
         return Card(**json.loads(self._store.get(key).decode())) if self._store.check([key]) else None
 
     def not_finished(self) -> list[int]:
-        """Ranks that have not said goodbye, dead or alive."""
+        """Returns the ranks that have not finished, dead or alive."""
         return [
             rank for rank in range(self.place.num_ranks) if not self._store.check([f"left/{self.latest_uid(rank)}"])
         ]
 
     def num_required(self, not_finished: list[int]) -> int:
-        """How many members must be present for a training that has begun to go on."""
+        """Returns how many members must be present for a running training to continue."""
         if self._min_members is not None:
             return min(self._min_members, len(not_finished))
         return len(not_finished) // 2 + 1
@@ -129,7 +129,7 @@ class Muster:
         return self.place.num_ranks if self._min_members is None else self._min_members
 
     def too_few(self, present: list[int]) -> TooFew:
-        """What to raise when the limit has passed with too few members."""
+        """Returns the error for too few members after the limit."""
         missing = [rank for rank in self.not_finished() if rank not in present]
         return TooFew(
             f"rank {self.place.rank} on {self.card.host} waited {self.join_limit_s:g} s for {self._describe(missing)}: "
@@ -148,12 +148,12 @@ class Muster:
         )
 
     def _describe(self, ranks: list[int]) -> str:
-        """`rank(s) [2, 3] (host-b)`: where they are is known of those that were here once."""
+        """Returns `rank(s) [2, 3] (host-b)`; hosts are known for ranks that were present once."""
         hosts = {card.host for rank in ranks if (card := self.read_card(self.latest_uid(rank))) is not None}
         return f"rank(s) {ranks}" + (f" ({', '.join(sorted(hosts))})" if hosts else "")
 
     def _wait_for_all(self) -> list[int]:
-        """Ranks whose cards are there: all, or at least `num_to_begin` when the limit has passed."""
+        """Returns the ranks whose cards are there: all, or at least `num_to_begin` after the limit."""
 
         def present() -> list[int]:
             return [
@@ -161,7 +161,7 @@ class Muster:
             ]
 
         def all_are_here() -> bool:
-            num_cards = read_count(self._store, "cards")  # one question while most are missing
+            num_cards = read_count(self._store, "cards")  # a single request while most are missing
             return num_cards >= self.place.num_ranks and (
                 len(present()) == self.place.num_ranks or self._store.check(["begun"])
             )
@@ -196,7 +196,7 @@ class Muster:
         return self._store.check([f"left/{self.place.rank}.{birth - 1}"])
 
     def _compare(self, first: Card, other: Card) -> None:
-        """ElasticError in one sentence where two workers do not train the same thing."""
+        """Raises ElasticError with one sentence if two workers do not train the same thing."""
         differs = next(
             (
                 f"{name} is {theirs} at {other.name} and {first.settings.get(name)} at {first.name}"

@@ -1,9 +1,9 @@
-"""Environment of the launcher -> Place: who this worker is, and the store through which all of them meet.
+"""The place of a worker in its training, from the launcher's environment, and the store in which workers meet.
 
-The store is the control plane only (births, generations, heartbeats; 75 us an operation); weights never pass through
-it. Keys are prefixed by run, restart count, the training's name and its number: under torchrun the agent's store
-outlives the workers, and a restarted gloo group that reads the dead ranks' addresses never connects (seen on torch
-2.13, 0 of 10 restarts recovered). Two trainings of one launch share no key.
+The store is for control only (restarts, generations, heartbeats; 75 us per operation); weights are never sent through
+it. Keys have a prefix of run, restart count, the training's name and its number. Under torchrun the agent's store
+outlives the workers, and a restarted gloo group that reads the addresses of dead ranks never connects (torch 2.13: 0 of
+10 restarts recovered). Two trainings of one launch have no common key.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from outcore.elastic.transport import (
 from outcore.errors import ElasticError
 
 POLL_S = 0.01
-_num_joined: Counter[str] = Counter()  # how often this process has joined a training of that name
-_hosted: dict[tuple[str, int], Store] = {}  # without a launcher rank 0 hosts the store, for all trainings it joins
+_num_joined: Counter[str] = Counter()  # how often this process joined a training of that name
+_hosted: dict[tuple[str, int], Store] = {}  # without a launcher, rank 0 hosts the store for all its trainings
 
 
 class PortTaken(ElasticError):
-    """The store's port cannot be listened on."""
+    """The port of the store is in use."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """One worker's seat. `uid` tells a restarted rank from its dead predecessor; `local` is this host's address towards
-    the store. Where FSDP2 shards the model, `rank` and `num_ranks` count replicas."""
+    """The place of one worker. `uid` distinguishes a restarted rank from its dead predecessor; `local` is this host's
+    address towards the store. If FSDP2 shards the model, `rank` and `num_ranks` count replicas."""
 
     rank: int
     num_ranks: int
@@ -61,10 +61,10 @@ FindShard = Callable[[int, int], Shard | None]
 
 
 def find_place(limit_s: float, name: str = "default", find_shard: FindShard = lambda rank, num_ranks: None) -> Place:
-    """The seat the launcher (torchrun, `outcore launch`, or anything that sets RANK) gave to this process.
+    """Returns the place that the launcher (torchrun, `outcore launch`, or anything that sets RANK) gave this process.
 
-    A process that joins a training of the same name again, after it left the first, joins the next one: all workers run
-    the same script, so their numbers agree.
+    A process that leaves a training and joins one of the same name again joins the next one. All workers run the same
+    script, so their numbers agree.
     """
     try:
         rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -93,23 +93,22 @@ def open_place(
     rank: int, num_ranks: int, address: tuple[str, int], prefix: str, *, limit_s: float, host: bool = False
 ) -> Place:
     if host and address not in _hosted:
-        with suppress(PortTaken):  # by torch's own store, where the script has called init_process_group: it serves
+        with suppress(PortTaken):  # torch's own store, after init_process_group, can be used
             _hosted[address] = host_store(address, limit_s)
     return take_seat(connect_store(address, limit_s), rank, num_ranks, address, prefix)
 
 
 def take_seat(client: Store, rank: int, num_ranks: int, address: tuple[str, int], prefix: str) -> Place:
-    """A seat at `address` over a connection that is there already."""
+    """Returns a place at `address` over an existing connection."""
     store = PrefixStore(prefix, client)
     birth = store.add(f"born/{rank}", 1)
     return Place(rank, num_ranks, f"{rank}.{birth}", store, address, prefix, local_address(address[0]))
 
 
 def connect_store(address: tuple[str, int], limit_s: float, silent_s: float | None = None) -> Store:
-    """A client of its own: a TCPStore client serves one waiting call at a time, so busy threads must not share one.
+    """Returns a new client. A TCPStore client serves one waiting call at a time, so threads must not share one.
 
-    It waits `limit_s` for the store to be there, and fails when the store's host has been silent for `silent_s` (the
-    same unless given).
+    It waits `limit_s` for the store, and fails if the store's host is silent for `silent_s` (by default the same).
     """
     host, port = address
     try:
@@ -123,8 +122,8 @@ def connect_store(address: tuple[str, int], limit_s: float, silent_s: float | No
 
 
 def host_store(address: tuple[str, int], limit_s: float) -> TCPStore:
-    """The store itself, in this process (port 0: any that is free). It listens on that address only, be it loopback or
-    a real one; a name that resolves to loopback on its own host is a real host's, which listens on every interface."""
+    """Hosts the store in this process (port 0: any free port). It listens on the given address only. A name that
+    resolves to loopback on its own host is that of a real host, and the store then listens on every interface."""
     host, port = address
     try:
         server = listen(host if is_local_only(host) or not is_loopback(resolve(host)) else "", port)
@@ -145,22 +144,22 @@ def host_store(address: tuple[str, int], limit_s: float) -> TCPStore:
 
 
 def is_local_only(host: str) -> bool:
-    """Whether `host` says loopback in so many words; a name that happens to resolve to it is a real host's."""
+    """Whether `host` is explicitly a loopback address, and not a name that resolves to one."""
     return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
 def read_count(store: Store, key: str) -> int:
-    """The value of a counter, 0 where nobody has counted yet."""
+    """Returns the value of a counter, 0 if it does not exist."""
     return int(store.add(key, 0))
 
 
 def raise_count(store: Store, key: str, value: int) -> None:
-    """Brings a counter up to `value` (it never goes back)."""
+    """Raises a counter to `value`; it never decreases."""
     store.add(key, max(0, value - read_count(store, key)))
 
 
 def read_json(store: Store, key: str, limit_s: float) -> object:
-    """The value of `key`, waiting for it at most `limit_s`; None when it does not come."""
+    """Returns the value of `key`, after waiting at most `limit_s` for it; None if it is not there."""
     try:
         store.wait([key], timedelta(seconds=limit_s))
         return json.loads(store.get(key).decode())
@@ -173,7 +172,7 @@ def write_json(store: Store, key: str, value: object) -> None:
 
 
 def poll(reached: Callable[[], bool], limit_s: float) -> bool:
-    """Whether `reached()` came true within `limit_s`."""
+    """Whether `reached()` becomes true within `limit_s`."""
     end = time.monotonic() + limit_s
     while not reached():
         if time.monotonic() > end:

@@ -1,12 +1,13 @@
-"""Workers that come, go and vanish -> a sequence of agreed generations, each with its own group.
+"""Groups the present workers into generations, each with its own process group.
 
-A generation is a list of workers that exchange together. It ends when a member is lost (an exchange fails), leaves, or
-when someone waits to be let in; everybody present then meets under the next number. The first to arrive leads: it waits
-for those expected, closes the list and publishes it. It closes the list early, `settle_s` after the old members began
-to arrive, if those who are here are enough (muster.py says how many are). Who comes too late, or whose leader died,
-tries the number after. No wait is without a limit: one that passes is an error which names the missing.
+A generation is a list of workers that exchange with each other. It ends when a member is lost (an exchange fails),
+leaves, or when a newcomer waits; all present workers then meet under the next number. The first to arrive leads: it
+waits for the expected workers, closes the list and publishes it. It closes the list early, `settle_s` after the old
+members began to arrive, if enough workers are present (muster.py). A worker that is too late, or whose leader died,
+tries the next number. Every wait has a limit, after which an error names the missing workers.
 
-All-reduce systems restart everybody instead (torchrun, DDP): elastic averaging need not, for the state is the centre.
+All-reduce systems (torchrun, DDP) restart all workers instead. Elastic averaging need not, because its state is the
+centre.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from outcore.elastic.transport import interfaces, listening_address
 from outcore.elastic.wire import NUM_LANES, Group, NcclGroup, PeerLost
 from outcore.errors import ElasticError
 
-BEAT_S = 0.2  # guessed: how often a leader that waits says that it lives
+BEAT_S = 0.2  # guessed: heartbeat of a leader that waits
 
 
 class Roster:
@@ -39,15 +40,15 @@ class Roster:
         return [rank_of(uid) for uid in self.members]
 
     def someone_waits(self) -> bool:
-        """Whether a worker has registered for the next generation (a newcomer, or one that was dropped)."""
+        """Whether a worker has registered for the next generation: a newcomer, or one that was dropped."""
         return read_count(self.place.store, f"gen/{self.generation + 1}/count") > 0
 
     def leave(self) -> None:
-        """Says goodbye, so that the others need not find out."""
+        """Announces that this worker leaves."""
         self.muster.leave()
 
     def regroup(self) -> Group:
-        """The next generation's group; ElasticError where too few members come, or they cannot reach each other."""
+        """Returns the next generation's group. Raises ElasticError if too few members come or they cannot connect."""
         end_s = time.monotonic() + self.muster.join_limit_s
         target, unreached = self._current() + 1, ""
         while True:
@@ -69,7 +70,7 @@ class Roster:
         return max(self.generation, read_count(self.place.store, "generation"))
 
     def _meet(self, target: int, end_s: float) -> list[str] | None:
-        """Registers for generation `target`; its members once the list is closed, None where its leader died."""
+        """Registers for generation `target`; returns its members once the list is closed, None if its leader died."""
         store, key = self.place.store, f"gen/{target}"
         seat = store.add(f"{key}/count", 1)
         store.set(f"{key}/seat/{seat}", self.place.uid)
@@ -81,7 +82,7 @@ class Roster:
         return cast("list[str]", read_json(store, f"{key}/members", 1.0))
 
     def _follow(self, target: int, end_s: float) -> None:
-        """Waits until the list is closed, the generation was skipped, or its leader is silent for too long."""
+        """Waits until the list is closed, the generation is skipped, or its leader is silent for too long."""
         store, key = self.place.store, f"gen/{target}"
         beat, heard_s = -1, time.monotonic()
         while not store.check([f"{key}/members"]) and read_count(store, "generation") <= target:
@@ -95,7 +96,7 @@ class Roster:
     def _lead(self, target: int, end_s: float) -> list[str]:
         settling_since_s, beat_s, has_warned = None, 0.0, False
         while True:
-            old = self._old_members(target - 1)  # read again: members may say goodbye while this one waits
+            old = self._old_members(target - 1)  # read again, because members may leave meanwhile
             here = self._registered(target)
             now_s = time.monotonic()
             if now_s - beat_s > BEAT_S:
@@ -123,7 +124,7 @@ class Roster:
         return members
 
     def _old_members(self, generation: int) -> list[str]:
-        """Members of the running generation that have not said goodbye."""
+        """Returns the members of the running generation that have not left."""
         while generation > 0:  # a number may have been skipped because its leader died
             if self.place.store.check([f"gen/{generation}/members"]):
                 members = cast("list[str]", read_json(self.place.store, f"gen/{generation}/members", 1.0) or [])
@@ -135,7 +136,7 @@ class Roster:
         return []
 
     def _complete(self, here: list[str], old: list[str]) -> bool:
-        """Whether nobody is missing: of the old members, or at the first meeting of all workers."""
+        """Whether no worker is missing: of the old members, or of all at the first meeting."""
         if old:
             return set(old) <= set(here) and len(here) >= self.muster.num_required(self.muster.not_finished())
         return {rank_of(uid) for uid in here} >= set(self.muster.not_finished())
@@ -164,7 +165,7 @@ class Roster:
         return listening_address(self.place.local, [card.address for card in cards if card is not None])
 
     def _unreached(self, members: list[str]) -> str:
-        """Said behind an error: members met in the store, but their connections did not come about."""
+        """Returns the text for members that met in the store but could not connect to each other."""
         cards = [card for uid in members if (card := self.muster.read_card(uid)) is not None]
         others = ", ".join(card.name for card in cards if card.uid != self.place.uid) or "anybody"
         where = ", ".join(interfaces()) or self._listening_address(members)

@@ -1,4 +1,4 @@
-"""Weights, centre, step -> new weights, new centre: the update equations, and nothing else.
+"""The update equations: weights, centre and step determine new weights and a new centre.
 
 Notation: W_i a worker's weights, C the centre, G_i the gradient at W_i, P workers, eta the learning rate, rho the
 elastic strength, alpha = eta * rho the moving rate, mu the momentum, s_i the local step (for plain SGD s_i = -eta G_i).
@@ -7,9 +7,9 @@ pair (W_i, C), so that the exchange may run while the gradient is computed.
 
 Follows You, Buluc, Demmel (SC17, arXiv 1708.02983), equations 1, 2, 5 and 6; Zhang, Choromanska, LeCun (NIPS 2015,
 arXiv 1412.6651), equations 3 to 6 and EAMSGD; Douillard et al. (DiLoCo, arXiv 2311.08105) for the outer step, and
-(Streaming DiLoCo, arXiv 2501.18512) for mixing a late one.
-Differs in taking differences (W_i - C) where the papers write sums of weights: the same numbers with less cancellation,
-and safe to round to bfloat16 on the way. `out` makes a rule write in place; without it a rule is a pure function.
+(Streaming DiLoCo, arXiv 2501.18512) for mixing a late one. Unlike the papers, which write sums of weights, the rules
+use differences (W_i - C): mathematically the same, with less cancellation, and safe to round to bfloat16 in messages.
+With `out` a rule writes in place; without it a rule is a pure function.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 def difference(weights: Tensor, center: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """d_i = W_i - C, the one quantity an elastic exchange needs."""
+    """Returns d_i = W_i - C, the only quantity that an elastic exchange needs."""
     return torch.sub(weights, center, out=out)
 
 
@@ -29,8 +29,8 @@ def worker_elastic(moved: Tensor, difference: Tensor, alpha: float, *, out: Tens
 
 
 def center_elastic(center: Tensor, difference: Tensor, alpha: float, *, out: Tensor | None = None) -> Tensor:
-    """C <- C + alpha d. With d = W_i - C the asynchronous and round-robin centre (Alg. 1, one worker at a time);
-    with d = sum_i (W_i - C) eq. 2 of 1708.02983, which is eq. 4 of 1412.6651 with beta = P alpha.
+    """C <- C + alpha d. With d = W_i - C this is the asynchronous and round-robin centre (Alg. 1, one worker at a
+    time); with d = sum_i (W_i - C) it is eq. 2 of 1708.02983, which is eq. 4 of 1412.6651 with beta = P alpha.
     """
     return torch.add(center, difference, alpha=alpha, out=out)
 
@@ -50,7 +50,7 @@ def momentum(velocity: Tensor, step: Tensor, mu: float, *, out: Tensor | None = 
 
 
 def look_ahead(weights: Tensor, velocity: Tensor, delta: float, *, out: Tensor | None = None) -> Tensor:
-    """EAMSGD takes its gradient at x + delta v (1412.6651, section 3): not the point MEASGD uses."""
+    """x + delta v, where EAMSGD takes its gradient (1412.6651, section 3); MEASGD uses another point."""
     return torch.add(weights, velocity, alpha=delta, out=out)
 
 
@@ -67,6 +67,6 @@ def outer_nesterov(
 
 
 def mixed(weights: Tensor, center: Tensor, mix: float, *, out: Tensor | None = None) -> Tensor:
-    """Streaming DiLoCo (2501.18512): W_i <- mix W_i + (1 - mix) C, where C has just taken its outer step and W_i has
-    gone on while the differences travelled."""
+    """Streaming DiLoCo (2501.18512): W_i <- mix W_i + (1 - mix) C, where C is the centre after its outer step and W_i
+    was trained further while the differences were sent."""
     return torch.lerp(center, weights, mix, out=out)

@@ -1,4 +1,4 @@
-"""What `join` was told -> Settings: every choice with its default, checked before anybody is met."""
+"""The settings of `join` with their defaults, checked before a worker meets the others."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ _OWN = ("checkpoint", "checkpoint_every_s", "limit_s", "join_limit_s")  # settin
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything `join` can be told; the defaults are safe for any number of workers.
+    """The settings of `join`; the defaults are safe for any number of workers.
 
-    `min_members` is how many workers must be present for training to go on. By default a training begins with all of
-    them and goes on with a majority of those that have not finished; a worker waits `join_limit_s` for that many, then
-    it raises an ElasticError that names the missing. A number given is required at the start and afterwards: 1 lets a
-    lone worker train on.
+    `min_members` is the number of workers that must be present for training to continue. By default a training begins
+    with all of them and continues with a majority of those that have not finished. A worker waits `join_limit_s` for
+    that many, then it raises an ElasticError that names the missing ones. A given number is required at the start and
+    afterwards; with 1, a single worker trains on.
 
-    `ahead` is how many more local steps in a row a worker of `sync-easgd` may take while the exchange it has begun is
-    not over, be it that a slower one has not begun it or that it lasts longer than a step; then it stands still, too.
-    0 (the default) keeps everybody in step, and runs repeatable: with more, how many steps lie between two exchanges
-    depends on the clock. The difference is taken after the last pull, and what is sent is what is pulled, however much
-    later. Steps in between may have undone it by then, so alpha must be smaller: below 2 / (P + 2) instead of
-    2 / (P + 1). The default 0.9 / P is, for 2 workers or more.
+    `ahead` is the number of additional local steps in a row that a worker of `sync-easgd` may take while the exchange
+    that it began is not over, because a slower worker has not begun it or because it takes longer than a step. Then the
+    worker waits, too. 0 (the default) keeps all workers in step and runs repeatable; with more, the number of steps
+    between two exchanges depends on timing. The difference is computed after the last pull, and the pull uses exactly
+    the difference that was sent, however much later. Steps in between may have undone it by then, so alpha must be
+    smaller: below 2 / (P + 2) instead of 2 / (P + 1). The default 0.9 / P satisfies this for 2 workers or more.
 
     `streaming-diloco` exchanges its weights in `fragments` parts, one after the other, each once in `period` steps. A
-    part is sent `delay` steps before its result is applied, beside those steps; what was learned meanwhile is mixed in:
-    `mix` is the share of the local weights that is kept (1 would ignore the others).
+    part is sent `delay` steps before its result is applied, in parallel with those steps. The result is mixed with the
+    weights reached meanwhile: `mix` is the share of the local weights that is kept (1 would ignore the others).
 
-    `wire_dtype` rounds what travels: torch.bfloat16, or torch.int8 and torch.float8_e4m3fn with a scale for every 256
+    `wire_dtype` rounds the messages: torch.bfloat16, or torch.int8 and torch.float8_e4m3fn with a scale for every 256
     elements and error feedback. `outer_state="host"` keeps the centre and the outer momentum of the two DiLoCo methods
-    in host memory: a device holds no more than the model, its gradients and its optimizer.
+    in host memory, so that a device holds only the model, its gradients and its optimizer.
     """
 
     method: str = "sync-easgd"
@@ -65,7 +65,7 @@ class Settings:
     join_limit_s: float = 300.0
 
     def check(self) -> Method:
-        """The method, once every setting makes sense together; ElasticError otherwise."""
+        """Returns the method if the settings are consistent; raises ElasticError otherwise."""
         method = find_method(self.method)
         if self.period < 1 or self.level not in (1, 2, 3):
             raise ElasticError(f"period {self.period} and level {self.level} must be at least 1 and one of 1, 2, 3")
@@ -103,12 +103,12 @@ class Settings:
 
     @property
     def steps_between(self) -> int:
-        """Steps from one exchange to the next."""
+        """The number of steps from one exchange to the next."""
         return self.period // self.fragments if self.method == "streaming-diloco" else self.period
 
     @property
     def steps_under_way(self) -> int:
-        """Steps before the end of an exchange at which `Averager.prepare` may begin it."""
+        """The number of steps before the end of an exchange at which `Averager.prepare` may begin it."""
         return self.delay if self.method == "streaming-diloco" else 1
 
     def _check_messages(self, method: Method) -> None:
@@ -131,5 +131,5 @@ class Settings:
             raise ElasticError("level 1 and reduction='ring' run over gloo; with backend='nccl' leave both out")
 
     def in_common(self) -> dict[str, Any]:
-        """The settings in which all workers of a training must agree."""
+        """Returns the settings that all workers of a training must have in common."""
         return {name: value for name, value in asdict(self).items() if name not in _OWN}

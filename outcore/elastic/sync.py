@@ -1,15 +1,15 @@
-"""Vectors of all members -> their sum, and a centre every member holds: the synchronous exchange.
+"""The synchronous exchange: sums the vectors of all members; every member holds the centre.
 
 The three levels of Sync EASGD (1708.02983, section 5.1) give the same numbers and differ in where the time goes:
-1  the centre's holder is member 0: a tree reduction of the differences to it, a tree broadcast of the new C;
+1  the centre is at member 0: a tree reduction of the differences to it, and a tree broadcast of the new C;
 2  every member holds C beside its weights and applies eq. 2 itself: one tree sum, no broadcast;
-3  as 2, and the sum and the new C are made in a thread of its own while the forward and backward pass compute the
-   gradient at the same weights; eqs. 1 and 2 use the old pair (W_i, C), so nothing is approximated by overlapping. The
-   loop's own thread is left with two passes: the difference, and the pull.
+3  as 2, but a separate thread computes the sum and the new C while the forward and backward pass compute the gradient
+   at the same weights. Eqs. 1 and 2 use the old pair (W_i, C), so overlapping is exact. The loop's own thread only
+   makes two passes: the difference, and the pull.
 
-Two words ride behind the vector: how many members took part, and whether someone waits to be let in. Since every member
-reads the same sums, all of them regroup after the same exchange. An exchange may be of a part of the vector only
-(streaming DiLoCo), and may travel as codes of 8 bits (compression.py).
+Two numbers are appended to the vector: how many members took part, and whether a newcomer waits. Since every member
+reads the same sums, all of them regroup after the same exchange. An exchange may cover a part of the vector only
+(streaming DiLoCo), and may be sent as 8-bit codes (compression.py).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ ASK_EVERY_S = 0.05
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the members of a new generation have found out: how far the furthest of them (member `best`) is, whether
-    this one is behind it, and whether some have only just come."""
+    """What the members of a new generation agree on: the progress of the furthest one (member `best`), whether this
+    member is behind it, and whether there are newcomers."""
 
     num_exchanges: int
     best: int
@@ -48,7 +48,7 @@ class Agreement:
 
 
 class SyncExchange:
-    """Sums vectors over whoever is present; regroups when that changes."""
+    """Sums vectors over the members that are present, and regroups when they change."""
 
     def __init__(
         self,
@@ -64,14 +64,16 @@ class SyncExchange:
         nccl: bool = False,
         largest_part: int | None = None,
     ) -> None:
-        """`device` is where the vectors come from; over NCCL the message lies there, too. `largest_part` is the most
-        elements that one exchange is of [all]."""
+        """`device` is where the vectors come from; with NCCL the message is there, too. `largest_part` is the largest
+        number of elements of an exchange, by default all."""
         self.roster, self.level, self.dtype = roster, level, dtype
         self._reduction, self._wire_dtype, self._part_sizes = reduction, wire_dtype, part_sizes
         self._num_elements, self._device, self._nccl = largest_part or num_elements, device, nccl
-        self._error = torch.zeros(num_elements if wire_dtype in LARGEST else 0, dtype=dtype)  # what rounding has lost
-        self._room = torch.zeros(0, dtype=dtype)  # for messages; `agree` makes the one of a generation
-        self.message = self._room  # of the exchange that was begun last, its two words behind it
+        self._error = torch.zeros(
+            num_elements if wire_dtype in LARGEST else 0, dtype=dtype
+        )  # rounding errors, for error feedback
+        self._room = torch.zeros(0, dtype=dtype)  # memory for messages, made by `agree` for each generation
+        self.message = self._room  # of the last exchange, including the two numbers
         self.abstained = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="elastic-exchange", initializer=give_way)
         self._running: Future[None] | None = None
@@ -87,23 +89,23 @@ class SyncExchange:
 
     @property
     def num_present(self) -> int:
-        """How many members the last sum is over: those that did not abstain."""
+        """The number of members in the last sum, without those that abstained."""
         return round(float(self.message[-2]))
 
     def begin(
         self, write: Act, *, may_abstain: bool = False, then: Act | None = None, part: slice | None = None
     ) -> None:
-        """Starts an exchange: `write` fills the vector that is summed, `then` is given the sum. `part` says which
-        elements of the whole vector these are [all].
+        """Starts an exchange: `write` fills the vector that is summed, and `then` receives the sum. `part` selects the
+        elements of the whole vector, by default all.
 
-        At level 3 both run beside whatever the caller does next, who leaves what they read and write be until `finish`.
-        At level 1 `then` is for member 0 alone, and what it leaves in the vector is sent to all.
+        At level 3 both run in parallel with the caller, who must not change what they use until `finish`. At level 1
+        `then` runs at member 0 only, and its result in the vector is sent to all.
         """
         num = self._num_elements if part is None else part.stop - part.start
         self.message = self._room[: num + NUM_WORDS]
-        group, message = self.group, self.message  # the thread keeps to this generation, however late it ends
+        group, message = self.group, self.message  # the thread uses this generation, however late it ends
         fill: Callable[[], None] | None = partial(self.fill, group, message, write, may_abstain)
-        if self._device.type != "cpu":  # both on the caller's stream, which the exchange's thread does not know
+        if self._device.type != "cpu":  # both run on the caller's stream, which the thread does not know
             self.fill(group, message, write, may_abstain)
             torch.cuda.current_stream(self._device).synchronize()
             fill = None
@@ -116,11 +118,11 @@ class SyncExchange:
             job()
 
     def room(self, part: slice) -> Tensor:
-        """Where the elements of `part` will be summed: a caller who writes them itself does so before `begin`."""
+        """Returns the memory in which `part` will be summed, for callers that write it before `begin`."""
         return self._room[: part.stop - part.start]
 
     def fill(self, group: Group, message: Tensor, write: Act, may_abstain: bool) -> None:
-        """The message: what is written (zeros where it is no longer finite and may abstain), and the two words."""
+        """Writes the message: the vector (zeros if it is not finite and may abstain) and the two numbers."""
         vector = message[:-NUM_WORDS]
         write(vector)
         self.abstained = may_abstain and not is_finite(vector)
@@ -130,7 +132,7 @@ class SyncExchange:
         message[-1] = float(group.index == 0 and self._someone_waits())
 
     def _someone_waits(self) -> bool:
-        """Asks the store now and then: a question takes as long as a small exchange."""
+        """Asks the store from time to time, because a request takes as long as a small exchange."""
         now_s = time.monotonic()
         if now_s - self._asked_s < ASK_EVERY_S:
             return False
@@ -138,12 +140,12 @@ class SyncExchange:
         return self.roster.someone_waits()
 
     def is_over(self) -> bool:
-        """Whether `finish` would not wait. Each wait of the exchange has its limit, whether anybody stands here or not:
-        an exchange that lost a member is over, too, and `finish` says so."""
+        """Whether `finish` would not wait. Every wait of the exchange has a limit, so an exchange that lost a member
+        ends too, and `finish` raises its error."""
         return self._running is None or self._running.done()
 
     def finish(self) -> Tensor:
-        """The sum, or at level 1 the new centre (valid until the next `begin`); PeerLost when a member was lost."""
+        """Returns the sum, or at level 1 the new centre, valid until the next `begin`. Raises PeerLost."""
         if self._running is not None:
             rounds = max(1, self.group.size.bit_length() + 1)
             try:
@@ -192,12 +194,12 @@ class SyncExchange:
             group.tree_sum(part, dtype=self._wire_dtype)
 
     def regroup(self) -> None:
-        """Meets the others under the next generation."""
+        """Meets the others in the next generation."""
         self.drop()
         self.group = self.roster.regroup()
 
     def agree(self, states: list[Tensor], num_exchanges: int, global_step: int, *, is_newcomer: bool) -> Agreement:
-        """Everyone takes over `states` from the member with the most exchanges (-1: one that has no state yet)."""
+        """Copies `states` from the member with the most exchanges (-1: no state yet) to all members."""
         self._room = self.message = self._make_message()
         mine = [float(num_exchanges), float(global_step), float(is_newcomer), self.roster.muster.digest]
         told = torch.zeros((len(mine), self.group.size), dtype=torch.float64)
@@ -223,11 +225,11 @@ class SyncExchange:
         )
 
     def _make_message(self) -> Tensor:
-        """Of this generation's own: whoever was dropped and does not know it yet may still write into the last one."""
+        """Makes new memory for this generation, because a member that was dropped may still write into the old one."""
         num_elements, rounded = self._num_elements + NUM_WORDS, self._wire_dtype is not None
         if self._nccl:
             return torch.zeros(num_elements, dtype=self.dtype, device=self._device)
-        if self.level == 1 or self._reduction == "ring" or rounded:  # these travel
+        if self.level == 1 or self._reduction == "ring" or rounded:  # these are sent over sockets
             return torch.zeros(num_elements, dtype=self.dtype, pin_memory=self._device.type == "cuda")
         return self.group.make_message(num_elements, self.dtype)
 
@@ -236,7 +238,8 @@ class SyncExchange:
         self.group.close()
 
     def close(self, *, finished: bool) -> None:
-        """`finished` says goodbye; without it the others will count this worker among the missing."""
+        """Leaves the group. With `finished` the worker is done; otherwise the others count it as missing."""
+
         if finished:
             self.roster.leave()
         self.drop()

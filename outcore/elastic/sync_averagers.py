@@ -1,6 +1,6 @@
-"""A vector's exchange -> averaged weights: the collective methods, in which all members move at once.
+"""The averagers of the collective methods, in which all members exchange at the same time.
 
-See averagers.py for the three moments that each of them fills in, and sync.py for how vectors are summed.
+averagers.py describes the three methods of an averager, and sync.py how vectors are summed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_REGROUPS = 8
 
 
 class _SyncAverager(Averager):
-    """What the collective methods share: agreeing on a state with whoever is present, and the centre's checkpoint."""
+    """The common part of the collective methods: agreeing on a state with the present members, and checkpoints."""
 
     def __init__(self, local: Local, exchange: SyncExchange) -> None:
         self.local, self.exchange = local, exchange
@@ -65,7 +65,7 @@ class _SyncAverager(Averager):
         return [self.center, self.velocity] if self.local.method.momentum == "outer" else [self.center]
 
     def _agree(self) -> None:
-        """Takes over the state of the member that is furthest; regroups while members go on vanishing."""
+        """Takes over the state of the member that is furthest; regroups when members are lost meanwhile."""
         for _ in range(_MAX_REGROUPS):
             try:
                 if self.num_exchanges < 0:
@@ -88,14 +88,14 @@ class _SyncAverager(Averager):
         )
 
     def _share_more(self, best: int) -> None:
-        """What else members must have in common."""
+        """Shares further state that members must have in common."""
 
     def on_lost(self) -> None:
         self.exchange.regroup()
         self._agree()
 
     def _settle(self) -> None:
-        """After a finished exchange: count it, save now and then, let those who wait in."""
+        """Called after a successful exchange: counts it, saves a checkpoint if due, and admits newcomers."""
         self.num_exchanges += 1
         due = time.monotonic() - self._saved_s > self.local.checkpoint_every_s
         if due and self.local.checkpoint is not None and self.exchange.group.index == 0:
@@ -135,11 +135,11 @@ class _SyncAverager(Averager):
 class ElasticSync(_SyncAverager):
     """Sync EASGD, levels 1 to 3: eq. 1 at every worker, eq. 2 at the centre (member 0 at level 1, everyone above).
 
-    A worker may take more local steps before `before_step` (see Settings.ahead): the pull is of the difference that was
-    sent, which stands apart from the weights until the next `prepare`.
+    A worker may take more local steps before `before_step` (see Settings.ahead). The pull uses the difference that was
+    sent, which is stored separately from the weights until the next `prepare`.
 
-    The new centre is made beside the old one and takes its place when the exchange has ended well: whoever reads the
-    centre meanwhile, or loses a member, has the old one whole.
+    The new centre is computed beside the old one and replaces it when the exchange has succeeded, so that reading the
+    centre meanwhile, or after losing a member, gives the complete old one.
     """
 
     def __init__(self, local: Local, exchange: SyncExchange) -> None:
@@ -180,7 +180,7 @@ class ElasticSync(_SyncAverager):
         self._settle()
 
     def close(self, *, finished: bool) -> None:
-        if self._begun and finished:  # everyone who is still here has begun the same exchange
+        if self._begun and finished:  # all remaining members have begun the same exchange
             with suppress(PeerLost):
                 self._finish()
         super().close(finished=finished)
@@ -190,8 +190,8 @@ class ElasticSync(_SyncAverager):
         return default_alpha(self.local.method, self.exchange.num_members) if given is None else given
 
     def _begin(self) -> None:
-        """Takes the difference here and now, not in the exchange's thread: between two steps the weights are the
-        user's, who may put the centre in their place to evaluate it, and the forward moves BatchNorm's statistics."""
+        """Computes the difference in the caller's thread. Between two steps the user may replace the weights by the
+        centre to evaluate it, and the forward changes BatchNorm's statistics."""
         self._begun = True
         rules.difference(self.local.weights, self.center, out=self.difference)
         then = self._turn_into_center if self.exchange.level == 1 else self.move_center
@@ -205,7 +205,7 @@ class ElasticSync(_SyncAverager):
         self.center, self._moved = self._moved, self.center
 
     def _write_difference(self, place: Tensor) -> None:
-        """A copy: the message becomes the sum, and eq. 1 needs the worker's own."""
+        """Copies the difference into the message, which becomes the sum, while eq. 1 needs the worker's own."""
         for part, difference in pieces(place, self.difference):
             part.copy_(difference)
 
@@ -224,11 +224,11 @@ class ElasticSync(_SyncAverager):
 class DiLoCo(_SyncAverager):
     """An outer Nesterov step on the mean difference, of the whole vector or of one fragment after the other.
 
-    DiLoCo (2311.08105) is one fragment whose result is waited for: workers go on from the new centre. Streaming DiLoCo
-    (2501.18512) has several, and sends each `delay` steps before its result is applied: the difference is taken then,
-    and `mix` of the weights that were reached meanwhile is kept. Which fragment is next follows from the number of
-    exchanges, which all members agree on. A failed exchange is dropped: the members take over the centre of whoever is
-    furthest, and the fragment's steps since then are part of its next difference.
+    DiLoCo (2311.08105) has one fragment and waits for its result: workers continue from the new centre. Streaming
+    DiLoCo (2501.18512) has several fragments and sends each `delay` steps before its result is applied. The difference
+    is computed when it is sent, and the share `mix` of the weights reached meanwhile is kept. The number of exchanges,
+    on which all members agree, determines the next fragment. A failed exchange is dropped: the members take over the
+    centre of the furthest one, and the fragment's steps since then become part of its next difference.
     """
 
     def __init__(self, local: Local, exchange: SyncExchange, fragments: list[slice], *, delay: int, mix: float) -> None:
@@ -259,7 +259,7 @@ class DiLoCo(_SyncAverager):
         self._settle()
 
     def close(self, *, finished: bool) -> None:
-        if self._begun and finished:  # everyone who is still here has begun the same exchange
+        if self._begun and finished:  # all remaining members have begun the same exchange
             with suppress(PeerLost):
                 self.exchange.finish()
         super().close(finished=finished)
@@ -268,7 +268,7 @@ class DiLoCo(_SyncAverager):
         return self._fragments[self.num_exchanges % len(self._fragments)]
 
     def _begin(self) -> None:
-        """Takes the difference here and now: the exchange may travel beside the steps that come."""
+        """Computes the difference now, because the exchange may run in parallel with the next steps."""
         self._begun = True
         part = self._part()
         weights, center, place = self.local.weights[part], self.center[part], self.exchange.room(part)
@@ -304,7 +304,7 @@ class DiLoCo(_SyncAverager):
 
 
 class SyncSgd(_SyncAverager):
-    """Plain synchronous SGD: the mean gradient before every step. The centre is the weights everyone holds."""
+    """Synchronous SGD: averages the gradients before every step. The centre is the weights, equal at all members."""
 
     def before_step(self) -> None:
         flat, alone = self.local.flat, self.exchange.num_members == 1
@@ -313,7 +313,7 @@ class SyncSgd(_SyncAverager):
             total = self.exchange.finish()
         except PeerLost:
             self.on_lost()
-            flat.gradient.zero_()  # taken at weights that are no longer these
+            flat.gradient.zero_()  # computed at other weights than the present ones
             return
         if not alone:
             total, num, cut = total.to(flat.gradient.device), self.exchange.num_members, flat.num_params
@@ -334,7 +334,7 @@ class SyncSgd(_SyncAverager):
         self.local.weights.copy_(self.center)
 
     def _share_more(self, best: int) -> None:
-        """Momentum and the like must stay equal too, or replicas with equal weights drift apart."""
+        """Shares the optimizer's state, which must stay equal, or replicas with equal weights would diverge."""
         group, mine = self.exchange.group, io.BytesIO()
         torch.save(self.local.optimizer.state_dict(), mine)
         is_best = group.index == best
@@ -349,4 +349,4 @@ class SyncSgd(_SyncAverager):
 
 
 def _write_nothing(place: Tensor) -> None:
-    """What is to be summed is there already; or a lone member's gradient is the mean."""
+    """Writes nothing: the vector is already in the message, or a single member's gradient is the mean."""

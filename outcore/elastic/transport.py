@@ -1,14 +1,14 @@
-"""Store + address -> connected processes: the only file that uses torch's private process-group interface.
+"""Connects processes. This is the only file that uses torch's private process-group interface.
 
-`torch.distributed.init_process_group` knows one default group per process. Elastic averaging needs a group per
-generation of members, or one per worker, beside whatever group the user has, so it builds ProcessGroupGloo (or NCCL)
-itself, on a prefixed store. What is private in that: `ProcessGroupGloo._Options` with `_timeout`, `_devices` and
-`_threads`, and `create_device`. tests/cpu/elastic/test_transport.py fails where a release of torch changes one of them
-(run with 2.11 and 2.13).
+`torch.distributed.init_process_group` supports one default group per process. Elastic averaging needs a group per
+generation of members, or one per worker, besides any group of the user, so it creates ProcessGroupGloo (or NCCL) on a
+prefixed store itself. The private parts are `ProcessGroupGloo._Options` with `_timeout`, `_devices` and `_threads`, and
+`create_device`. tests/cpu/elastic/test_transport.py fails if a release of torch changes one of them (run with 2.11 and
+2.13).
 
-gloo's default device is whatever the host's own name resolves to, which on many hosts is loopback: members on two
-hosts then never connect. Here gloo listens on the address from which this host reaches the rendezvous address (the
-kernel's routing table says which), unless GLOO_SOCKET_IFNAME names interfaces.
+gloo's default device is the address that the host's own name resolves to, which is loopback on many hosts, so that
+members on two hosts never connect. Here gloo listens on the address from which this host reaches the rendezvous address
+(according to the kernel's routing table), unless GLOO_SOCKET_IFNAME names interfaces.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ LOOPBACK = "127.0.0.1"
 
 
 def open_gloo(store: Store, index: int, size: int, limit_s: float, *, num_lanes: int, address: str) -> Any:
-    """Member `index` of a gloo group of `size`, listening on `address`; RuntimeError where one cannot be reached.
+    """Returns member `index` of a gloo group of `size`, listening on `address`. Raises RuntimeError if it cannot
+    connect.
 
-    gloo gives tag t to device t modulo their number, and every device has a thread of its own: `num_lanes` devices
-    move blocks side by side.
+    gloo assigns tag t to device t modulo their number, and every device has a thread, so `num_lanes` devices transfer
+    blocks in parallel.
     """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
@@ -49,29 +50,29 @@ def open_gloo(store: Store, index: int, size: int, limit_s: float, *, num_lanes:
 
 
 def open_nccl(store: Store, index: int, size: int, limit_s: float) -> Any:
-    """Member `index` of an NCCL group. A CPU build of torch has no such class."""
+    """Returns member `index` of an NCCL group. CPU builds of torch do not have this class."""
     nccl: Any = dist
     return nccl.ProcessGroupNCCL(store, index, size, timedelta(seconds=limit_s))
 
 
 def interfaces() -> list[str]:
-    """The interfaces that GLOO_SOCKET_IFNAME asks for; usually none."""
+    """Returns the interfaces in GLOO_SOCKET_IFNAME, usually none."""
     return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
 
 
 def local_address(towards: str) -> str:
-    """The address of this host from which it reaches `towards`; loopback where no route leads there."""
+    """Returns this host's address towards another host; loopback if there is no route."""
     try:
         family, kind, _, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
         with closing(socket.socket(family, kind)) as probe:
-            probe.connect(target)  # a datagram socket sends nothing: this asks the routing table only
+            probe.connect(target)  # sends nothing, but reads the routing table
             return str(probe.getsockname()[0])
     except OSError:
         return LOOPBACK
 
 
 def resolve(host: str) -> str:
-    """The address that a name stands for; OSError where nobody knows it."""
+    """Returns the address of a name. Raises OSError if it is unknown."""
     return str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
 
 
@@ -80,10 +81,10 @@ def is_loopback(address: str) -> bool:
 
 
 def listening_address(mine: str, others: list[str]) -> str:
-    """Where this member of a group must listen for the others to reach it.
+    """Returns the address on which this member must listen so that the others reach it.
 
-    A host that holds the store often reaches it over loopback, because its own name resolves to that. Where another
-    member has a real address, this host's address towards that member is the one to use.
+    The host of the store often reaches it over loopback, because its own name resolves to that. If another member has a
+    real address, this host's address towards that member is used.
     """
     if not is_loopback(mine):
         return mine
@@ -91,11 +92,11 @@ def listening_address(mine: str, others: list[str]) -> str:
 
 
 def limit_silence(port: int, limit_s: float) -> None:
-    """Connections of this process to `port` fail when the other side has been silent for `limit_s`.
+    """Makes this process's connections to `port` fail if the other side is silent for `limit_s`.
 
-    A store's client waits for its answers without a limit: behind a cable that was cut it would wait for a quarter of
-    an hour, until the kernel gives up. The kernel is told to give up earlier. The client does not tell its sockets, so
-    they are found among the open files by whom they are connected to.
+    A store's client waits for answers without a limit; after a network failure it would wait for a quarter of an hour,
+    until the kernel gives up. This makes the kernel give up earlier. The client does not expose its sockets, so they
+    are found among the open files by their peer.
     """
     options = {
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
@@ -106,20 +107,21 @@ def limit_silence(port: int, limit_s: float) -> None:
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:
         try:
             mine = socket.socket(fileno=int(name))
-        except OSError:  # no socket, or closed by now
+        except OSError:  # not a socket, or closed already
             continue
         try:
             if mine.family in (socket.AF_INET, socket.AF_INET6) and mine.getpeername()[1] == port:
                 for (level, option), value in options.items():
                     mine.setsockopt(level, option, value)
-        except OSError:  # it is connected to nobody
+        except OSError:  # not connected
             pass
         finally:
             mine.detach()
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket that accepts connections to `host` only ("" for every interface)."""
+    """Returns a listening socket for connections to `host` ("" for every interface)."""
+
     family, kind, _, _, target = socket.getaddrinfo(
         host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]

@@ -1,7 +1,7 @@
-"""Arrivals -> who may exchange now: the strict round robin of Algorithm 1, and bounded staleness.
+"""Decides which worker may exchange: the strict round robin of Algorithm 1, and bounded staleness.
 
-A worker that is late past the limit loses its turn (or stops holding the clock back) until it speaks again; nobody
-waits for it twice.
+A worker that exceeds the limit loses its turn (or no longer counts for the staleness bound) until it sends again, so
+that the others wait for it only once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 
 
 class Turns:
-    """Thread-safe order over ranks, and clocks over workers."""
+    """A thread-safe order of ranks, and clocks of workers."""
 
     def __init__(self, num_ranks: int, limit_s: float, staleness: int | None) -> None:
         self._order = list(range(num_ranks))
@@ -37,7 +37,7 @@ class Turns:
             self._changed.notify_all()
 
     def take(self, rank: int, within_s: float = math.inf) -> bool:
-        """Waits until it is `rank`'s turn, at most `within_s`; whoever lets the limit pass is skipped."""
+        """Waits for `rank`'s turn, at most `within_s`; a holder that exceeds the limit is skipped."""
         until_s = time.monotonic() + within_s
         with self._changed:
             self._enter(rank)
@@ -69,7 +69,7 @@ class Turns:
                 now_s = time.monotonic()
                 late_s = self._ticked_s[uid] + self._limit_s
                 if now_s >= late_s:
-                    for laggard in behind:  # silent past the limit: it rejoins the count when it speaks
+                    for laggard in behind:  # silent for too long; it counts again when it sends
                         self._clocks.pop(laggard, None)
                 elif now_s >= until_s:
                     return False
@@ -87,7 +87,7 @@ class Turns:
             self._order = sorted([*self._order, rank])
 
     def _note_holder(self) -> int:
-        """The rank whose turn it is; notes when that began."""
+        """Returns the rank whose turn it is, and records when its turn began."""
         later = [rank for rank in self._order if rank >= self._next]
         holder = later[0] if later else self._order[0]
         if holder != self._noted_holder:

@@ -1,17 +1,18 @@
-"""Tensors <-> peers: sums, broadcasts and messages among the members of a group.
+"""Sums, broadcasts and messages among the members of a group.
 
-A `Group` is one generation of members, or a worker and the centre (transport.py connects them). What gloo does was
-tried first: a directed receive notices a dead peer at once; a wait that runs out of time closes the pair for good, so a
-timeout always means "this peer is gone"; dropping a group closes its sockets and thereby wakes the other members.
+A `Group` is one generation of members, or a worker and the centre (transport.py connects them). It relies on tested
+behaviour of gloo: a directed receive notices a dead peer immediately; a wait that times out closes the pair
+permanently, so a timeout always means that the peer is gone; dropping a group closes its sockets, which wakes the other
+members.
 
 Sums follow the tree of 1708.02983 (section 5.1): neighbours first, then pairs of neighbours. The order of the additions
-depends on the ranks only, where gloo's ring makes it depend on an element's place in the buffer; so a packed and a
-per-layer sum agree bit for bit, every member holds the same bits, and reruns repeat them. Two routes give these bits.
-Small vectors swap whole along a butterfly: log2 P messages. Large ones are halved on the way and put together again on
-the way back (recursive halving and doubling): twice the messages, but 2 (P - 1) / P of the bytes instead of log2 P.
-They pass in blocks, several under way at once over several connections, so that one is added while others travel.
-Where all members are on one host, a message made by `make_message` lies in memory they share and each adds up a share
-of it (window.py): the same bits again.
+depends on the ranks only, while in gloo's ring it depends on an element's position in the buffer. So a packed and a
+per-layer sum agree bit for bit, all members have the same bits, and reruns repeat them. Two algorithms give these bits.
+Small vectors are swapped whole along a butterfly, in log2 P messages. Large ones use recursive halving and doubling:
+twice the messages, but 2 (P - 1) / P of the bytes instead of log2 P. They are sent in blocks, several in progress at
+once over several connections, so that one block is added while others are transferred. If all members are on one host,
+a message made by `make_message` is in shared memory and each member adds up a share of it (window.py), with the same
+bits again.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ CENTER_RANK = -1
 SEGMENT_BYTES = 1 << 20
 BLOCK_BYTES = 1 << 22
 MIN_BLOCK_BYTES = 1 << 19
-NUM_UNDER_WAY = 8  # blocks
-PIECE_ELEMENTS = 1 << 17  # several rules in turn find a piece in the cache
-SERIAL_ELEMENTS = 511 * 64  # torch starts its threads at 32,768
-NUM_LANES = 4  # connections to each peer, each with a thread of gloo's: one thread moves about 4 GB/s
+NUM_UNDER_WAY = 8  # blocks in progress at once
+PIECE_ELEMENTS = 1 << 17  # small enough that consecutive rules find a piece in the cache
+SERIAL_ELEMENTS = 511 * 64  # below torch's threshold for threads, 32,768
+NUM_LANES = 4  # connections to each peer, each with a gloo thread, which moves about 4 GB/s
 STATUS_TAG = 1 << 20  # above the tag of any segment
-SHARED_BYTES: int | None = 1 << 17  # messages of more than this lie in shared memory where there is one; None: never
+SHARED_BYTES: int | None = 1 << 17  # larger messages are in shared memory, if possible; None: never
 
-_PLAIN = (torch.float32, torch.float64)  # what NumPy adds as torch does
+_PLAIN = (torch.float32, torch.float64)  # dtypes that NumPy adds as torch does
 
 
 class PeerLost(ElasticError):
-    """A peer closed its connection or did not answer within the limit. `rank` is its rank, where known."""
+    """A peer closed its connection or did not answer within the limit. `rank` is its rank, if known."""
 
     def __init__(self, rank: int | None, what: str) -> None:
         self.rank = rank
@@ -59,14 +60,14 @@ class PeerLost(ElasticError):
 
 @dataclass
 class Traffic:
-    """What this worker put on the wire."""
+    """The messages that this worker has sent."""
 
     num_messages: int = 0
     num_bytes: int = 0
 
 
 class Group:
-    """Members of one generation (or a worker and the centre) joined by gloo; `ranks[i]` names member i in errors."""
+    """Members of one generation (or a worker and the centre) connected by gloo; errors call member i `ranks[i]`."""
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class Group:
         num_lanes: int = 1,
         address: str = transport.LOOPBACK,
     ) -> None:
-        """`address` is where this member listens for the others."""
+        """`address` is the one on which this member listens for the others."""
         self.index, self.ranks, self.limit_s = index, ranks, limit_s
         self.traffic = Traffic()
         self._staging: dict[tuple[str, torch.dtype], Tensor] = {}
@@ -97,7 +98,7 @@ class Group:
         return len(self.ranks)
 
     def close(self) -> None:
-        """Closes the sockets: whoever waits for this member hears of it at once."""
+        """Closes the sockets, so that peers waiting for this member notice immediately."""
         self._gloo = None
         if self._window is not None:
             self._window.leave(self.index)
@@ -131,7 +132,7 @@ class Group:
             raise PeerLost(self.ranks[peer], f"{what} ({_first_line(error)})") from None
 
     def post_status(self, status: float) -> Any:
-        """Posts a word to member 1 on a channel of its own and does not wait: the word must outlive the call."""
+        """Sends a status to member 1 on a separate channel without waiting; keep the result until it was received."""
         word = torch.tensor([status], dtype=torch.float64)
         return word, self._start_send(word, 1, STATUS_TAG)
 
@@ -141,7 +142,7 @@ class Group:
         return float(word)
 
     def post_send(self, tensor: Tensor, to: int) -> list[Any]:
-        """Starts sending; the tensor must not change until every returned piece of work was waited for."""
+        """Starts sending; the tensor must not change until all returned works have been waited for."""
         return [self._start_send(part, to, tag) for tag, part in enumerate(_segments(tensor))]
 
     def post_receive(self, tensor: Tensor, source: int) -> list[Any]:
@@ -156,14 +157,14 @@ class Group:
             self.wait(work, source, limit_s)
 
     def spare(self, num_elements: int, dtype: torch.dtype, name: str) -> Tensor:
-        """A resident buffer: fresh pages for every message would cost more than the message."""
+        """Returns a buffer that is reused, because allocating pages for every message would cost more than sending."""
         kept = self._staging.get((name, dtype))
         if kept is None or kept.numel() < num_elements:
             kept = self._staging[name, dtype] = torch.empty(num_elements, dtype=dtype)
         return kept[:num_elements]
 
     def tree_sum(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> None:
-        """Every member's flat CPU `tensor` becomes the sum over members; sent as `dtype` where one is given."""
+        """Replaces every member's flat CPU `tensor` by the sum over members, sent as `dtype` if given."""
         place = self._place_in_window(tensor) if dtype is None else None
         if place is not None and self._window is not None:
             self._share(tensor, self._window, place)
@@ -180,24 +181,24 @@ class Group:
             swap(tensor, [self.index ^ (1 << bit) for bit in range(folded.bit_length() - 1)], dtype)
         if self.index + folded < self.size:
             self._send_rounded(tensor, self.index + folded, dtype)
-        if dtype is not None and self.size > 1:  # some member holds the rounded sum; hold the same
+        if dtype is not None and self.size > 1:  # some members have the rounded sum; this one needs the same
             tensor.copy_(tensor.to(dtype))
 
     def _butterfly(self, tensor: Tensor, peers: list[int], dtype: torch.dtype | None) -> None:
-        """log2 P swaps of the whole vector with ever farther partners."""
+        """Swaps the whole vector log2 P times, with partners at doubling distance."""
         theirs = self.spare(tensor.numel(), dtype or tensor.dtype, "theirs")
         sent = tensor if dtype is None else self.spare(tensor.numel(), dtype, "sent")
         for peer in peers:
             if dtype is not None:
                 sent.copy_(tensor)
-                tensor.copy_(sent)  # both sides add the two rounded halves, so both hold the same bits
+                tensor.copy_(sent)  # both sides add two rounded vectors, for the same bits
             self._finish(self._start_swap(sent, theirs, peer, 0), peer)
             add_into(tensor, theirs)
 
     def make_message(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Memory for what this group will sum, zeroed; all members ask for the same at the same time.
+        """Returns zeroed memory for the vectors that this group will sum. All members must call it at the same time.
 
-        Where they are on one host it is memory all of them see, and summing it, or parts of it, copies nothing.
+        If all are on one host it is shared memory, and summing it, or parts of it, needs no copies.
         """
         num_bytes = num_elements * dtype.itemsize
         if SHARED_BYTES is not None and num_bytes > SHARED_BYTES and self.size > 1 and dtype in _PLAIN:
@@ -208,7 +209,7 @@ class Group:
         return self._message
 
     def _open_window(self, message_bytes: int) -> window.Window | None:
-        """Memory all members see, or None for all of them: whether everyone found it is summed over the sockets."""
+        """Returns shared memory, or None at all members if one of them cannot open it."""
         told, mine = torch.zeros(3, dtype=torch.float64), None
         if self.index == 0:
             mine, told = window.offer(self.size, message_bytes)
@@ -226,16 +227,16 @@ class Group:
         return mine if int(num_found) == self.size else None
 
     def _place_in_window(self, tensor: Tensor) -> int | None:
-        """Where in the shared message `tensor` begins, in bytes; None where it lies elsewhere, or had better travel."""
+        """Returns the offset of `tensor` in the shared message in bytes; None if it is elsewhere or small."""
         if self._message is None or SHARED_BYTES is None or tensor.nbytes <= SHARED_BYTES:
             return None
         place = tensor.data_ptr() - self._message.data_ptr()
         return place if 0 <= place < self._message.nbytes and tensor.is_contiguous() else None
 
     def _share(self, tensor: Tensor, shared: window.Window, first_byte: int) -> None:
-        """Adds up its own share for all; the others write theirs into `tensor` meanwhile."""
+        """Adds up this member's share for all, while the others write their shares into `tensor`."""
         self.traffic.num_messages += 2 * (self.size - 1)
-        # Read of the others, and written to them.
+        # Bytes read from the others and written to them.
         self.traffic.num_bytes += 2 * (self.size - 1) * tensor.nbytes // self.size
         edges = [tensor.numel() * member // self.size * tensor.element_size() for member in range(self.size + 1)]
         self._meet(shared)
@@ -244,18 +245,18 @@ class Group:
         self._meet(shared)
 
     def _meet(self, shared: window.Window) -> None:
-        """Goes on when every member is as far as this one."""
+        """Waits until every member has come to the same point."""
         missing = shared.meet(self.index, self.limit_s)
         if missing is not None:
             what = "closed its connection" if shared.is_gone(missing) else f"did not answer within {self.limit_s:g} s"
             raise PeerLost(self.ranks[missing], what)
 
     def _halve_and_double(self, tensor: Tensor, peers: list[int], dtype: torch.dtype | None) -> None:
-        """Blocks advance in turn, each by one swap; every member takes them in the same order, so nobody waits for a
-        block that its partner has not begun."""
+        """Advances blocks in turn, each by one swap. All members use the same order, so that none waits for a block
+        that its partner has not begun."""
         under_way: deque[Iterator[None]] = deque()
         for tag, block in enumerate(_blocks(tensor)):
-            while len(under_way) == NUM_UNDER_WAY:  # blocks end in the order they began: then a slot's buffers are free
+            while len(under_way) == NUM_UNDER_WAY:  # blocks end in the order they began, which frees a slot
                 _advance(under_way)
             under_way.append(self._pass_block(block, peers, dtype, tag))
             next(under_way[-1])
@@ -263,7 +264,7 @@ class Group:
             _advance(under_way)
 
     def _pass_block(self, mine: Tensor, peers: list[int], dtype: torch.dtype | None, tag: int) -> Iterator[None]:
-        """One block, halved with each peer and doubled on the way back; yields while its swaps travel."""
+        """Halves one block with each peer and doubles it on the way back; yields while its swaps are in transfer."""
         slot = tag % NUM_UNDER_WAY
         theirs = self.spare(mine.numel(), dtype or mine.dtype, f"theirs {slot}")
         sent = mine if dtype is None else self.spare(mine.numel(), dtype, f"sent {slot}")
@@ -316,7 +317,7 @@ class Group:
             tensor.copy_(rounded)
 
     def tree_reduce(self, tensor: Tensor) -> None:
-        """Member 0's `tensor` becomes the sum, added in the order of `tree_sum`; the others' is used up."""
+        """Sums into member 0's `tensor`, in the order of `tree_sum`; the others' tensors are overwritten."""
         folded = _power_of_two_below(self.size)
         if self.index >= folded:
             self.send(tensor, self.index - folded)
@@ -332,7 +333,7 @@ class Group:
             bit *= 2
 
     def tree_broadcast(self, tensor: Tensor, root: int = 0) -> None:
-        """Everyone's `tensor` becomes member `root`'s."""
+        """Copies member `root`'s `tensor` to all members."""
         place = (self.index - root) % self.size
         bit = 1
         while bit < self.size:
@@ -343,8 +344,8 @@ class Group:
             bit *= 2
 
     def ring_sum(self, tensor: Tensor) -> None:
-        """gloo's own all-reduce: less traffic than the tree for large buffers and many members, position-dependent
-        rounding, and a stopped member is noticed by the limit only."""
+        """Runs gloo's all-reduce: less traffic than the tree for large buffers and many members, but position-dependent
+        rounding, and a stopped member is noticed only by the limit."""
         self.traffic.num_messages += 2 * (self.size - 1)
         self.traffic.num_bytes += 2 * (self.size - 1) * tensor.nbytes // self.size
         gloo = self._gloo
@@ -357,7 +358,7 @@ class Group:
 
 
 class NcclGroup(Group):
-    """The same members over NCCL: sums stay on the device. A lost member is noticed by the limit."""
+    """A group over NCCL, whose sums stay on the device. A lost member is noticed by the limit."""
 
     def __init__(
         self,
@@ -370,7 +371,7 @@ class NcclGroup(Group):
         address: str = transport.LOOPBACK,
     ) -> None:
         super().__init__(PrefixStore("gloo", store), index, ranks, limit_s, num_lanes=num_lanes, address=address)
-        # NCCL's own watchdog ends the process; ten limits leave the verdict to the wait in tree_sum.
+        # NCCL's watchdog would end the process; with ten limits, the wait in tree_sum times out first.
         self._nccl = transport.open_nccl(PrefixStore("nccl", store), index, len(ranks), 10 * limit_s)
 
     def tree_sum(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> None:
@@ -378,7 +379,7 @@ class NcclGroup(Group):
             super().tree_sum(tensor, dtype=dtype)
             return
         reached: Any = torch.cuda.Event()
-        # A stream of its own: the compute stream must not queue behind the sum.
+        # On a separate stream, so that the compute stream does not wait for the sum.
         side = torch.cuda.Stream(tensor.device)
         with torch.cuda.stream(side):
             sent = tensor if dtype is None else tensor.to(dtype)
@@ -387,7 +388,7 @@ class NcclGroup(Group):
                 tensor.copy_(sent)
             reached.record(side)
         end_s = time.monotonic() + self.limit_s
-        while not reached.query():  # NCCL's own wait would only queue; a dead peer must end in an error, not a hang
+        while not reached.query():  # NCCL's wait does not block the host; a dead peer must raise an error
             if time.monotonic() > end_s:
                 self._nccl.abort()
                 raise PeerLost(None, f"among {self.ranks} did not finish the all-reduce within {self.limit_s:g} s")
@@ -399,19 +400,19 @@ class NcclGroup(Group):
 
 
 def cut(vector: Tensor, part_sizes: list[int] | None) -> list[Tensor]:
-    """The messages `vector` travels in: one, or one per part for the per-layer baseline."""
+    """Returns the messages of a vector: one, or one per part for the per-layer baseline."""
     return [vector] if part_sizes is None else list(torch.split(vector, part_sizes))
 
 
-# The next three are for threads beside the one that computes, where torch would start a second OpenMP team.
+# The next three run in threads beside the computing one, where torch would start a second OpenMP team.
 
 
 def pieces(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Vectors of one length, cut alike into pieces that torch does not share out among threads.
+    """Yields equal pieces of several vectors, small enough that torch does not use several threads for them.
 
-    A rule applied piece by piece gives the bits it gives for the whole: a piece is a multiple of any vector register.
-    From lists, here and wherever an exchange's thread makes tuples: while `outcore.limit` looks at all objects, Python
-    cannot finish a tuple that another thread makes of a generator.
+    A rule applied piece by piece gives the same bits as for the whole, because a piece is a multiple of any vector
+    register. Here, and wherever an exchange's thread makes tuples, they are made from lists: while `outcore.limit`
+    iterates over all objects, Python cannot resize a tuple that another thread builds from a generator.
     """
     if any(vector.is_cuda for vector in vectors):
         yield vectors
@@ -421,7 +422,7 @@ def pieces(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def add_into(total: Tensor, other: Tensor) -> None:
-    """total += other on this thread alone."""
+    """Computes total += other in this thread only."""
     if _is_plain(total) and total.dtype == other.dtype:
         mine: np.ndarray[Any, Any] = total.numpy()
         with np.errstate(all="ignore"):  # a diverging run overflows; torch would not comment on it either
@@ -431,7 +432,7 @@ def add_into(total: Tensor, other: Tensor) -> None:
 
 
 def is_finite(vector: Tensor) -> bool:
-    """One pass on this thread alone; a sum that overflows counts as lost, too."""
+    """Whether all elements are finite, in one pass of this thread; a sum that overflows counts as not finite."""
     if not _is_plain(vector):
         return bool(torch.isfinite(vector.sum(dtype=torch.float32)))
     with np.errstate(all="ignore"):
@@ -443,18 +444,18 @@ def _is_plain(vector: Tensor) -> bool:
 
 
 def _segments(tensor: Tensor) -> list[Tensor]:
-    """Parts of about a MiB: a larger write leaves the cache before its partner reads it (2.4 x slower at 100 MiB)."""
+    """Returns parts of about 1 MiB: a larger write leaves the cache before it is read (2.4 x slower at 100 MiB)."""
     return list(torch.split(tensor, max(1, SEGMENT_BYTES // tensor.element_size())))
 
 
 def _blocks(tensor: Tensor) -> list[Tensor]:
-    """Equal parts: small enough for the cache, and one for every lane where the vector is large enough for that."""
+    """Returns equal parts that fit the cache, at least one per lane if the vector is large enough."""
     for_lanes = min(NUM_LANES, tensor.nbytes // MIN_BLOCK_BYTES)
     return list(torch.tensor_split(tensor, max(1, for_lanes, -(-tensor.nbytes // BLOCK_BYTES))))
 
 
 def _advance(under_way: deque[Iterator[None]]) -> None:
-    """Takes the block that waits longest one swap further; one that is through is dropped."""
+    """Advances the oldest block by one swap, and drops it if it is finished."""
     block = under_way.popleft()
     for _ in block:
         under_way.append(block)
@@ -462,11 +463,11 @@ def _advance(under_way: deque[Iterator[None]]) -> None:
 
 
 def give_way() -> None:
-    """From now on this thread never preempts another, and runs on a core that is spare, or on any of the launcher's.
+    """Lowers this thread's priority to SCHED_BATCH, and moves it to a spare core, or to any of the launcher's.
 
-    gloo's thread polls while another one is inside a call on the same connection. When it preempts that very thread on
-    their one core, it polls a whole time slice away: 4 KiB both ways took 2.7 ms instead of 0.09. And an exchange that
-    shares its core with the computation is not hidden behind it.
+    gloo's thread polls while another thread is in a call on the same connection. If it preempts that thread on their
+    common core, it polls for a whole time slice: 4 KiB in both directions took 2.7 ms instead of 0.09. Also, an
+    exchange that shares its core with the computation cannot overlap with it.
     """
     if hasattr(os, "SCHED_BATCH"):
         if os.sched_getscheduler(0) == os.SCHED_OTHER:
@@ -476,7 +477,7 @@ def give_way() -> None:
 
 @contextmanager
 def giving_way() -> Iterator[None]:
-    """Threads made inside give way: policy and affinity are inherited from the thread that makes them."""
+    """A context in which new threads give way, because they inherit policy and affinity."""
     if not hasattr(os, "SCHED_BATCH"):
         yield
         return

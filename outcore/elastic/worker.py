@@ -1,7 +1,7 @@
-"""Model + optimizer + method -> Worker: the object a training loop holds.
+"""The worker: the object that a training loop holds.
 
-`join` packs the model, meets the other workers and returns a Worker; `Worker.step` takes the place of
-`optimizer.step(); optimizer.zero_grad()` and exchanges every `period` steps. See methods.py for the table of methods.
+`join` packs the model, waits for the other workers and returns a Worker. `Worker.step` replaces `optimizer.step();
+optimizer.zero_grad()` and exchanges every `period` steps. methods.py has the table of methods.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from outcore.elastic.sync import SyncExchange
 from outcore.elastic.sync_averagers import DiLoCo, ElasticSync, SyncSgd
 from outcore.errors import ElasticError
 
-_open_names: set[str] = set()  # trainings that this process has joined and not left
+_open_names: set[str] = set()  # trainings that this process takes part in
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What a worker did so far. `wait_s` is the time its loop stood still for communication; `num_ahead` of its steps
-    were taken instead of waiting for an exchange (see `Settings.ahead`)."""
+    """Statistics of a worker. `wait_s` is the time its loop waited for communication; `num_ahead` steps were taken
+    instead of waiting for an exchange (see `Settings.ahead`)."""
 
     num_steps: int
     num_ahead: int
@@ -60,7 +60,7 @@ class Stats:
 
 
 class Worker:
-    """One replica. Use it as a context manager around an ordinary loop; `join` makes it."""
+    """One replica, created by `join`. Use it as a context manager around an ordinary loop."""
 
     def __init__(
         self,
@@ -73,13 +73,13 @@ class Worker:
         self.settings, self.place = settings, place
         self.method = settings.check()
         self._model, self._optimizer = model, optimizer
-        self._name: str | None = None  # of the training, where `join` has found the place
+        self._name: str | None = None  # of the training, if `join` found the place
         fingerprint = Fingerprint(describe(model), {**settings.in_common(), "num_ranks": place.num_ranks})
         self._flat, self._frozen = FlatModel(model), Frozen(model)
         self._mu = self.method.mu if settings.mu is None else settings.mu
         has_momentum = self.method.momentum in ("worker", "look_ahead")
         self._velocity = torch.zeros_like(self._flat.gradient) if has_momentum else None
-        self._apart = self.method.momentum == "look_ahead"  # the model then stands at x + delta v, not at x
+        self._apart = self.method.momentum == "look_ahead"  # the model is then evaluated at x + delta v instead of x
         weights = self._flat.vector.clone() if self._apart else self._flat.vector
         self._local = self._make_local(weights)
         _warn_of_instability(self.method, settings, place.num_ranks)
@@ -102,12 +102,12 @@ class Worker:
 
     @property
     def global_step(self) -> int:
-        """How many steps this training has had: this worker's own, and before them those of the worker whose state it
-        took over when it came late. A loop over `range(worker.global_step, num_steps)` goes on where the others are."""
+        """The number of steps of this training so far: this worker's own, and before them those of the worker whose
+        state it took over when it joined late. `range(worker.global_step, num_steps)` continues at the others' step."""
         return self._local.global_step
 
     def step(self, scaler: Any = None) -> None:
-        """The local step, every `period` steps (and up to `ahead` more) the exchange, and zeroed gradients.
+        """Runs the local step, every `period` steps (and up to `ahead` more) the exchange, and zeroes the gradients.
 
         With mixed precision pass the GradScaler: `worker.step(scaler)`, then `scaler.update()` as usual.
         """
@@ -118,14 +118,14 @@ class Worker:
     def _step(self, scaler: Any) -> None:
         step = self.num_steps + 1
         due = self._is_due(step)
-        self._local.global_step += 1  # at once: who joins in this step's exchange goes on with the step after it
+        self._local.global_step += 1  # first: workers who join in this exchange continue with the next step
         self._flat.bind_gradients()
         if due:
             self._enter_buffers()
             self._timed(self._averager.before_step)
         self._local_step(scaler)
         if due:
-            self._flat.refresh(only_parameters=True)  # the optimizer has moved them
+            self._flat.refresh(only_parameters=True)  # the optimizer has changed them
             self._timed(self._averager.after_step)
             self._flat.restore()
         self._stand()
@@ -140,7 +140,7 @@ class Worker:
             self._timed(self._averager.prepare)
 
     def center_state_dict(self) -> dict[str, Tensor]:
-        """The averaged model, in the form of `model.state_dict()`; float buffers are averages over the workers."""
+        """Returns the averaged model as `model.state_dict()` does; float buffers are averages over the workers."""
         with torch.no_grad(), _named_loss(self.place):
             return self._flat.state_dict(self._model, self._averager.read_center())
 
@@ -158,14 +158,14 @@ class Worker:
         )
 
     def members(self) -> list[int]:
-        """Ranks that take part at the moment: the present generation, or those that the centre serves."""
+        """Returns the ranks that take part now: the current generation, or those that the centre serves."""
         return self._averager.members()
 
     def close(self, *, finished: bool = True) -> None:
-        """Finishes an exchange under way and says goodbye. Leaving the `with` block does it.
+        """Finishes an exchange in progress and leaves the training. Leaving the `with` block calls it.
 
-        With `finished=False`, which an exception that leaves the block stands for, the others count this worker among
-        the missing (see `Settings.min_members`) until it comes back.
+        With `finished=False`, as after an exception in the block, the others count this worker as missing (see
+        `Settings.min_members`) until it returns.
         """
         if self._hook is not None:
             self._hook.remove()
@@ -182,7 +182,7 @@ class Worker:
         self.close(finished=error is None)
 
     def _is_due(self, step: int) -> bool:
-        """Whether the exchange ends with this step: it is time, and it is over or no more steps may be taken before."""
+        """Whether the exchange ends with this step: it is due, and either over or no more steps may be taken before."""
         num_late = step - self._due_step
         return num_late >= 0 and (num_late >= self.settings.ahead or self._averager.is_over())
 
@@ -192,7 +192,7 @@ class Worker:
         self._wait_s += time.perf_counter() - began_s
 
     def _local_step(self, scaler: Any) -> None:
-        """W_i <- W_i + s_i by the user's optimizer; with worker momentum V <- mu V + s_i, W_i <- W_i + V."""
+        """W_i <- W_i + s_i with the user's optimizer; with worker momentum V <- mu V + s_i, W_i <- W_i + V."""
         cut, model = self._flat.num_params, self._flat.vector
         before = model[:cut].clone() if self._velocity is not None else None
         if scaler is None:
@@ -206,7 +206,7 @@ class Worker:
             torch.add(weights if self._apart else before, self._velocity, out=weights)
 
     def _stand(self) -> None:
-        """Puts the model where its next gradient is taken: EAMSGD's look-ahead point, or just its weights."""
+        """Sets the model to the point of its next gradient: its weights, or EAMSGD's look-ahead point."""
         cut, vector = self._flat.num_params, self._flat.vector
         if self._apart and self._velocity is not None:
             rules.look_ahead(self._local.weights[:cut], self._velocity, self._mu, out=vector[:cut])
@@ -307,11 +307,11 @@ def join(
     place: Place | None = None,
     **settings: Any,
 ) -> Worker:
-    """Makes this process one of the elastic workers its launcher started; see `Settings` for what else can be set.
+    """Makes this process one of the elastic workers that its launcher started; `Settings` lists the other settings.
 
-    All workers start from the centre: rank 0's weights, or the checkpoint's, or the running centre's for a late comer.
-    Frozen parameters and integer buffers are taken over once, with the weights. A process may take part in several
-    trainings at once, each with a `name` of its own: the two networks of a GAN are two trainings.
+    All workers start from the centre: rank 0's weights, the checkpoint's, or, for a late worker, those of the running
+    centre. Frozen parameters and integer buffers are taken over once, with the weights. A process may take part in
+    several trainings at once, each with its own `name`; the two networks of a GAN are two trainings.
 
     A model that FSDP2 has sharded over the ranks of a replica is averaged over the replicas (sharded.py).
     """
@@ -343,7 +343,7 @@ def join(
 
 @contextmanager
 def _named_loss(place: Place) -> Iterator[None]:
-    """Says in one sentence that the store is gone."""
+    """Reports a lost store in one sentence."""
     try:
         yield
     except dist.DistError as error:

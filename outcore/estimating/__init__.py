@@ -1,1 +1,1 @@
-"""A model and a step -> what it will need, on this machine or another one, before anything is run."""
+"""Estimates what a training step needs, on this machine or another one, before anything is run."""

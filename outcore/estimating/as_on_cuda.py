@@ -1,9 +1,9 @@
-"""What PyTorch does on CUDA and not on the CPU, for a step that is estimated on a machine without a GPU.
+"""Makes a step that is estimated on a machine without a GPU behave as on CUDA.
 
-PyTorch chooses kernels, and what autocast does, by the device of the tensors. Fake tensors cannot be on a device whose
-support is not built in, so there they pretend to be on the CPU, whatever device a script names. Four things that
-decide what a step saves are done as CUDA does them: `torch.autocast("cuda")` is on; it runs norms, softmax, losses and
-the like in float32; dropout keeps a mask of booleans; attention with dropout is one fused op.
+PyTorch chooses kernels, and the effect of autocast, by the device of the tensors. Fake tensors cannot be on a device
+that this build of PyTorch does not support, so without a GPU they are on the CPU, whatever device a script names. Four
+things that determine what a step saves are then done as on CUDA: `torch.autocast("cuda")` is on; it runs norms,
+softmax, losses and similar ops in float32; dropout saves a boolean mask; attention with dropout is one fused op.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-# What autocast runs in float32 on CUDA ("CUDA Ops that can autocast to float32" in PyTorch's documentation).
+# Ops that autocast runs in float32 on CUDA ("CUDA Ops that can autocast to float32" in PyTorch's documentation).
 _NAMES = (
     "acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cumprod cumsum dist "
     "erfinv exp expm1 group_norm hinge_embedding_loss kl_div l1_loss layer_norm log log10 log1p log2 log_softmax "
@@ -32,7 +32,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """While it is active, a step on fake CPU tensors does these four things as it would on CUDA."""
+    """A context in which a step on fake CPU tensors does these four things as on CUDA."""
     with ExitStack() as undo:
         undo.enter_context(patch.object(F, "scaled_dot_product_attention", _attention(F.scaled_dot_product_attention)))
         undo.enter_context(patch.object(F, "dropout", _dropout(F.dropout)))
@@ -45,8 +45,8 @@ def as_on_cuda() -> Iterator[None]:
 
 @contextmanager
 def cuda_is_cpu() -> Iterator[None]:
-    """Where there is no GPU, what a script puts on one is on the CPU, and `torch.autocast("cuda")`, which PyTorch
-    switches off there, is the autocast of the CPU."""
+    """A context in which, on a machine without a GPU, CUDA devices of a script become the CPU, and
+    `torch.autocast("cuda")`, which PyTorch disables there, becomes the CPU's autocast."""
     if torch.cuda.is_available():
         yield
         return
@@ -75,7 +75,7 @@ def _cpu_for_cuda(leaf: Any) -> Any:
 
 
 def _cast_on_cuda_alone() -> set[str]:
-    """Returns the names of the overloads that CUDA's autocast runs in float32 and the CPU's leaves as they are."""
+    """Returns the names of the overloads that autocast runs in float32 on CUDA but not on the CPU."""
     on_cuda, on_cpu = (
         set(torch._C._dispatch_get_registrations_for_dispatch_key(key)) for key in ("AutocastCUDA", "AutocastCPU")
     )
@@ -105,7 +105,7 @@ def _as_float32(leaf: Any) -> Any:
 
 
 def _attention(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Leaves dropout out: CUDA's kernels apply it inside, while the CPU would materialize the scores and save them."""
+    """Removes dropout: CUDA's kernels apply it inside, while the CPU would materialize and save the scores."""
 
     def attention(
         query: torch.Tensor,

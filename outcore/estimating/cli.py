@@ -19,34 +19,38 @@ OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "none": ""}
 @click.command("estimate", short_help="Say what a step needs and what less memory costs, without running it.")
 @click.argument("target", metavar="FILE.py:FUNCTION|MODEL")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGUMENTS OF FILE.py]")
-@click.option("--memory", help='A budget to look at, too: "16GiB", "80%", or bytes.')
+@click.option("--memory", help='A further budget to plan for: "16GiB", "80%", or bytes.')
 @click.option("--machine", help="A machine file, or v100, rtx3060, rtx4090, a100, h100, h200.  [default: this one]")
 @click.option("--model", "model_name", default="model", show_default=True, help="The model's name in FILE.py.")
 @click.option(
     "--optimizer",
     type=click.Choice(list(OPTIMIZERS)),
-    help="Whose state is counted.  [default: `optimizer` in FILE.py; adamw for MODEL]",
+    help="The optimizer whose state is counted.  [default: `optimizer` in FILE.py; adamw for MODEL]",
 )
-@click.option("--batch", default=1, show_default=True, type=click.IntRange(min=1), help="Samples, for MODEL.")
-@click.option("--tokens", default=1024, show_default=True, type=click.IntRange(min=1), help="Tokens each, for MODEL.")
+@click.option(
+    "--batch", default=1, show_default=True, type=click.IntRange(min=1), help="Samples of a batch, for MODEL."
+)
+@click.option(
+    "--tokens", default=1024, show_default=True, type=click.IntRange(min=1), help="Tokens per sample, for MODEL."
+)
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16"]),
     default="float32",
     show_default=True,
-    help="Of the weights, for MODEL.",
+    help="The dtype of the weights, for MODEL.",
 )
-@click.option("--html", type=OutFile(), help="Also write a page with the picture: slowdown against budget.")
-@click.option("--svg", type=OutFile(), help="Also write the picture alone.")
+@click.option("--html", type=OutFile(), help="Also write a page with a figure of the slowdown over the budget.")
+@click.option("--svg", type=OutFile(), help="Also write the figure alone.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of a table for people.")
 def estimate_command(
     target: str, arguments: tuple[str, ...], html: Path | None, svg: Path | None, as_json: bool, **options: Any
 ) -> None:
     """Say what a training step needs and how much slower it would be in less memory, without running it.
 
-    The target is a step of yours, as in `outcore record`, or a model of Hugging Face: its id, or a folder with its
+    The target is a step of a script, as in `outcore record`, or a Hugging Face model: its id, or a folder with its
     config.json. Weights are not read, and neither the memory nor a GPU is needed. Seconds are estimated from the
-    machine's rates. What follows `--` are the arguments of FILE.py:
+    machine's rates. Arguments after `--` are passed to FILE.py:
 
     \b
         outcore estimate train.py:step --machine a100 -- --lr 0.1

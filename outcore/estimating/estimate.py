@@ -1,10 +1,10 @@
-"""The front door: estimate(model, batch or step) -> Estimate, what training needs before anything is run.
+"""The public function: estimate(model, batch or step) -> Estimate, the needs of a training step before it is run.
 
     step on fake tensors ──▶ Trace ──plan for no memory──▶ the least budget that works
                                └────plan for budgets────▶ seconds at each of them
 
-The trace is the one that a recording would give, so peaks and the least budget come from the same planning that `limit`
-does. Seconds are estimated from the machine's rates, which is said wherever they are shown.
+The trace is the one that a recording would give, so peaks and the least budget come from the same planning as in
+`limit`. Seconds are estimated from the machine's rates, and are marked as estimates wherever they are shown.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Tell = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Estimate(Saved):
-    """What a training step needs, and what it would cost in less. Bytes are those of the model of memory that plans
-    are made with; seconds are estimates.
+    """What a training step needs, and what it would cost in less memory. Bytes are computed with the memory model that
+    plans are made with; seconds are estimates.
 
     ```python
     import outcore
@@ -62,7 +62,7 @@ class Estimate(Saved):
     input_bytes: int
     activation_bytes: int  # what autograd saves for the backward
     largest_op: str
-    largest_op_bytes: int  # what it reads and makes
+    largest_op_bytes: int  # its operands and results
     in_core_peak_bytes: int
     in_core_step_s: float
     least_bytes: int  # the smallest budget that a plan exists for
@@ -78,13 +78,13 @@ class Estimate(Saved):
         return {**asdict(self), "fits": self.fits}
 
     def to_svg(self) -> str:
-        """Slowdown against budget, as a picture that stands alone."""
+        """Returns the slowdown over the budget as a figure in SVG."""
         return slowdown_picture(
             self.budgets, self.least_bytes, self.in_core_peak_bytes, title=f"{self.model} on {self.machine}"
         )
 
     def to_html(self) -> str:
-        """The picture and the table, as a page that stands alone."""
+        """Returns a self-contained page with the figure and the table."""
         return estimate_page(self.as_dict(), self.to_svg())
 
     def __str__(self) -> str:
@@ -103,14 +103,14 @@ def estimate(
     machine: Machine | str | Path | None = None,
     progress: Tell = lambda what, part: None,
 ) -> Estimate:
-    """Says what a training step of `model` needs, and how much slower it would be in less memory, without running it.
+    """Estimates what a training step of `model` needs, and how much slower it would be in less memory.
 
     The second argument is either a batch, with which the model is called (a dict by name, a tuple by position), or a
-    function without arguments that does what stands inside `with ooc.step():`. Neither the memory nor a GPU is needed:
-    the step runs on tensors without content, and the model may be on `meta`. `memory` adds a budget to those that are
-    looked at. `optimizer` is one of the model's or a class, whose state is counted. `machine` is this one, a
-    :class:`Machine`, a file that ``outcore machine -o`` wrote, or the name of one that comes with the package:
-    `v100`, `rtx3060`, `rtx4090`, `a100`, `h100`, `h200`.
+    function without arguments that does what is inside `with ooc.step():`. Nothing is run on real data, and neither the
+    memory nor a GPU is needed: the step runs on fake tensors, and the model may be on `meta`. `memory` is a further
+    budget to plan for. `optimizer` is an optimizer of the model, or a class, whose state is counted. `machine` is by
+    default this one; otherwise a :class:`Machine`, a file that ``outcore machine -o`` wrote, or the name of a machine
+    that comes with the package: `v100`, `rtx3060`, `rtx4090`, `a100`, `h100`, `h200`.
 
     ```python
     import outcore
@@ -141,7 +141,7 @@ def _machine_and_rates(model: torch.nn.Module, machine: Machine | str | Path | N
     found = machine if isinstance(machine, Machine) else machine_from(machine)
     if found.op_rates is None:
         raise OutcoreError(
-            f"the machine {found.name or found.device} tells no rates of ops; measure it again: outcore machine -o FILE"
+            f"the machine {found.name or found.device} has no rates of ops; measure it again: outcore machine -o FILE"
         )
     return found, found.op_rates
 

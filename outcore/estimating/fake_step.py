@@ -1,7 +1,7 @@
-"""A model and a step (or a batch) -> Trace and sizes, with nothing computed and nothing allocated.
+"""Records a step on fake tensors, without computing or allocating anything.
 
-The model's parameters and buffers are replaced by fake ones while its step runs, and come back afterwards: weights,
-gradients and random state of the real model stay as they are. It may as well be on `meta`, without any weights.
+The model's parameters and buffers are replaced by fake ones while its step runs, and are restored afterwards: weights,
+gradients and random state of the real model do not change. The model may also be on `meta`, without any weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | None
 
 @dataclass(frozen=True)
 class Recorded:
-    """A step as it would run, and the bytes of what is in memory before it."""
+    """The trace of a step, and the bytes of the tensors that exist before it."""
 
     trace: Trace
     parameter_bytes: int
@@ -47,7 +47,7 @@ class Recorded:
 def record_fake(
     model: torch.nn.Module, batch_or_step: Any, optimizer: OptimizerLike, machine: Machine, rates: OpRates
 ) -> Recorded:
-    """Runs one step on fake tensors and returns what it did."""
+    """Runs one step on fake tensors and returns its trace and sizes."""
     is_cuda, device = machine.device.startswith("cuda"), _device_to_play(model)
     grain_bytes = ALLOCATOR.round_bytes if is_cuda else 1
     mode = _mode_of(model)
@@ -75,27 +75,27 @@ def record_fake(
 
 
 def _mode_of(model: torch.nn.Module) -> FakeTensorMode:
-    """Fake tensors of two modes cannot be mixed, so a model that was made in a mode keeps it."""
+    """Returns the mode of a model's fake tensors, or a new one. Fake tensors of two modes cannot be mixed."""
     fakes = (parameter for parameter in model.parameters() if isinstance(parameter, FakeTensor))
     known = next(fakes, None)
     return known.fake_mode if known is not None else FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def without_memory(load: Callable[[], T], on_failure: Callable[[str], None]) -> T:
-    """Calls `load` so that its tensors are fake; if that fails, because it reads their contents, calls it for real."""
+    """Calls `load` with fake tensors; if that fails because it reads their contents, calls it with real ones."""
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), _fake_modules_move(), _initial_values_unread(), cuda_is_cpu():
             return load()
     except OutcoreError:
         raise
-    except Exception as error:  # whatever a user's file does with a tensor that has no content
+    except Exception as error:  # any error of a user's file with tensors without content
         on_failure(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
     return load()
 
 
 @contextmanager
 def _fake_modules_move() -> Iterator[None]:
-    """`model.to(device)` swaps the contents of two tensors, which fake ones refuse: here it gets other parameters."""
+    """Makes `model.to(device)` replace fake parameters: swapping the contents of fake tensors is not supported."""
     own = torch.nn.Module._apply
 
     def apply(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -116,14 +116,17 @@ def _fake_modules_move() -> Iterator[None]:
 
 
 def _initial_values_unread() -> AbstractContextManager[Any]:
-    """`trunc_normal_` draws again what is out of bounds, which a tensor without content cannot be asked."""
+    """Skips `trunc_normal_`, which redraws values out of bounds and would need the tensor's content."""
     return patch.object(torch.nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
 
 
 @contextmanager
 def contents_are_asked() -> Iterator[None]:
-    """Transformers takes fake tensors for a tracer's, about whose contents nothing may be asked, and makes masks that
-    no training step has: while a step is estimated they are asked, and answer if they can."""
+    """Lets Transformers read the contents of fake tensors that are known.
+
+    It takes fake tensors for those of a tracer, whose contents must not be read, and makes masks that no training step
+    has.
+    """
     utilities: Any = sys.modules.get("transformers.utils.import_utils")
     if not hasattr(utilities, "is_fake_tensor"):
         yield
@@ -150,14 +153,16 @@ def _is_step(batch_or_step: Any) -> bool:
 
 
 def _run(step: Step) -> None:
-    logger = logging.getLogger("torch._subclasses.fake_tensor")  # it prints a traceback of what is raised anyway
+    logger = logging.getLogger(
+        "torch._subclasses.fake_tensor"
+    )  # it logs a traceback of exceptions that are raised anyway
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
         step()
     except DataDependentOutputException as error:
         raise OutcoreError(
-            f"the step asks for the content of a tensor ({error.func}), and an estimate has no contents; move that out "
+            f"the step reads the content of a tensor ({error.func}), and an estimate has no contents; move that out "
             "of the step (a loss.item() for the log, say), or record the step instead: outcore record"
         ) from None
     except torch.OutOfMemoryError:
@@ -216,8 +221,8 @@ def faked_batch(batch: Any, mode: FakeTensorMode, device: torch.device) -> Any:
 
 
 def step_on(model: torch.nn.Module, batch: Any) -> Step:
-    """Forward and backward of a batch: `model(**batch)`, `model(*batch)` or `model(batch)`; the loss is what the model
-    returns as such, or else the sum of what it returns."""
+    """Returns a step with forward and backward of a batch: `model(**batch)`, `model(*batch)` or `model(batch)`. The
+    loss is the model's `loss` output, or else the sum of its first output."""
 
     def step() -> None:
         if isinstance(batch, Mapping):
@@ -243,7 +248,7 @@ def loss_in(returned: Any) -> torch.Tensor:
 
 
 def optimizer_bytes(optimizer: OptimizerLike, parameters: Sequence[torch.nn.Parameter]) -> int:
-    """Returns the bytes of its state, found by one step of the same kind of optimizer on `meta`."""
+    """Returns the bytes of the optimizer's state, found by one step of such an optimizer on `meta`."""
     if optimizer is None:
         return 0
     if isinstance(optimizer, type):
@@ -259,8 +264,8 @@ def optimizer_bytes(optimizer: OptimizerLike, parameters: Sequence[torch.nn.Para
         twin.step()
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         raise OutcoreError(
-            f"the state of {kind.__name__} cannot be told without running it ({error}); leave the optimizer out and "
-            "add its state to the memory by hand"
+            f"the state of {kind.__name__} cannot be determined without running it ({error}); leave the optimizer out "
+            "and add its state to the memory by hand"
         ) from None
     state = [leaf for kept in twin.state.values() for leaf in tree_leaves(dict(kept))]
     return sum(_num_bytes(leaf) for leaf in state if isinstance(leaf, torch.Tensor))

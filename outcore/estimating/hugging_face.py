@@ -1,4 +1,4 @@
-"""The configuration of a Hugging Face model -> the model without weights, and a batch for it."""
+"""A Hugging Face model without weights, made from its configuration, and a batch for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def model_and_batch(name: str, num_samples: int, num_tokens: int, dtype: str) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """`name`: a folder with a `config.json`, or the id of a model. Its weights are neither read nor made."""
+    """Returns a model on `meta` and a batch. `name` is a folder with a `config.json`, or the id of a model."""
     try:
         import transformers
     except ImportError:

@@ -1,7 +1,8 @@
-"""An op's shapes + OpRates -> its seconds: what it computes or what it moves, whichever takes longer.
+"""Estimates the seconds of an op from its shapes: those of its computation or of its memory traffic, if they are
+longer.
 
-PyTorch knows how many operations products, convolutions and attention take (`torch.utils.flop_counter`). Everything
-else is taken to be bound by memory: each tensor that is read or made goes over the bus once.
+PyTorch knows the number of operations of products, convolutions and attention (`torch.utils.flop_counter`). All other
+ops are assumed to be bound by memory: each tensor that is read or written is transferred once.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def seconds_of_ops(machine: Machine, rates: OpRates) -> Seconds:
-    """The function that tells the seconds of an op from its arguments and its result, and those of making its result
-    again where a norm's statistics are at hand. Rates that were given are a vendor's peaks, of which ops reach a share.
+    """Returns a function of an op's arguments and result that gives two times in seconds: of the op, and of making its
+    result again if a norm's statistics are available. Rates that were given are a vendor's peaks, of which ops reach a
+    share.
     """
     is_given, kinds = "op_rates" in machine.given, ON_CUDA if machine.device.startswith("cuda") else ON_CPU
     flops_share = SETTINGS.reached_flops_share if is_given else 1.0
@@ -47,7 +49,7 @@ def seconds_of_ops(machine: Machine, rates: OpRates) -> Seconds:
 
 
 def _of_kind(kinds: KindCosts, func: Any, args: Sequence[Any]) -> tuple[float, float]:
-    """Returns which share of the rate of matrix products the op reaches, and how many times it moves its bytes."""
+    """Returns the share of the rate of matrix products that the op reaches, and how many times it moves its bytes."""
     packet, name = func.overloadpacket, func.overloadpacket.__name__
     if packet in _CONVOLUTIONS:
         is_last = any(_has_channels_last(tensor) for tensor in args[:2])
@@ -65,7 +67,7 @@ def _of_kind(kinds: KindCosts, func: Any, args: Sequence[Any]) -> tuple[float, f
 
 
 def _has_channels_last(tensor: torch.Tensor) -> bool:
-    """cuDNN's kernels for tensor cores want them so; otherwise they are moved there and back."""
+    """Whether a tensor has the layout of cuDNN's tensor core kernels; other layouts are converted there and back."""
     return tensor.dim() > 3 and not tensor.is_contiguous() and tensor.movedim(1, -1).is_contiguous()
 
 

@@ -1,4 +1,4 @@
-"""The numbers behind estimates, each with its unit and where it comes from."""
+"""The tunable numbers of estimates, with unit and origin."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class KindCosts:
 # benchmarks/estimate.py, one thread.
 ON_CUDA = KindCosts(
     convolution_share=0.4,  # with TF32: 0.32 to 0.49
-    channels_last_share=0.6,  # by as much shorter are VGG-16's and R3D-18's steps with it
+    channels_last_share=0.6,  # steps of VGG-16 and R3D-18 get shorter accordingly
     attention_share=0.5,  # 0.37 to 0.66
     norm_passes=2.7,  # batch 2.2 to 3.6, layer 2.9
     norm_backward_passes=3.8,  # batch 3.0 to 6.5, layer 4.0
@@ -35,14 +35,14 @@ ON_CUDA = KindCosts(
 )
 ON_CPU = KindCosts(
     convolution_share=0.25,  # 0.16 to 0.34
-    channels_last_share=0.25,  # not measured apart
+    channels_last_share=0.25,  # not measured separately
     attention_share=0.4,  # 0.34 and 0.5
     norm_passes=2.5,  # batch 3.5, layer 0.6
     norm_backward_passes=1.5,  # batch 2.2, layer 0.5
     pool_passes=8.0,  # 4 to 13
     pool_backward_passes=2.0,
     softmax_passes=9.0,
-    random_passes=25.0,  # 20 to 30: one number after the other
+    random_passes=25.0,  # 20 to 30: numbers are drawn one after the other
 )
 
 
@@ -50,13 +50,13 @@ ON_CPU = KindCosts(
 class EstimateSettings:
     # Of the same steps of an H200, against its vendor's peaks:
     reached_flops_share: float = 0.75  # matrix products of bfloat16 and of float32 reach 0.76 of the peak
-    reached_memory_share: float = 0.85  # element by element: 0.70 to 0.94 of the bandwidth
-    loop_share: float = 0.01  # of the least budget: what a loop keeps beside the step, a sum of losses, say (guessed)
-    # Of 25 plans that stayed on an H200 (benchmarks/results/slowdown_h200_20261118.json), against their budgets:
-    reached_budget_share: float = 0.9  # 0.82 to 0.94: the rest is what the caching allocator cannot use
-    point_shares: tuple[float, ...] = (0.0, 0.15, 0.4, 1.0)  # budgets on the curve, of the way from the least that
-    # works to all that is needed: the curve bends near its lower end (guessed)
-    point_share: float = 1.02  # the first point lies so far above the least budget, where plans are few (guessed)
+    reached_memory_share: float = 0.85  # elementwise ops: 0.70 to 0.94 of the bandwidth
+    loop_share: float = 0.01  # of the least budget, for tensors that a loop keeps, such as a sum of losses (guessed)
+    # From 25 settled plans on an H200 (benchmarks/results/slowdown_h200_20261118.json), against their budgets:
+    reached_budget_share: float = 0.9  # 0.82 to 0.94: the caching allocator cannot use the rest
+    point_shares: tuple[float, ...] = (0.0, 0.15, 0.4, 1.0)  # budgets of the curve, as shares of the way from
+    # the least budget to the in-core peak; the curve bends near its lower end (guessed)
+    point_share: float = 1.02  # times the least budget, for the first point; below it there are few plans (guessed)
 
 
 SETTINGS = EstimateSettings()

@@ -256,7 +256,7 @@ class Restored(_Known):
         trace = self._trace_now(life, max(before_bytes, self.plan.before_bytes))
         try:
             if before_bytes > self.plan.before_bytes:
-                raise BudgetTooSmall(before_bytes, self.plan.before_bytes, "what is there before the step")
+                raise BudgetTooSmall(before_bytes, self.plan.before_bytes, "what is in use before the step")
             headroom = preparer.begin_headroom(None)
             if headroom is not None:
                 headroom.usable_bytes = self.plan.budget.device_bytes

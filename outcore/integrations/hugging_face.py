@@ -1,9 +1,9 @@
 """Hugging Face trainers whose training steps stay within a memory budget: LimitedTrainer, MemoryLimitMixin.
 
-A `TrainerCallback` cannot do this. A step must begin before the forward and end after the backward of one micro-batch,
-also when one of them raises. Callbacks are called once for all micro-batches of an update (`on_step_begin`), after the
-gradients were clipped (`on_pre_optimizer_step`), and never when there is an exception. `training_step` is exactly one
-forward and backward, so that is what the mixin wraps.
+This cannot be a `TrainerCallback`. A step must begin before the forward and end after the backward of one micro-batch,
+even if one of them raises. Callbacks are called once for all micro-batches of an update (`on_step_begin`), after the
+gradients were clipped (`on_pre_optimizer_step`), and not at all after an exception. `training_step` is exactly one
+forward and backward, so the mixin wraps it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["LimitedTrainer", "MemoryLimitMixin"]
 
 
 class MemoryLimitMixin:
-    """Keeps the training steps of a Hugging Face trainer within `memory`. It goes first among the base classes:
+    """Keeps the training steps of a Hugging Face trainer within `memory`. It must be the first base class:
 
     ```python
     from outcore.integrations.hugging_face import MemoryLimitMixin
@@ -30,8 +30,8 @@ class MemoryLimitMixin:
         pass
     ```
 
-    The trainer takes three more keyword arguments, `memory`, `host` and `disk`, which mean what they mean for
-    `outcore.limit`. In data-parallel training they hold for each process.
+    The trainer accepts three further keyword arguments, `memory`, `host` and `disk`, with the meaning they have for
+    `outcore.limit`. In data-parallel training they apply to each process.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class MemoryLimitMixin:
 
     @property
     def ooc(self) -> Limited | None:
-        """The limit of the model, for `print(trainer.ooc)`; None until the first training step."""
+        """The limit of the model, for example for `print(trainer.ooc)`; None before the first training step."""
         return self._memory_limit.ooc
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,5 +72,5 @@ class LimitedTrainer(MemoryLimitMixin, Trainer):  # type: ignore[misc]
     print(trainer.ooc)  # what was planned and what was measured
     ```
 
-    On a GPU give it more: cuBLAS alone takes some 64 MiB.
+    On a GPU a larger budget is needed: cuBLAS alone takes about 64 MiB.
     """

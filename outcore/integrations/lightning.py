@@ -1,10 +1,10 @@
 """A Lightning callback that keeps training steps within a memory budget: MemoryLimit.
 
-With automatic optimization a step goes from `on_train_batch_start` to `on_after_backward`. With manual optimization,
+With automatic optimization a step lasts from `on_train_batch_start` to `on_after_backward`. With manual optimization,
 and with optimizers that call their closure several times, a batch has several forwards and backwards, and the step
 lasts until `on_train_batch_end`. A batch may also end without a backward (`training_step` returned None, or stochastic
 weight averaging only updates batch normalization), without `on_train_batch_end` (`on_train_batch_start` of the module
-returned -1) or with an exception: whatever comes next closes the step.
+returned -1) or with an exception. In these cases the next hook that is called ends the step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 else:
 
     def _callback_of_all() -> type:
-        """Lightning comes as two packages with a `Callback` each. The class returned inherits from all installed."""
+        """Returns a class that inherits from the `Callback` of every installed package; Lightning has two packages."""
         found = []
         for name in ("lightning.pytorch", "pytorch_lightning"):
             with suppress(ModuleNotFoundError):
@@ -64,7 +64,7 @@ class MemoryLimit(Callback):  # type: ignore[misc]
     print(limit.ooc)  # what was planned and what was measured
     ```
 
-    `memory`, `host` and `disk` mean what they mean for `outcore.limit`, and hold for each process.
+    `memory`, `host` and `disk` have the meaning they have for `outcore.limit`, and apply to each process.
     """
 
     def __init__(self, memory: int | str = "auto", *, host: int | str = "auto", disk: str | Path | None = None) -> None:
@@ -75,7 +75,7 @@ class MemoryLimit(Callback):  # type: ignore[misc]
 
     @property
     def ooc(self) -> Limited | None:
-        """The limit of the module that was trained last; None until the first training step."""
+        """The limit of the module that was trained last; None before the first training step."""
         return self._limit.ooc
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:

@@ -1,4 +1,4 @@
-"""The model that a library trains -> its limit."""
+"""The limit of the model that a library trains."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from outcore.limit import Limited, limit
 
 
 class ModelLimit:
-    """Makes the limit when the first training step begins, because libraries move the model to its device late. The
-    limit stays for as long as the same model is trained, so that a second training follows the plans of the first."""
+    """Creates the limit when the first training step begins, because libraries move the model to its device late. The
+    limit stays as long as the same model is trained, so that a second training uses the plans of the first."""
 
     def __init__(self, memory: int | str, *, host: int | str, disk: str | Path | None) -> None:
         self._memory, self._host, self._disk = memory, host, disk

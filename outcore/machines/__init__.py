@@ -1,5 +1,5 @@
-"""Machines that come with the package, by name: `rtx4090` -> Machine. Their figures are their vendors', none measured
-here; each file says so (`given`). No torch."""
+"""Machine files that come with the package, by name. Their numbers are from the vendors' data sheets and not measured;
+each file marks them as `given`. Does not need torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _SUFFIX = ".machine.json"
 
 
 def machine_names() -> list[str]:
-    """`["a100", "h100", ...]`."""
+    """Returns the names of the machine files: `["a100", "h100", ...]`."""
     return sorted(path.name.removesuffix(_SUFFIX) for path in _FOLDER.glob(f"*{_SUFFIX}"))
 
 
 def machine_from(name: str | Path) -> Machine:
-    """`machine_from("a100")`, or the path of a file that `outcore machine -o` wrote."""
+    """Returns the machine `machine_from("a100")`, or that of a file that `outcore machine -o` wrote."""
     if str(name).lower() in machine_names():
         return Machine.load(_FOLDER / f"{str(name).lower()}{_SUFFIX}")
     if not Path(name).is_file():

@@ -15,7 +15,7 @@ from outcore.planning.trace_index import Int64s, TraceIndex, index_of
 from outcore.values import Plan, Trace
 
 MOST_MODULES = 6  # that are told apart; the others are one
-BEFORE, BACKWARD, OTHERS = "there before the step", "gradients and backward", "other modules"
+BEFORE, BACKWARD, OTHERS = "in use before the step", "gradients and backward", "other modules"
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ModuleMemory:
 
 
 def module_memory(trace: Trace, plan: Plan, curve: Sequence[tuple[float, int]]) -> list[ModuleMemory]:
-    """What was there before the step first, then the modules with the most, in the order they run. `curve` is the one
+    """What was in use before the step first, then the modules with the most, in the order they run. `curve` is the one
     of the plan, whose times are those of the slots."""
     trace_index = index_of(trace)
     changes: dict[str, Int64s] = {}

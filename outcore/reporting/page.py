@@ -181,7 +181,7 @@ def needs_less(trace: Trace, predicted: Timeline) -> list[str]:
     at = trace_index.op_at(int(trace_index.natural_bytes.argmax())) if len(trace_index.natural_bytes) else "no op"
     half_bytes = before_bytes + (least_bytes - before_bytes) // 2
     sentences = [
-        f"{format_bytes(before_bytes)} of the peak of {format_bytes(predicted.peak_bytes)} are there before the step: "
+        f"{format_bytes(before_bytes)} of the peak of {format_bytes(predicted.peak_bytes)} are in use before the step: "
         "parameters, optimizer state and inputs. An optimizer with less state, or weights in half precision, lower it.",
         f"No plan needs less than {format_bytes(least_bytes)}: that is {at} with what the program itself holds then. "
         f"With half the batch it would be about {format_bytes(half_bytes)}.",

@@ -1,1 +1,1 @@
-"""Weights, gradients and optimizer state with a home beside the device."""
+"""Weights, gradients and optimizer state with a home outside the device."""

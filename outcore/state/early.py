@@ -1,14 +1,14 @@
-"""A gradient that the backward has just made -> the update that `optimizer.step()` will ask for, run at once: Early.
+"""Runs a parameter's update in the backward, before `optimizer.step()` requests it.
 
-Weight and gradient are on the device at that moment. An update in the backward therefore moves less than one that waits
-for the next forward, and hides behind more work. But nobody has asked for it yet, and nobody may ever: a step may clip,
-scale or drop its gradients, or add more to them. So the results go to homes of their own. Until `step()` asks for the
-very same update, everything that can be seen is as it was: the weight, the gradient at home, the optimizer's state.
-Then old and new homes change places. A step that turns out otherwise lets the results go, and nothing has happened.
+At that moment weight and gradient are on the device. An update in the backward therefore moves less data than one that
+waits for the next forward, and overlaps with more work. But it was not requested yet, and may never be: gradients may
+still be clipped, scaled, dropped or accumulated. Therefore the results go to separate homes. Until `step()` requests
+the very same update, everything visible is unchanged: the weight, the gradient at home, the optimizer's state. Then old
+and new homes are exchanged. If the step turns out otherwise, the results are discarded, with no visible effect.
 
-This costs a second home for the weight and the optimizer's state, and the gradient goes home although nobody is likely
-to read it there. Updates run early where the plan wants it (`Residency.early`) and the results would have been taken in
-the steps before (`Foresight`).
+This costs a second home for the weight and the optimizer's state, and the gradient goes home although it is unlikely to
+be read there. Updates run early if the plan says so (`Residency.early`) and if their results would have been accepted
+in the previous steps (`Foresight`).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from outcore.state.unit import Unit
 from outcore.state.watched import is_watched, num_users, unwatch, watch
 from outcore.state.window import Item, Window
 
-MOST_PATIENCE = 1024  # steps without a surprise, at most, before updates run early again (guessed)
-_WEIGHT = ""  # among the names of a unit's tensors
+MOST_PATIENCE = 1024  # steps that must go as expected before updates run early again, at most (guessed)
+_WEIGHT = ""  # the weight's key among a unit's tensors
 
 
 class Result(NamedTuple):
-    """What an early update has made."""
+    """The results of an early update."""
 
     group: int
-    version: int  # of the parameter when it ran
-    made: dict[str, Any]  # the optimizer's state of the parameter, as far as it has no home
+    version: int  # the parameter's version when it ran
+    made: dict[str, Any]  # the parameter's optimizer state without a home
 
 
 class Early:
@@ -45,10 +45,10 @@ class Early:
 
     def __init__(self, unit: Unit, all_early: EarlyUpdates) -> None:
         self.unit, self.all = unit, all_early
-        self.result: Result | None = None  # of an update that `step()` has not asked for yet
+        self.result: Result | None = None  # of an update that `step()` has not requested yet
         self.spares: dict[str, torch.Tensor] = {}  # second homes of its tensors
         self.num_made = 0  # gradients since the last step
-        self.num_usual = 0  # gradients between the two steps before
+        self.num_usual = 0  # gradients between the two previous steps
 
     @property
     def is_pending(self) -> bool:
@@ -56,18 +56,18 @@ class Early:
 
     @property
     def is_foreseen(self) -> bool:
-        """Whether an update is expected with its next gradient: the last one before a step like the ones before."""
+        """Whether its next gradient is expected to be the last one before `step()`, as in previous steps."""
         return self.unit.early is self and self.num_made + 1 == self.num_usual and self.all.is_sure
 
-    # -- what its update needs, ahead of it ---------------------------------------------------------------------------
+    # -- fetching ahead ---------------------------------------------------------------------------
 
     def missing_bytes(self) -> int:
-        """That it takes to fetch it ahead."""
+        """Returns the bytes needed to fetch the update's tensors ahead."""
         items = (self.unit.weight, *self.unit.kept.values())
         if not self.is_foreseen or self.unit.due is not None or any(item.is_departing for item in items):
-            return 0  # what an update in the forward changes is not at home yet
+            return 0  # results of an update in the forward are not at home yet
         missing_bytes = sum(item.num_bytes for item in items if item.here is None)
-        return missing_bytes + self.unit.weight.num_bytes if missing_bytes else 0  # and the gradient
+        return missing_bytes + self.unit.weight.num_bytes if missing_bytes else 0  # including the gradient
 
     def fetch(self) -> None:
         if self.unit.weight.here is None:
@@ -81,7 +81,7 @@ class Early:
             item.drop()
 
     def void(self) -> None:
-        """Lets go of what the update has made, if it has run."""
+        """Discards the results of the update, if it has run."""
         if self.result is not None:
             self.result = None
             if self.unit.due is None and self.unit.weight.here is None:
@@ -92,8 +92,10 @@ class Early:
 
 
 class Foresight:
-    """Whether the next step will be like the ones before, and ask for its updates as it is now. After a surprise, twice
-    as many steps without one have to come first."""
+    """Predicts whether the next step requests the same updates as the previous ones.
+
+    After a wrong prediction, the number of steps that must go as expected before the next prediction doubles.
+    """
 
     def __init__(self) -> None:
         self._num_calm, self._patience = 0, 1
@@ -103,14 +105,15 @@ class Foresight:
         return self._num_calm >= self._patience
 
     def learn(self, *, is_calm: bool, was_surprised: bool) -> None:
-        """`is_calm`: nobody came near a gradient before the step. `was_surprised`: updates had run early in vain."""
+        """Adds a step. `is_calm`: gradients were not accessed before it. `was_surprised`: early updates were in
+        vain."""
         if was_surprised:
             self._patience = min(2 * self._patience, MOST_PATIENCE)
         self._num_calm = self._num_calm + 1 if is_calm and not was_surprised else 0
 
 
 class EarlyUpdates:
-    """Those of one optimizer."""
+    """The early updates of one optimizer."""
 
     def __init__(
         self,
@@ -119,31 +122,31 @@ class EarlyUpdates:
         splitting: Splitting,
         state_of: Callable[[nn.Parameter], dict[str, Any]],
     ) -> None:
-        self.num_taken = 0  # of all updates, those that had run when `step()` asked for them
+        self.num_taken = 0  # updates that had run when `step()` requested them
         self.foresight = Foresight()
         self._optimizer, self._window = optimizer, window
         self._splitting, self._state_of = splitting, state_of
-        self._units: dict[Unit, Early] = {}  # that the plan wants to be early
-        self._known: dict[Unit, Early] = {}  # all that had gradients
-        self._last: Substep | None = None  # as `step()` was called last
-        self._next: Substep | None = None  # as it will be called next
+        self._units: dict[Unit, Early] = {}  # those that the plan has early
+        self._known: dict[Unit, Early] = {}  # all units that had gradients
+        self._last: Substep | None = None  # the last call of `step()`
+        self._next: Substep | None = None  # the expected next call
         self._groups: dict[int, int] = {}  # parameter, by id -> number of its group
-        self._small: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # counters, and what they become
+        self._small: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # small tensors and their new content
         self._agrees = self._was_surprised = False
-        self.reached: Callable[[Early], None] = lambda early: None  # tells who fetches ahead that a gradient was made
+        self.reached: Callable[[Early], None] = lambda early: None  # called when a gradient was made, to fetch ahead
 
     @property
     def is_possible(self) -> bool:
         return self._splitting.later and self._splitting.keeps_gradients
 
     def choose(self, units: list[Unit]) -> None:
-        """From now on these are updated early, and no others."""
+        """Makes these units the ones that are updated early."""
         for unit, early in self._units.items():
             early.void()
             unit.early = None
         settings = [setting for group in self._optimizer.param_groups for setting in group.values()]
         readable = not any(isinstance(one, torch.Tensor) and one.device.type != "cpu" for one in settings)
-        chosen = units if self.is_possible and readable else []  # to compare numbers on a device would wait for it
+        chosen = units if self.is_possible and readable else []  # comparing settings on the device would wait for it
         self._units = {unit: self._early_of(unit) for unit in chosen}
         for unit, early in self._units.items():
             unit.early = early
@@ -158,13 +161,13 @@ class EarlyUpdates:
         self._known.pop(unit, None)
 
     def remove(self, unit: Unit) -> None:
-        """It waits from now on."""
+        """Stops updating a unit early."""
         if (early := self._units.pop(unit, None)) is not None:
             early.void()
             unit.early = None
 
     def void(self) -> None:
-        """Nothing that ran early is taken: somebody may change what it began with."""
+        """Discards all early results, because their inputs may be changed."""
         for early in self._units.values():
             if early.is_pending:
                 self._was_surprised = True
@@ -178,7 +181,7 @@ class EarlyUpdates:
 
     def _gradient_made(self, unit: Unit, early: Early) -> None:
         was_foreseen, early.num_made = early.is_foreseen, early.num_made + 1
-        self._was_surprised |= early.is_pending  # more is added to the gradient that its update has read
+        self._was_surprised |= early.is_pending  # more is added to the gradient after its update has run
         early.void()
         gradient = unit.gradient
         if not was_foreseen or gradient is None or gradient.here is None or gradient.scalings:
@@ -188,7 +191,7 @@ class EarlyUpdates:
                 self._try(early, gradient.here)
 
     def gradient_made(self, unit: Unit) -> None:
-        """The unit's gradient is on the device, and on its way home."""
+        """Called when the unit's gradient is on the device and on its way home."""
         early = self._early_of(unit)
         if unit.early is None:
             early.num_made += 1
@@ -202,15 +205,15 @@ class EarlyUpdates:
             if self._may_run(early, gradient):
                 self._run(early, gradient)
         except torch.OutOfMemoryError:
-            pass  # the update runs when it is asked for
-        except Exception:  # whatever it is, `step()` will come upon it again
+            pass  # the update runs when it is requested
+        except Exception:  # `step()` will raise it again
             self.remove(unit)
         finally:
             for item in (unit.weight, *unit.kept.values()):
                 item.drop()
 
     def _may_run(self, early: Early, gradient: torch.Tensor) -> bool:
-        """Whether it fits, and nobody holds what it changes. Spare homes and copies on the device are there then."""
+        """Whether the update fits, and nobody holds the tensors it changes. If so, spare homes and copies exist."""
         unit, items = early.unit, _items(early.unit)
         if self._next is None:
             self._foresee()
@@ -219,7 +222,7 @@ class EarlyUpdates:
         self._window.ahead.pop(unit, None)
         self._window.ahead.pop(early, None)
         for item in items.values():
-            self._window.settle(item)  # what an update in the forward has changed may still be on its way
+            self._window.settle(item)  # results of an update in the forward may still be on their way
         num_bytes = sum(item.num_bytes for item in items.values() if item.here is None)
         num_bytes += unit.temporary_bytes(self._next.groups[self._groups[id(unit.parameter)]])  # type: ignore[union-attr]
         self._window.make_room(num_bytes)
@@ -227,7 +230,7 @@ class EarlyUpdates:
             return False
         for item in items.values():
             item.arrive()
-        return num_users(gradient) <= 2 and not unit.is_held(self._state_of)  # the one that others see, and this one
+        return num_users(gradient) <= 2 and not unit.is_held(self._state_of)  # the visible one and this one
 
     def _has_known_state(self, unit: Unit) -> bool:
         state = self._state_of(unit.parameter)
@@ -266,7 +269,7 @@ class EarlyUpdates:
         with below_everything():
             made = substep.run([(group, part, known)])[0]
         if made.keys() != state.keys() or any(made[name] is not copies[name] for name in unit.kept):
-            self.remove(unit)  # it keeps new tensors each time
+            self.remove(unit)  # the optimizer creates new tensors in each step
             return
         for name, item in items.items():
             result = item.hand_over(early.spares[name])
@@ -279,12 +282,12 @@ class EarlyUpdates:
     # -- in `step()` --------------------------------------------------------------------------------------------------
 
     def begin_step(self, substep: Substep) -> None:
-        """`step()` was called like this. What departed has arrived."""
+        """Called at the beginning of `step()`, after all departures have ended."""
         self._agrees = self._next is not None and same_settings(self._next, substep)
         self._last, self._next = substep, None
 
     def accept(self, unit: Unit, group: int) -> bool:
-        """Whether the unit's update has run. Then everybody sees what it has made from now on."""
+        """Whether the unit's update has already run. If so, its results become visible."""
         early = self._units.get(unit)
         if early is not None:
             early.give_up()
@@ -302,10 +305,10 @@ class EarlyUpdates:
         for name, item in _items(unit).items():
             _exchange(item.home, early.spares[name])
         unit.show_home()
-        self._take_small(self._state_of(unit.parameter), result.made)
+        self._collect_small(self._state_of(unit.parameter), result.made)
         return True
 
-    def _take_small(self, state: dict[str, Any], made: dict[str, Any]) -> None:
+    def _collect_small(self, state: dict[str, Any], made: dict[str, Any]) -> None:
         for name, kept in made.items():
             if isinstance(kept, torch.Tensor) and isinstance(state.get(name), torch.Tensor):
                 self._small[0].append(state[name])
@@ -314,12 +317,12 @@ class EarlyUpdates:
                 state[name] = kept
 
     def finish_step(self, *, is_calm: bool) -> None:
-        """All updates were asked for."""
+        """Called at the end of `step()`, when all updates were requested."""
         if self._small[0]:
             torch._foreach_copy_(*self._small)
             self._small = [], []
         for early in self._units.values():
-            self._was_surprised |= early.is_pending  # its parameter had no gradient any more
+            self._was_surprised |= early.is_pending  # its gradient was removed
             early.void()
         for early in self._known.values():
             early.count_step()
@@ -336,7 +339,7 @@ def _copied(kept: Any) -> Any:
 
 
 def _exchange(home: torch.Tensor, spare: torch.Tensor) -> None:
-    """Both stay the objects they are; their bytes change places."""
+    """Exchanges the bytes of two tensors, which keep their identities."""
     old, new = data_of(home), data_of(spare)
     set_data(home, new)
     set_data(spare, old)

@@ -1,9 +1,9 @@
-"""One gradient at home, its norms and what it is still to be multiplied with: Gradient.
+"""One gradient at home, with its norms and the scalings that are still to be applied.
 
-Clipping asks for the norm of every gradient and then multiplies all of them with one number. At home both would read
-and write every byte over the bus. So a norm that the last step asked for is taken while the gradient is still on the
-device, and a multiplication is noted and done when the gradient is on the device next. The functions are the caller's,
-each called with one gradient: their results do not depend on which gradients they are called with together.
+Gradient clipping computes the norm of every gradient and then multiplies all of them by one number. At home both would
+read and write every byte over the bus. Therefore a norm that the last step asked for is computed while the gradient is
+still on the device, and a multiplication is recorded and applied when the gradient is on the device next. Both call the
+user's function with one gradient at a time, whose result does not depend on the other gradients of the call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outcore.memory.tensors import below_everything, is_plain, unseen
 from outcore.state.watched import is_held, is_watched, num_users, unwatch, watch
 from outcore.state.window import Item, Window
 
-Norm = tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...]]  # function, and its arguments but the gradients
+Norm = tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...]]  # function, and its arguments without the gradients
 Scaling = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 _Base: Any = torch.Tensor
@@ -29,12 +29,12 @@ OF_MANY: tuple[Any, ...] = (
 )
 NORMS = frozenset((torch._foreach_norm, torch.linalg.vector_norm))
 SCALINGS = frozenset((*OF_MANY[1:], _Base.mul_, _Base.clamp_))
-MOST_NORMS = 2  # that are taken ahead: of the functions that asked last
+MOST_NORMS = 2  # norms computed in advance, of the most recent requests
 _GRADIENT = "_outcore_gradient"
 
 
 class Gradient(Item):
-    """The gradient of a parameter. At home, `shown` is what others see of it."""
+    """The gradient of a parameter. `shown` is the visible tensor at home."""
 
     __slots__ = ("made", "norms", "scalings", "shown", "wanted", "was_touched")
 
@@ -42,19 +42,19 @@ class Gradient(Item):
         super().__init__(window, home)
         self.shown = home.detach()
         self.shown.__dict__[_GRADIENT] = self
-        self.made: torch.Tensor | None = None  # what the backward made, as others see it while it is on its way home
+        self.made: torch.Tensor | None = None  # the tensor that the backward made, visible until it is home
         self.wanted = wanted  # the norms that steps ask for, of all gradients
-        self.norms: dict[Norm, torch.Tensor] = {}  # of what is at home
-        self.scalings: list[Scaling] = []  # that what is at home is still to be given
-        self.was_touched = False  # since it was made: somebody may have changed it
+        self.norms: dict[Norm, torch.Tensor] = {}  # norms of the gradient at home
+        self.scalings: list[Scaling] = []  # still to be applied to the gradient at home
+        self.was_touched = False  # whether it was accessed, and perhaps changed, since it was made
 
     def is_held(self, num_own: int) -> bool:
-        """Whether somebody, besides `num_own` whom we know, holds the gradient at home or a view of it."""
-        return is_held(self.shown, num_own) or num_users(self.shown) > 2  # the item's and the one shown
+        """Whether anybody besides `num_own` known references holds the gradient at home or a view of it."""
+        return is_held(self.shown, num_own) or num_users(self.shown) > 2  # those of the item and of `shown`
 
     def renew(self, new: torch.Tensor) -> None:
-        """`new`, on the device, is sent home. If somebody touches it on its way, and may change it, it is theirs and
-        stays on the device."""
+        """Starts to send a new gradient on the device home. If it is accessed meanwhile, and perhaps changed, it stays
+        on the device."""
         if self.here is None:
             self.window.make_room(self.num_bytes)
             self.hold(new.detach())
@@ -75,11 +75,11 @@ class Gradient(Item):
             self.made = None
 
     def watch(self) -> None:
-        """Others see it from here on."""
+        """Makes accesses to the visible gradient call `_on_touch`."""
         watch(self.shown, self._on_touch, on_call)
 
     def _on_touch(self) -> None:
-        """Somebody looks at it, or writes into it: it is made what it is shown as, and an ordinary tensor."""
+        """Applies pending scalings, because the gradient is read or written, and makes it an ordinary tensor."""
         unwatch(self.shown)
         self.was_touched = True
         self.norms.clear()
@@ -92,7 +92,7 @@ class Gradient(Item):
                 self.drop()
 
     def scale(self, tensor: torch.Tensor) -> None:
-        """Gives a copy of it, or of a span of it, the scalings that it is still to be given."""
+        """Applies the pending scalings to a copy of the gradient, or of a span of it."""
         with below_everything():
             for func, args, kwargs in self.scalings:
                 func([tensor] if func in OF_MANY else tensor, *args, **kwargs)
@@ -102,7 +102,7 @@ class Gradient(Item):
             was_here = self.here is not None
             data = self.arrive()
             with below_everything():
-                self.scale(data)  # nobody reads this copy before it goes
+                self.scale(data)  # this copy is released without being read
                 self.norms[norm] = _norm_of(norm, data)
             if not was_here or self.scalings:
                 self.drop()
@@ -122,13 +122,13 @@ def _norm_of(norm: Norm, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gradient_of(tensor: Any) -> Gradient | None:
-    """Whose content a watched tensor shows."""
+    """Returns the gradient whose content a watched tensor shows."""
     found = tensor.__dict__.get(_GRADIENT) if is_watched(tensor) else None
     return found if isinstance(found, Gradient) else None
 
 
 def on_call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The result of a call with gradients at home, if it is one of those that need not bring them."""
+    """Returns the result of a call with gradients at home if it need not bring them; otherwise NotImplemented."""
     if func not in NORMS and func not in SCALINGS:
         return NotImplemented
     if not args or not all(_is_setting(arg) for arg in (*args[1:], *kwargs.values())):
@@ -165,7 +165,7 @@ def _norms(
 
 
 def _is_setting(arg: Any) -> bool:
-    """A number, or a tensor of one number."""
+    """Whether an argument is a number, or a tensor of one number."""
     if isinstance(arg, torch.Tensor):
         return not is_watched(arg) and arg.numel() == 1 and arg.dim() == 0
     return arg is None or isinstance(arg, int | float | torch.dtype)
@@ -176,5 +176,6 @@ def _as_now(arg: Any) -> Any:
 
 
 def _is_like(tensor: Any, first: torch.Tensor) -> bool:
-    """Functions for many tensors take another way for all of them where one is no plain tensor of the same type."""
+    """Whether a tensor is plain and of the same dtype; otherwise functions for many tensors use another code path."""
+
     return isinstance(tensor, torch.Tensor) and is_plain(tensor) and tensor.dtype == first.dtype

@@ -1,12 +1,12 @@
-"""Gradients that the backward makes -> gradients at home.
+"""Sends the gradients that the backward makes home.
 
-When autograd has added up the gradient of a parameter, it is sent home. `parameter.grad` stays the tensor on the device
-until it has arrived there, and is the tensor at home from then on; one that is touched on the way stays on the device.
-Where there is a gradient already (several backwards for one update), the old one comes to the device and the new one is
-added to it, in the order in which autograd adds.
+When autograd has accumulated the gradient of a parameter, it is sent home. `parameter.grad` stays the tensor on the
+device until the transfer ends, and is the tensor at home afterwards; if it is accessed meanwhile, it stays on the
+device. If there is a gradient already (several backwards for one update), the old one is brought to the device and the
+new one is added to it, in the same order as autograd adds.
 
-Gradients stay on the device where others write into them later (`torch.distributed`), where they are differentiated
-again, and where they are no plain tensors that lie as the weight does.
+Gradients stay on the device if others write into them later (`torch.distributed`), if they are differentiated again,
+or if they are not plain tensors with the layout of the weight.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Gradients:
 
     def __init__(self, units: Sequence[Unit], window: Window, early: EarlyUpdates) -> None:
         self._window, self._early = window, early
-        self._norms: dict[Norm, None] = {}  # that steps ask for
+        self._norms: dict[Norm, None] = {}  # the norms that steps ask for
         self._hooks: dict[Unit, list[Any]] = {}
-        self._made: list[Unit] = []  # whose gradient is not on its way yet: other hooks may still change it
-        self._taken: set[Unit] = set()  # whose old gradient waits at home while the new one is made
+        self._made: list[Unit] = []  # their gradients are not sent yet, because other hooks may change them
+        self._taken: set[Unit] = set()  # their old gradients are at home while new ones are made
         for unit in units:
             self.add(unit)
 
@@ -48,7 +48,7 @@ class Gradients:
             hook.remove()
 
     def end(self) -> None:
-        """The step is over. Where it failed between two hooks, what was there before comes back."""
+        """Ends the step. If it failed between two hooks, the previous gradient is restored."""
         self._send_made()
         for unit in self._taken:
             if unit.parameter.grad is None:
@@ -60,11 +60,11 @@ class Gradients:
             self.remove(unit)
 
     def _before(self, unit: Unit, new: torch.Tensor) -> None:
-        """Autograd is about to add `new` to the gradient, if there is one."""
+        """Called before autograd adds `new` to the gradient, if there is one."""
         with unseen():
-            self._make_way(unit, new)
+            self._set_old_gradient_aside(unit, new)
 
-    def _make_way(self, unit: Unit, new: torch.Tensor) -> None:
+    def _set_old_gradient_aside(self, unit: Unit, new: torch.Tensor) -> None:
         self._send_made()
         item = unit.gradient
         if item is None:
@@ -77,7 +77,7 @@ class Gradients:
         self._taken.add(unit)
 
     def _after(self, unit: Unit, parameter: torch.Tensor) -> None:
-        """Autograd has added it. Hooks of others may come after ours and see, or change, what we do not hold yet."""
+        """Called after autograd has added it. Later hooks of others may still see and change the gradient."""
         with unseen():
             self._take(unit, parameter)
 
@@ -92,7 +92,7 @@ class Gradients:
             self._send_made()
 
     def _add(self, unit: Unit) -> None:
-        """To the gradient that was there before."""
+        """Adds the new gradient to the previous one."""
         item, new = unit.gradient, unit.parameter.grad
         assert item is not None
         if new is None:
@@ -121,10 +121,10 @@ class Gradients:
         self._early.gradient_made(unit)
 
     def _home_of(self, unit: Unit) -> Gradient:
-        """A home for a new gradient. One that somebody still holds is left to them: the old gradient is theirs."""
+        """Returns a home for a new gradient. A home that somebody still holds is left to them."""
         known = unit.gradient
         if known is not None and known.here is not None:
-            return known  # it was added to
+            return known  # the new gradient was added to it
         if known is None or known.is_held(num_own=0):
             return Gradient(self._window, self._window.homes.empty_like(unit.weight.home), self._norms)
         return known
@@ -138,7 +138,7 @@ class Gradients:
 
 
 def _stays(gradient: torch.Tensor) -> bool:
-    """Collectives write into gradients after our hook; a gradient that is differentiated again belongs to a graph."""
+    """Whether a gradient must stay: collectives write into it after this hook, or it belongs to a graph."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return distributed or torch.is_grad_enabled() or gradient.requires_grad
 

@@ -1,8 +1,8 @@
-"""A model on `meta` + safetensors files -> the model with its weights at home, tensor by tensor; and back into a file.
+"""Loads a model on `meta` from safetensors files with its weights at home, and saves it into a file.
 
-A model that never fitted the device is built without content (`with torch.device("meta")`) and loaded from its files
-straight into memory beside the device. Names, shapes and room are checked before the first byte is moved. Saving writes
-one tensor after the other from where it lies: neither makes a second copy of the model.
+A model that does not fit the device is built without content (`with torch.device("meta")`) and loaded from its files
+directly into memory outside the device. Names, shapes and room are checked before anything is read. Saving writes one
+tensor after the other from its present place. Neither makes a second copy of the model.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def load(
     host: int | str = "auto",
     disk: str | Path | None = None,
 ) -> nn.Module:
-    """Gives a model on `meta` the weights of the safetensors files in `folder`, at home beside `device`.
+    """Gives a model on `meta` the weights of the safetensors files in `folder`, with a home outside `device`.
 
-    Large weights lie in pinned host memory, of which `host` bytes may be used, or, without a GPU, in files in the
-    folder `disk`; small ones are on the device. The model can be called at once, and is fast where
-    `outcore.state.state.State` brings its weights. Weights are cast to the model's own types.
+    Large weights are in pinned host memory, at most `host` bytes, or, without a GPU, in files in the folder `disk`;
+    small ones are on the device. The model can be called at once, and runs fast when `outcore.state.state.State` brings
+    its weights. Weights are cast to the model's own dtypes.
 
     ```python
     import outcore
@@ -109,7 +109,7 @@ def save(model: nn.Module, file: str | Path) -> None:
         at = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    part = Path(f"{file}.part")  # the old file stays until the new one is whole
+    part = Path(f"{file}.part")  # the old file stays until the new one is complete
     with part.open("wb") as out:
         out.write(struct.pack("<Q", len(text)) + text)
         for tensor in state.values():
@@ -134,12 +134,12 @@ def _open(file: Path) -> Any:
         raise OutcoreError("loading needs the package safetensors; install it with pip install safetensors") from None
     try:
         return safe_open(file, framework="pt", device="cpu")
-    except Exception as error:  # its own kinds of errors
+    except Exception as error:  # safetensors has exceptions of its own
         raise BadFile(f"{file} is no whole safetensors file ({error}); fetch it again") from None
 
 
 def _files_of(folder: Path) -> dict[str, Path]:
-    """Name of a tensor -> the file it is in."""
+    """Returns the file of each tensor, by the tensor's name."""
     files = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
         raise BadFile(f"there is no safetensors file in {folder}; name the folder or the file that holds the weights")
@@ -189,7 +189,7 @@ def _placed(homes: Homes, tensor: torch.Tensor, content: torch.Tensor, *, at_hom
 
 
 def _put(model: nn.Module, loaded: dict[int, torch.Tensor]) -> None:
-    """In place of what was on meta, also where modules share it."""
+    """Puts the loaded tensors in place of those on meta, also where modules share them."""
     parameters: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

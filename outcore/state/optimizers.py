@@ -1,13 +1,13 @@
-"""An optimizer -> how its step may be divided without changing a bit; and the step of some of its parameters.
+"""Finds out how an optimizer's step may be divided without changing a bit, and steps some of its parameters.
 
-Stepping parameter by parameter gives the bits of one step over all of them if the optimizer treats each parameter by
-itself, and changes nothing that the next one sees: neither its groups nor a random generator. Whether it does is not
-read off its name but tried out: small parameters are stepped three times, together and one by one, and every bit of
-weights, state and groups is compared. Spans of one parameter are stepped by themselves only for torch's own elementwise
-optimizers, and only if that, too, gave the same bits.
+Stepping parameter by parameter is bitwise equal to one step over all of them if the optimizer treats each parameter
+independently and changes nothing that the next one reads, neither its groups nor a random generator. This is not
+derived from the optimizer's name but tested: small parameters are stepped three times, together and one by one, and all
+bits of weights, state and groups are compared. Spans of one parameter are stepped separately only for torch's own
+elementwise optimizers, and only if that gave the same bits too.
 
-What runs is the user's own implementation: a `Substep` is an object of the user's class with the same settings and the
-groups as they were when `optimizer.step()` was called, holding the parameters of this part only.
+The user's own implementation runs: a `Substep` has an object of the user's class with the same settings, the groups as
+they were when `optimizer.step()` was called, and only the parameters of one part.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import _default_to_fused_or_foreach  # which implementation an optimizer chooses by default
+from torch.optim.optimizer import _default_to_fused_or_foreach  # chooses an optimizer's implementation by default
 
 from outcore.state.settings import STATE
 
@@ -31,7 +31,7 @@ ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
 )
-_HOOKS = "_optimizer_"  # what the names of the dictionaries of hooks begin with
+_HOOKS = "_optimizer_"  # prefix of the names of the dictionaries of hooks
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,18 @@ class Splitting:
 
     by_parameter: bool
     by_element: bool = False
-    later: bool = False  # may run after `step()` has returned: it changes neither the groups nor the optimizer
-    keeps_gradients: bool = False  # it does not write into them
-    state_dtypes: tuple[torch.dtype | None, ...] = ()  # of what it keeps per number; None: the parameter's own
-    because: str = ""  # why it may not be divided
+    later: bool = False  # may run after `step()` has returned, as it changes neither groups nor optimizer
+    keeps_gradients: bool = False  # does not write into gradients
+    state_dtypes: tuple[torch.dtype | None, ...] = ()  # of its state per element; None: the parameter's dtype
+    because: str = ""  # the reason why it may not be divided
 
     def state_bytes(self, parameter: torch.Tensor) -> int:
-        """Bytes of what the optimizer will keep of a parameter, small tensors not counted."""
+        """Returns the bytes of a parameter's future optimizer state, without small tensors."""
         return sum(parameter.numel() * (dtype or parameter.dtype).itemsize for dtype in self.state_dtypes)
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
-    """The optimizer inside a wrapper (Accelerate's)."""
+    """Returns the optimizer inside a wrapper (Accelerate's)."""
     while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = optimizer.optimizer
     found: Optimizer = optimizer
@@ -59,7 +59,7 @@ def unwrapped(optimizer: Any) -> Optimizer:
 
 
 class Substep:
-    """An optimizer's step, as it was asked for, run for some parameters at a time."""
+    """A recorded call of an optimizer's step, which can be run for some parameters at a time."""
 
     def __init__(self, optimizer: Optimizer, *, deep: bool = False) -> None:
         rest = _rest(optimizer)
@@ -67,11 +67,11 @@ class Substep:
         self.twin.__dict__.update(copy.deepcopy(rest) if deep else {name: _as_now(v) for name, v in rest.items()})
         self.twin.__dict__.update({name: OrderedDict() for name in optimizer.__dict__ if name.startswith(_HOOKS)})
         self.groups = [_settings(group) for group in optimizer.param_groups]
-        self.rest = _rest(self.twin)  # as it is asked for: running notes things on the twin
-        self.left: dict[int, dict[str, Any]] = {}  # group -> its settings as the last part left them
+        self.rest = _rest(self.twin)  # before it runs, because a run may change attributes of the twin
+        self.left: dict[int, dict[str, Any]] = {}  # group -> its settings after the last part
 
     def run(self, parts: Iterable[tuple[int, nn.Parameter, dict[str, Any]]]) -> list[dict[str, Any]]:
-        """Steps parameters with gradients, each with the number of its group and its state; their state afterwards."""
+        """Steps parameters with gradients, each with its group's number and its state; returns their new state."""
         parts = list(parts)
         groups: dict[int, list[nn.Parameter]] = {}
         state: defaultdict[nn.Parameter, dict[str, Any]] = defaultdict(dict)
@@ -92,8 +92,8 @@ class Substep:
 
 
 def foreseen(optimizer: Optimizer, last: Substep) -> Substep:
-    """The next call of `step()`, with the settings as they are now. Which implementation it chooses depends on which
-    parameters have gradients then: the one that it chose last."""
+    """Returns the expected next call of `step()` with the present settings. Its implementation depends on which
+    parameters will have gradients, so that of the last call is assumed."""
     found = Substep(optimizer)
     for group, now, before in zip(optimizer.param_groups, found.groups, last.groups):
         if "foreach" in group:
@@ -107,15 +107,15 @@ def same_settings(one: Substep, other: Substep) -> bool:
 
 
 def bare_step(kind: type[Optimizer]) -> Callable[..., Any]:
-    """The class's own step, without the hooks that every call of `step()` runs."""
+    """Returns the class's own step, without the hooks that every call of `step()` runs."""
     step: Any = kind.step
     bare: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
     return bare
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """A group as it is now, without its parameters. The implementation that it chooses for all of its parameters is
-    fixed: it depends on their types, and a part might choose another one."""
+    """Returns a group's present settings without its parameters. The implementation chosen for all of its parameters is
+    fixed, because it depends on their types, and a part might choose another one."""
     settings = {name: _as_now(setting) for name, setting in group.items() if name != "params"}
     unsaid = settings.get("foreach", False) is None and settings.get("fused") is None
     if unsaid and not settings.get("differentiable", False):
@@ -126,7 +126,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_now(setting: Any) -> Any:
-    """A setting that later changes do not reach: schedulers and scalers write into tensors."""
+    """Copies a setting, so that later changes do not affect it: schedulers and scalers write into tensors."""
     if isinstance(setting, torch.Tensor) and not isinstance(setting, nn.Parameter) and setting.numel() <= 1:
         return setting.detach().clone()
     return copy.copy(setting) if isinstance(setting, list | dict) else setting
@@ -136,7 +136,7 @@ def _as_now(setting: Any) -> Any:
 
 
 def splitting_of(optimizer: Optimizer) -> Splitting:
-    """How the step of this optimizer, with these groups, may be divided. Draws no random numbers."""
+    """Returns how the step of this optimizer, with these groups, may be divided. Draws no random numbers."""
     name = type(optimizer).__name__
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return Splitting(False, because=f"{name} is differentiable")
@@ -159,13 +159,13 @@ def splitting_of(optimizer: Optimizer) -> Splitting:
 
 @dataclass
 class _Trial:
-    """What a few steps of small parameters left behind."""
+    """The results of a few steps of small parameters."""
 
     parameters: list[nn.Parameter]
     states: list[dict[str, Any]]
     settings: list[dict[str, Any]]
     changed_groups: bool
-    changed_itself: bool  # the optimizer, beside its state and its groups
+    changed_itself: bool  # other attributes of the optimizer than state and groups
     drew_random: bool
     changed_gradients: bool
 
@@ -174,7 +174,7 @@ class _Trial:
 
     @property
     def state_dtypes(self) -> tuple[torch.dtype | None, ...]:
-        """Of the parameter that most is kept of."""
+        """The dtypes of the parameter with the most state."""
         found = [
             tuple(
                 None if kept.dtype == parameter.dtype else kept.dtype
@@ -190,7 +190,7 @@ _Step = Callable[["_Rehearsal"], None]
 
 
 class _Rehearsal:
-    """Small parameters in groups like the optimizer's."""
+    """Small parameters in groups like the optimizer's, to test its step."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.substep = Substep(optimizer, deep=True)
@@ -220,7 +220,8 @@ class _Rehearsal:
 
 
 def _like(state: dict[str, Any], example: torch.Tensor, small: torch.Tensor) -> dict[str, Any]:
-    """The state of a small parameter, as that of an example: some optimizers make it before their first step."""
+    """Returns state for a small parameter like that of an example; some optimizers create it before their first
+    step."""
     found: dict[str, Any] = {}
     for name, kept in state.items():
         if not isinstance(kept, torch.Tensor) or kept.numel() == 1:
@@ -242,7 +243,7 @@ def _tried(optimizer: Optimizer, step: _Step) -> _Trial:
             for number in range(STATE.num_tried_steps):
                 rehearsal.give_gradients(number)
                 step(rehearsal)
-                for at, settings in substep.left.items():  # what the next step begins with
+                for at, settings in substep.left.items():  # the settings of the next step
                     substep.groups[at] = settings
         finally:
             drew_random = not _same(generators, _generators())
@@ -268,7 +269,7 @@ def _one_by_one(rehearsal: _Rehearsal) -> None:
 
 
 def _in_spans(rehearsal: _Rehearsal) -> None:
-    """Each parameter in two spans of unequal length."""
+    """Steps each parameter in two spans of unequal length."""
     for at, (group, parameter) in enumerate(rehearsal.parts):
         cut = (2 * parameter.numel() + 2) // 3
         states = []
@@ -295,7 +296,7 @@ def _joined(parameter: torch.Tensor, parts: list[Any]) -> Any:
 
 
 def _rest(optimizer: Any) -> dict[str, Any]:
-    """What an optimizer knows beside its state, its groups and its hooks."""
+    """Returns the attributes of an optimizer other than its state, its groups and its hooks."""
     own = ("state", "param_groups", "step")
     return {name: v for name, v in optimizer.__dict__.items() if name not in own and not name.startswith(_HOOKS)}
 
@@ -326,7 +327,7 @@ def _set_generators(states: list[Any]) -> None:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Equal, tensors bit for bit."""
+    """Whether two values are equal, tensors bit for bit."""
     if isinstance(one, torch.Tensor):
         return (
             isinstance(other, torch.Tensor)

@@ -1,6 +1,6 @@
-"""A unit, or a span of its numbers, on the device for its update: Piece.
+"""The part of a unit that is on the device for its update: the whole unit, or a span of its elements.
 
-The weight is there as a whole, since a module reads it as a whole; gradient and optimizer state come in spans where
+The weight is there as a whole, because modules read it as a whole; gradient and optimizer state are brought in spans if
 they are too large for the window. Counters and other small state advance once per parameter, with its last span.
 """
 
@@ -22,16 +22,16 @@ ALIGN_NUMBERS = STATE.align_numbers
 
 
 class Piece:
-    """A unit, or a span of its numbers, on the device for its update. The weight is there as a whole."""
+    """A unit, or a span of its elements, on the device for its update. The weight is there as a whole."""
 
     def __init__(
         self, unit: Unit, span: slice | None, known: dict[str, Any], gradient: torch.Tensor | None, new_bytes: int
     ) -> None:
         self.unit, self.span = unit, span
-        self.new_bytes = new_bytes  # of state that the update will make
+        self.new_bytes = new_bytes  # bytes of state that the update will create
         self.is_last = span is None or span.stop == unit.weight.home.numel()
         self._known = dict(known)  # the optimizer's state of the unit before the step
-        self._given = gradient  # not at home: somebody's own
+        self._given = gradient  # a gradient that is not at home
         self._gradient: Item | None = None
         if gradient is None:
             assert unit.gradient is not None
@@ -59,7 +59,7 @@ class Piece:
             item.drop()
 
     def parameter(self) -> nn.Parameter:
-        """The parameter itself, or one for this span of it, with its gradient, all on the device."""
+        """Returns the parameter, or one for this span of it, on the device with its gradient."""
         unit, gradient = self.unit, self._given
         if self._gradient is not None and unit.gradient is not None:
             gradient = self._gradient.arrive()
@@ -76,7 +76,7 @@ class Piece:
         return part
 
     def state(self) -> dict[str, Any]:
-        """The optimizer's state of it, on the device."""
+        """Returns the piece's optimizer state on the device."""
         found = {name: self._kept[name].arrive() if name in self._kept else kept for name, kept in self._known.items()}
         if not self.is_last:  # counters advance once per parameter, not once per span
             for name in found.keys() - self._kept.keys():
@@ -84,7 +84,7 @@ class Piece:
         return found
 
     def take(self, made: dict[str, Any]) -> None:
-        """Sends home what the update changed."""
+        """Sends home the tensors that the update changed or created."""
         for name, kept in made.items():
             item = self._kept.get(name)
             if item is None or kept is not item.here:
@@ -113,7 +113,7 @@ class Piece:
 
 
 def spans_of(unit: Unit, kept_bytes: int, most_bytes: float, splitting: Splitting) -> Sequence[slice | None]:
-    """Of a unit whose update would have more than `most_bytes` on the device; else [None], all of it."""
+    """Returns spans of a unit whose update would need more than `most_bytes` on the device; otherwise [None]."""
     numbers = unit.weight.home.numel()
     per_number = ((2 + TEMPORARIES) * unit.weight.num_bytes + kept_bytes) / numbers
     most = max(1, int(most_bytes / per_number) // ALIGN_NUMBERS) * ALIGN_NUMBERS
@@ -123,5 +123,5 @@ def spans_of(unit: Unit, kept_bytes: int, most_bytes: float, splitting: Splittin
 
 
 def share_of(unit: Unit, span: slice | None, num_bytes: int) -> int:
-    """Of `num_bytes` of a unit, what a span of it has."""
+    """Returns a span's share of `num_bytes` of a unit."""
     return num_bytes if span is None else num_bytes * (span.stop - span.start) // unit.weight.home.numel()

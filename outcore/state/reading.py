@@ -1,11 +1,11 @@
-"""Modules that read parameters -> weights on the device while they are read.
+"""Brings weights to the device while modules read them.
 
-Before a module runs, the weights it owns come to the device; after it, they go. What autograd saves of them is a
-handle, and asking for it in the backward brings the weight once more. The order in which weights were asked for in the
-last step says which ones come next: they are fetched ahead, as many as the window has room for.
+Before a module runs, the weights it owns are copied to the device; afterwards the copies are released. Autograd saves
+handles of them, and unpacking a handle in the backward brings the weight again. The order of the last step's reads
+predicts the next ones, which are fetched ahead as far as the window has room.
 
-A weight that is read where no module announces it (a function that takes another module's weight) is read at home:
-slowly, and right. The module that was running then announces it from the next step on.
+A weight that is read in a module that does not own it (a function that uses another module's weight) is read from home,
+which is slow but correct. From the next step on it is brought before that module runs.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from outcore.state.watched import is_watched, unwatch
 from outcore.state.window import Window
 from outcore.units import format_bytes
 
-LOOK = STATE.look_units
+LOOK_UNITS = STATE.look_units
 
 
 class Updates(Protocol):
-    """What reading asks of updates."""
+    """The part of the updates that reading uses."""
 
     def run_due(self, units: Sequence[Unit]) -> None:
-        """Runs the updates of these units, and leaves their weights on the device."""
+        """Runs the updates of these units and leaves their weights on the device."""
         ...
 
     def flush(self) -> None:
@@ -42,7 +42,7 @@ class Updates(Protocol):
 
 
 class Handle:
-    """What autograd holds in place of a weight or a view of it."""
+    """The object that autograd holds in place of a weight or a view of it."""
 
     __slots__ = ("dtype", "offset", "run", "size", "stride", "unit", "version")
 
@@ -54,7 +54,7 @@ class Handle:
         self.offset = tensor.storage_offset()
 
     def of(self, data: torch.Tensor) -> torch.Tensor:
-        """The same view on the weight's copy."""
+        """Returns the same view of the weight's copy."""
         with below_everything():
             if data.dtype is self.dtype:
                 return data.as_strided(self.size, self.stride, self.offset)
@@ -63,8 +63,8 @@ class Handle:
 
 
 class Order:
-    """In which order weights were asked for, and gradients made that an update in the backward follows, in the last
-    step and so far in this one."""
+    """The order of weight reads, and of gradients that early updates follow, in the last step and so far in this
+    one."""
 
     def __init__(self) -> None:
         self.known: list[Unit | Early] = []
@@ -76,17 +76,17 @@ class Order:
         self._seen, self._next = [], 0
 
     def reached(self, need: Unit | Early) -> Sequence[Unit | Early]:
-        """Those expected after this one, nearest first."""
+        """Records a need and returns those expected after it, the nearest first."""
         self._seen.append(need)
-        for at in range(self._next, min(self._next + LOOK, len(self.known))):
+        for at in range(self._next, min(self._next + LOOK_UNITS, len(self.known))):
             if self.known[at] is need:
                 self._next = at + 1
-                return self.known[at + 1 : at + 1 + LOOK]
+                return self.known[at + 1 : at + 1 + LOOK_UNITS]
         return ()
 
 
 class Reading:
-    """Brings weights when they are read, updated if an update is due."""
+    """Brings weights when they are read, and runs their due updates first."""
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], window: Window, updates: Updates) -> None:
         self._window = window
@@ -94,9 +94,9 @@ class Reading:
         self._readers: dict[int, list[Unit]] = {}  # module, by id -> the units it reads
         self._running: list[int] = []
         self._in_step = False
-        self._orders = {True: Order(), False: Order()}  # inside and outside of training steps
-        self._has_warned = False  # that autocast keeps copies of weights
-        self._last: Unit | None = None  # brought by the backward; it stays until another one is asked for
+        self._orders = {True: Order(), False: Order()}  # inside (True) and outside (False) training steps
+        self._has_warned = False  # whether it warned that autocast keeps copies of weights
+        self._last: Unit | None = None  # brought last by the backward; stays until the next one is read
         self._hooks: list[Any] = [model.register_forward_pre_hook(_Hook(self._before_model), prepend=True)]
         known = {id(unit.parameter) for unit in units}
         self._owners: dict[int, list[weakref.ref[nn.Module]]] = {}  # parameter, by id -> the modules that own it
@@ -112,7 +112,7 @@ class Reading:
             self.add(unit)
 
     def add(self, unit: Unit) -> None:
-        """From now on its weight is brought when it is read."""
+        """Brings the unit's weight from now on whenever it is read."""
         unit.reading = self
         for mark in self._owners[id(unit.parameter)]:
             if (module := mark()) is not None:
@@ -120,28 +120,28 @@ class Reading:
                 self._readers.setdefault(id(module), []).append(unit)
 
     def remove(self, unit: Unit) -> None:
-        """Its weight stays on the device."""
+        """Stops bringing the unit's weight, which stays on the device."""
         unit.reading = None
         for units in self._readers.values():
             units[:] = [other for other in units if other is not unit]
 
     @property
     def is_idle(self) -> bool:
-        """Whether no module runs that reads a weight."""
+        """Whether no module that reads a weight is running."""
         return not self._running
 
     @property
     def order(self) -> list[Unit]:
-        """In which order a step reads the units, each once."""
+        """The order in which a step reads the units, each once."""
         return list(dict.fromkeys(need for need in self._orders[True].known if isinstance(need, Unit)))
 
     def begin(self) -> None:
-        """A training step begins."""
+        """Begins a training step."""
         self._in_step = True
         self._orders[True].begin()
 
     def end(self) -> None:
-        """It is over, also where it failed: no copy of a weight is left on the device."""
+        """Ends a training step, also after an error: no copy of a weight is left on the device."""
         self._in_step, self._last = False, None
         self._orders[False].begin()
         self._running.clear()
@@ -161,7 +161,7 @@ class Reading:
 
     def _before_model(self, model: nn.Module) -> None:
         if not self._in_step:
-            self._updates.flush()  # evaluation takes shortcuts where all parameters are ordinary ones
+            self._updates.flush()  # fast paths of evaluation need ordinary parameters
 
     def _enter(self, module: nn.Module) -> None:
         units = self._readers.get(id(module), ())
@@ -176,7 +176,7 @@ class Reading:
             for unit in fresh:
                 unit.expose()
                 unit.observe()
-                self._tell(unit)
+                self._tell_watcher(unit)
             for unit in fresh:
                 self._fetch_ahead(unit)
         if self._in_step and not self._has_warned and any(map(_keeps_cast, fresh)):
@@ -192,13 +192,13 @@ class Reading:
             stacklevel=2,
         )
 
-    def _tell(self, unit: Unit) -> None:
+    def _tell_watcher(self, unit: Unit) -> None:
         if (watcher := self._window.watcher) is not None:
             watcher.needs_weight(unit.number)
 
     def _leave(self, module: nn.Module) -> None:
         if not self._running or self._running[-1] != id(module):
-            return  # the step that it ran in is over
+            return  # its step has already ended
         self._running.pop()
         with unseen():
             for unit in self._readers.get(id(module), ()):
@@ -207,9 +207,9 @@ class Reading:
                     self._conceal(unit)
 
     def _conceal(self, unit: Unit) -> None:
-        """The weight's copy goes, and what the module changed of it goes home."""
+        """Releases the weight's copy, after sending it home if the module changed it."""
         if unit.due is not None or unit.weight.is_departing:
-            return  # a weight that departs is observed until it has arrived, and concealed then
+            return  # a departing weight is concealed when it has arrived
         if not is_watched(unit.parameter):
             unwatch(unit.parameter)
         if not unit.is_itself and not unit.adopt():
@@ -220,7 +220,7 @@ class Reading:
             unit.conceal()
 
     def gradient_made(self, early: Early) -> None:
-        """What an update in the backward needed is not needed any more."""
+        """Fetches ahead after an early update, which no longer needs its tensors."""
         with unseen():
             self._fetch_ahead(early)
 
@@ -229,7 +229,7 @@ class Reading:
         self._window.homes.pace()
         self._window.settle_over()
         is_backward = torch._C._current_autograd_node() is not None
-        gradient_bytes = need.weight.num_bytes if isinstance(need, Unit) and is_backward else 0  # it comes next
+        gradient_bytes = need.weight.num_bytes if isinstance(need, Unit) and is_backward else 0  # it is made next
         for other in following:
             if not self._window.has_room_ahead(other.missing_bytes() + gradient_bytes):
                 break
@@ -240,13 +240,13 @@ class Reading:
     # -- what autograd saves ------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> Handle | None:
-        """A handle if `tensor` lies on a weight of ours."""
+        """Returns a handle if `tensor` is on a weight with a home."""
         unit = unit_of(tensor) if is_plain(tensor) else None
         return self.handle_of(unit, tensor) if unit is not None else None
 
     def handle_of(self, unit: Unit, tensor: torch.Tensor) -> Handle:
         if unit.depth == 0 and self._running:
-            self._readers.setdefault(self._running[-1], []).append(unit)  # read by it, announced by none
+            self._readers.setdefault(self._running[-1], []).append(unit)  # read by this module, which does not own it
             unit.depth += 1
         return Handle(self, unit, tensor)
 
@@ -258,11 +258,11 @@ class Reading:
                 f"{unit.name} {tuple(unit.parameter.shape)} is at version {unit.parameter._version}; expected version "
                 f"{handle.version}"
             )
-        if not unit.is_itself:  # it was given other data since: then autograd would hold the old data, which is gone
+        if not unit.is_itself:  # autograd would need the old data, which is gone
             raise RuntimeError(f"{unit.name} was given other data between forward and backward")
         with unseen():
             data = unit.bring()
-            self._tell(unit)
+            self._tell_watcher(unit)
             last, self._last = self._last, unit
             if last is not None and last is not unit:
                 self._let_go(last)
@@ -270,20 +270,20 @@ class Reading:
             return handle.of(data)
 
     def _let_go(self, unit: Unit) -> None:
-        """Autograd holds what it was given for as long as it needs it."""
+        """Releases a weight; autograd holds the tensor it was given as long as it needs it."""
         if unit.depth == 0 and not unit.weight.is_departing and unit.due is None and unit.is_itself:
             unit.conceal()
 
 
 def _keeps_cast(unit: Unit) -> bool:
-    """Whether autocast, as it is now, keeps what it makes of the weight."""
+    """Whether autocast, with its present settings, caches a cast of the weight."""
     is_on = torch.is_autocast_enabled(unit.weight.home.device.type) and torch.is_autocast_cache_enabled()
     return is_on and unit.parameter.requires_grad and unit.weight.home.dtype is torch.float32
 
 
 def depart(unit: Unit) -> None:
-    """Sends a weight that was changed on the device home. It is concealed when it has arrived and no module reads it;
-    one that was changed again meanwhile is sent again."""
+    """Sends a weight that was changed on the device home. When it has arrived and no module reads it, it is concealed;
+    if it was changed again meanwhile, it is sent again."""
     unit.version, unit.written = unit.parameter._version, False
 
     def arrived() -> None:
@@ -297,7 +297,7 @@ def depart(unit: Unit) -> None:
 
 
 class _Hook:
-    """A hook of a module. Copies and pickles of the module do not have it."""
+    """A module hook that copies and pickles of the module do not have."""
 
     def __init__(self, method: Callable[[nn.Module], None]) -> None:
         self._method = weakref.WeakMethod(method)
@@ -315,7 +315,7 @@ class _Hook:
 
 
 def _nothing(*args: Any) -> None:
-    """The hook of a copy."""
+    """Replaces the hook in copies of the module."""
 
 
 def _get_nothing() -> Any:

@@ -1,14 +1,14 @@
-"""Model + optimizer -> the same training, with weights, gradients and optimizer state beside the device: State.
+"""Training with weights, gradients and optimizer state outside the device while they are not used.
 
-What has a home (`outcore.memory.home`) is on the device only while it is used:
+State with a home (`outcore.memory.home`) is on the device in these moments only:
 
     weight           a module reads it, or its backward asks for it          reading.py
     gradient         the backward has just made it                          gradients.py
     optimizer state  the parameter is being updated                         updates.py
 
-At every moment `parameter.data`, `parameter.grad` and `optimizer.state` are tensors with the true bytes, at home or on
-the device, so that whatever reads or writes them (a checkpoint, gradient clipping, a moving average, a deep copy) works
-as without us. Hooks only make it fast: where one is missed, a kernel reads the bytes where they are.
+`parameter.data`, `parameter.grad` and the tensors in `optimizer.state` always have the current bytes, at home or on the
+device. Whatever reads or writes them (a checkpoint, gradient clipping, a moving average, a deep copy) therefore works
+as usual. The hooks only make training fast: where one is missed, a kernel reads the bytes from home.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from outcore.values import Residency, StateUnit
 
 
 class State:
-    """The training state of a model. Wrap each training step: `with state.step(): ...`."""
+    """The training state of a model. Wrap each training step in `with state.step(): ...`."""
 
     def __init__(
         self,
@@ -52,16 +52,19 @@ class State:
         later: bool = True,
         resident_bytes: int = 0,
     ) -> None:
-        """`window_bytes` is what the state may take of the device at a time, `home_bytes` what it may take beside it,
-        and `folder` where that is if the device is the CPU. With `later`, an update runs when its weight is read
-        next. `resident_bytes` of the state may be placed on the device later."""
+        """Moves the training state home.
+
+        `window_bytes` limits the state's memory on the device at a time, and `home_bytes` its memory outside. `folder`
+        holds it if the device is the CPU. With `later`, an update runs when its weight is read next. `resident_bytes`
+        of the state may be placed on the device later.
+        """
         self.model = model
         self.optimizer = unwrapped(optimizer)
         check_optimizer(model, self.optimizer)
         device = next(model.parameters()).device
         self.splitting: Splitting = splitting_of(self.optimizer)
         self.window = Window(Homes(device, home_bytes, folder), window_bytes)
-        self.kept_for: dict[str, str] = {}  # parameter that cannot leave the device -> why
+        self.kept_for: dict[str, str] = {}  # parameters that cannot leave the device -> the reason
         self._updated = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         self._movable = self._choose(device)  # parameters by name, in the order of their numbers
         self.sizes = tuple(self._size_of(name, parameter) for name, parameter in self._movable.items())
@@ -69,7 +72,7 @@ class State:
         self.units = [
             Unit(name, parameter, self.window, number) for number, (name, parameter) in enumerate(self._movable.items())
         ]
-        self.resident: frozenset[int] = frozenset()  # numbers of those that are on the device for now
+        self.resident: frozenset[int] = frozenset()  # numbers of the parameters that are on the device
         self.is_late = later and self.splitting.later
         self._updates = Updates(
             self.optimizer, self.units, self.window, self.splitting, later=later, order=lambda: self._reading.order
@@ -80,21 +83,21 @@ class State:
         self._is_open = True
 
     def update_early(self, numbers: Iterable[int]) -> None:
-        """Parameters with these numbers are updated in the backward where that turns out to be what `step()` asks
-        for."""
+        """Lets parameters with these numbers be updated in the backward, as long as `step()` turns out to request the
+        same updates."""
         chosen = set(numbers)
         self._updates.early.choose([unit for unit in self.units if unit.number in chosen])
 
     @property
     def may_be_early(self) -> frozenset[int]:
-        """Parameters that may be updated in the backward: the last steps asked for no more than that."""
+        """Parameters that may be updated in the backward, because recent steps requested just that."""
         early = self._updates.early
         chosen = early.is_possible and early.foresight.is_sure
         return frozenset(unit.number for unit in self.units if unit.parameter.requires_grad) if chosen else frozenset()
 
     @property
     def num_early(self) -> int:
-        """Updates so far that had run when `step()` asked for them."""
+        """The number of updates that had already run when `step()` requested them."""
         return self._updates.early.num_taken
 
     def _choose(self, device: torch.device) -> dict[str, nn.Parameter]:
@@ -109,7 +112,7 @@ class State:
                 chosen[name] = parameter
         if not self.splitting.by_parameter:
             warnings.warn(
-                f"outcore: what {type(self.optimizer).__name__} updates stays on the device: {self.splitting.because}",
+                f"outcore: parameters of {type(self.optimizer).__name__} stay on the device: {self.splitting.because}",
                 stacklevel=4,
             )
         return chosen
@@ -120,8 +123,8 @@ class State:
         return StateUnit(name, num_bytes, num_bytes if trains else 0, kept_bytes)
 
     def _check_room(self, resident_bytes: int) -> None:
-        """Before anything is moved: everything that will need a home must find room there; the first step, in which
-        nothing stays on the device, has no optimizer state yet."""
+        """Checks, before anything is moved, that everything that will need a home has room there. In the first step
+        nothing stays on the device, but there is no optimizer state yet."""
         all_bytes = sum(size.all_bytes for size in self.sizes)
         first_bytes = sum(size.weight_bytes + size.gradient_bytes for size in self.sizes)
         there = sum(parameter.nbytes for parameter in self._movable.values() if is_at_home(parameter))
@@ -131,7 +134,7 @@ class State:
 
     @contextmanager
     def step(self) -> Iterator[State]:
-        """One training step: forward(s) and backward(s)."""
+        """Wraps one training step, with any number of forwards and backwards."""
         self.begin()
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
@@ -143,29 +146,29 @@ class State:
         self._reading.begin()
 
     def end(self) -> None:
-        """The step is over, also where it failed: everything is at home."""
+        """Ends the step, also after an error: everything is at home afterwards."""
         self.window.clear()
         self._reading.end()
         self._gradients.end()
         self.window.clear()
 
     def pack(self, tensor: torch.Tensor) -> Handle | None:
-        """What autograd shall hold in place of a weight; None: `tensor` is none of ours."""
+        """Returns what autograd saves in place of a weight; None if `tensor` is not on one."""
         return self._reading.pack(tensor)
 
     def _pack(self, tensor: torch.Tensor) -> Handle | torch.Tensor:
         return self.pack(tensor) or tensor
 
     def flush(self) -> None:
-        """Runs every update that was put off."""
+        """Runs every update that is due."""
         self._updates.flush()
 
-    # -- where it lies ------------------------------------------------------------------------------------------------
+    # -- placement ------------------------------------------------------------------------------------------------
 
     @property
     def least_window_bytes(self) -> int:
-        """That the window needs: for the weights of modules that run inside of each other, with one gradient or what
-        an update takes beside its weight."""
+        """The least bytes of the window: the weights of modules that run inside each other, with one gradient or the
+        tensors that an update needs in addition to its weight."""
         chains = [0]
         for path, _ in self.model.named_modules():
             above = {path[:at] for at, letter in enumerate(path) if letter == "."} | {"", path}
@@ -191,24 +194,24 @@ class State:
 
     @property
     def reserved_bytes(self) -> int:
-        """Of the device's memory, beyond what is there at the moment."""
+        """The device memory that the state may take, in addition to the memory it has at the moment."""
         return self.coming_bytes + (self.window.limit_bytes if len(self.resident) < len(self.sizes) else 0)
 
     @property
     def coming_bytes(self) -> int:
-        """Of optimizer state that resident parameters do not have yet."""
+        """The bytes of optimizer state that resident parameters do not have yet."""
         sizes = [self.sizes[number] for number in self.resident]
         return sum(size.kept_bytes for size in sizes if not self._updates.has_state(self._movable[size.name]))
 
     def place(self, residency: Residency) -> None:
-        """Moves parameters on the device, and off it."""
+        """Moves parameters to the device and off it, as `residency` says."""
         if not self._reading.is_idle:
-            return  # a module is reading some of them
+            return  # a module is reading parameters
         self.window.limit_bytes = residency.window_bytes
         if residency.resident != self.resident:
             self.window.clear()
             with unseen(), torch.inference_mode(False), torch.no_grad():
-                for number in residency.resident - self.resident:  # first: they leave their homes to others
+                for number in residency.resident - self.resident:  # first, because this frees homes
                     self._keep(number)
                 for number in self.resident - residency.resident:
                     self._stream(number)
@@ -241,7 +244,7 @@ class State:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Leaves an ordinary model and an ordinary optimizer on the device."""
+        """Restores an ordinary model and an ordinary optimizer on the device."""
         if not self._is_open:
             return
         self._is_open = False
@@ -272,7 +275,7 @@ def _unpack(handle: Any) -> torch.Tensor:
 
 
 def check_optimizer(model: nn.Module, optimizer: Any) -> None:
-    """Raises OutcoreError for what is no optimizer of this model."""
+    """Raises `OutcoreError` if `optimizer` is not an optimizer of this model."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OutcoreError(f"optimizer={type(optimizer).__name__} is no torch optimizer; pass the one that you step")
     own = {id(parameter) for parameter in model.parameters()}
@@ -291,7 +294,8 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> None:
 
 
 def _why_it_stays(parameter: nn.Parameter, device: torch.device) -> str:
-    """Why a parameter cannot have a home; empty if it can."""
+    """Returns why a parameter cannot have a home; empty if it can."""
+
     if is_lazy(parameter):
         return "it is not initialised yet"
     if is_at_home(parameter):

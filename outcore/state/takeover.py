@@ -1,8 +1,8 @@
-"""An optimizer whose `step()`, state and `load_state_dict()` are ours for a while, and as they were afterwards.
+"""Replaces an optimizer's `step()`, `state` and `load_state_dict()`, and restores them on `close`.
 
-`step()` is replaced on the object, as learning-rate schedulers do; hooks on it run as before. `state` becomes a
-dictionary that runs due updates before it shows anything. A state dictionary that is loaded goes home tensor by tensor:
-the optimizer would put all of it on the device first.
+`step()` is replaced on the object, as learning-rate schedulers do; its hooks run as before. `state` becomes a
+dictionary that runs due updates before it is read. When a state dictionary is loaded, its large tensors are moved home
+one by one, because the optimizer would put all of them on the device first.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from outcore.state.watched import WatchedState
 from outcore.state.window import Item
 
 
-class TakesOver(Protocol):
-    """What runs the steps of an optimizer that is taken over (`outcore.state.updates.Updates`)."""
+class StepRunner(Protocol):
+    """Runs the steps of the optimizer whose `step()` is replaced (`outcore.state.updates.Updates`)."""
 
-    def step(self, plainly: Callable[..., Any], closure: Callable[[], Any] | None) -> Any: ...
+    def step(self, original_step: Callable[..., Any], closure: Callable[[], Any] | None) -> Any: ...
     def flush(self) -> None: ...
     def unit_of(self, parameter: torch.Tensor) -> Unit | None: ...
 
 
 class Takeover:
-    """Holds on to an optimizer from its making to `close`."""
+    """Replaces the methods of an optimizer from construction to `close`."""
 
-    def __init__(self, optimizer: Any, updates: TakesOver) -> None:
+    def __init__(self, optimizer: Any, updates: StepRunner) -> None:
         self._optimizer = optimizer
-        self._updates: TakesOver | None = updates
-        self._before = optimizer.__dict__.get("step")  # a scheduler's, on this object
-        self._plainly: Callable[..., Any] = optimizer.step
+        self._updates: StepRunner | None = updates
+        self._before = optimizer.__dict__.get("step")  # the `step` that a scheduler put on this object
+        self._original_step: Callable[..., Any] = optimizer.step
         self._step = types.MethodType(self._make_step(), optimizer)
         optimizer.step = self._step
         optimizer.state = WatchedState(optimizer.state, updates.flush)
@@ -49,11 +49,11 @@ class Takeover:
     def _make_step(self) -> Callable[..., Any]:
         def step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
             if self._updates is None:
-                return self._plainly() if closure is None else self._plainly(closure)
-            optimizer._opt_called = True  # schedulers ask for it
-            return self._updates.step(self._plainly, closure)
+                return self._original_step() if closure is None else self._original_step(closure)
+            optimizer._opt_called = True  # schedulers check it
+            return self._updates.step(self._original_step, closure)
 
-        if hasattr(self._plainly, "_wrapped_by_lr_sched"):
+        if hasattr(self._original_step, "_wrapped_by_lr_sched"):
             step.__dict__["_wrapped_by_lr_sched"] = True
         return step
 
@@ -61,7 +61,7 @@ class Takeover:
         optimizer, self._updates = self._optimizer, None
         for hook in self._hooks:
             hook.remove()
-        if optimizer.__dict__.get("step") is self._step:  # else a scheduler has wrapped it: it then only passes on
+        if optimizer.__dict__.get("step") is self._step:  # otherwise a scheduler has wrapped it, and it only forwards
             del optimizer.step
             if self._before is not None:
                 optimizer.step = self._before
@@ -71,7 +71,7 @@ class Takeover:
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A placeholder stands for each large tensor while the optimizer loads the rest."""
+        """Replaces each large tensor by a placeholder while the optimizer loads the rest."""
         assert self._updates is not None
         self._updates.flush()
         self._loading = []
@@ -93,7 +93,7 @@ class Takeover:
         loaded: Any = optimizer.state
         for unit, name, kept in self._loading:
             window, parameter = unit.window, unit.parameter
-            dtype = parameter.dtype if parameter.is_floating_point() else kept.dtype  # as the optimizer casts them
+            dtype = parameter.dtype if parameter.is_floating_point() else kept.dtype  # the optimizer's own cast
             home = window.homes.empty_like(kept, dtype)
             window.homes.fill(home, kept)
             unit.kept[name] = Item(window, home)
@@ -103,7 +103,7 @@ class Takeover:
 
 
 def call_pre_hooks(optimizer: Optimizer, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """As every call of `step()` does."""
+    """Runs the hooks that every call of `step()` runs before it."""
     before: Any = torch_optimizer._global_optimizer_pre_hooks
     for hook in chain(before.values(), optimizer._optimizer_step_pre_hooks.values()):
         result: Any = hook(optimizer, (optimizer, *args), {})

@@ -1,7 +1,7 @@
-"""A parameter that has a home -> its weight, its gradient and its optimizer state as items: Unit.
+"""A parameter with a home: its weight, its gradient and its optimizer state as items of the window.
 
-Outside of its use, `parameter.data`, `parameter.grad` and the tensors in `optimizer.state` are the tensors at home.
-While a module reads the weight, `parameter.data` is the copy on the device. Either holds the true bytes.
+While they are not used, `parameter.data`, `parameter.grad` and the tensors in `optimizer.state` are the tensors at
+home. While a module reads the weight, `parameter.data` is the copy on the device. Either has the current bytes.
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ from outcore.state.window import Item, Window
 if TYPE_CHECKING:
     from outcore.state.optimizers import Substep
 
-TEMPORARIES = 2  # tensors like the weight that an update makes which is not fused (read in torch's Adam)
+TEMPORARIES = 2  # tensors of the weight's size that an unfused update allocates (from torch's Adam)
 SMALL_BYTES = STATE.small_bytes
 
 
 class Due(NamedTuple):
-    """An update that was asked for and has not run yet."""
+    """An update that was requested and has not run yet."""
 
     substep: Substep
     group: int
-    as_a_whole: bool  # and not in spans of the parameter
-    more_bytes: int  # on the device while it runs, besides what is fetched ahead
+    as_a_whole: bool  # not in spans of the parameter
+    more_bytes: int  # bytes on the device while it runs, besides those fetched ahead
 
 
 class RanEarly(Protocol):
-    """An update that has run before it was asked for, or may (`outcore.state.early`)."""
+    """An update that has run, or may run, before it is requested (`outcore.state.early`)."""
 
     @property
     def is_pending(self) -> bool:
-        """Whether it has run, and was not asked for yet."""
+        """Whether it has run and was not requested yet."""
         ...
 
     def void(self) -> None:
-        """Lets go of what it has made."""
+        """Discards its results."""
         ...
 
     def give_up(self) -> None:
-        """Lets go of what was fetched ahead for it."""
+        """Releases what was fetched ahead for it."""
         ...
 
 
 class Reader(Protocol):
-    """Who brings weights when they are read."""
+    """Brings weights to the device when they are read."""
 
     def handle_of(self, unit: Unit, tensor: torch.Tensor) -> Any: ...
 
 
 class Unit:
-    """One parameter, wherever its bytes are."""
+    """One parameter with its weight, gradient and optimizer state, on the device or at home."""
 
     __slots__ = (
         "__weakref__",
@@ -84,7 +84,7 @@ class Unit:
 
     def __init__(self, name: str, parameter: nn.Parameter, window: Window, number: int = 0) -> None:
         self.name, self.number = name, number
-        self.was_at_home = is_at_home(parameter)  # the user put it there
+        self.was_at_home = is_at_home(parameter)  # the user's own choice
         self.parameter = parameter
         self.window = window
         self.weight = Item(
@@ -93,28 +93,28 @@ class Unit:
         set_data(parameter, self.weight.home)
         self.mark(self.weight.home)
         self.gradient: Gradient | None = None
-        self.kept: dict[str, Item] = {}  # of what the optimizer keeps, the large tensors
+        self.kept: dict[str, Item] = {}  # the large tensors of the optimizer's state
         self.due: Due | None = None  # the update that has not run yet
-        self.early: RanEarly | None = None  # where the plan wants its updates in the backward
+        self.early: RanEarly | None = None  # set if the plan has its updates in the backward
         self.owner: weakref.ref[nn.Module] | None = None  # the module that reads it
-        self.reading: Reader | None = None  # who brings it
-        self.depth = 0  # modules that are reading it
-        self.version = 0  # of the parameter, when its copy was made
-        self.written = False  # since then, perhaps, past the version counter
+        self.reading: Reader | None = None  # brings it to the device
+        self.depth = 0  # number of modules that are reading it
+        self.version = 0  # the parameter's version when the copy was made
+        self.written = False  # whether it may have been written since without a version change
 
     def mark(self, data: torch.Tensor) -> None:
-        """A storage with this mark is the weight's: autograd's saved tensors are recognised by it."""
+        """Marks a storage as the weight's, so that tensors saved by autograd are recognised."""
         set_source(data.untyped_storage(), self)
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """What stands for the weight, or a view of it, while it may be at home."""
+        """Returns the handle that replaces the weight, or a view of it, while the weight may be at home."""
         assert self.reading is not None
         return self.reading.handle_of(self, tensor)
 
     # -- the weight ---------------------------------------------------------------------------------------------------
 
     def bring(self) -> torch.Tensor:
-        """The weight's copy on the device."""
+        """Returns the weight's copy on the device."""
         self.window.ahead.pop(self, None)
         if self.weight.here is not None and not self.is_exposed and self.parameter._version != self.version:
             self.give_up()  # it was written into at home after it was fetched
@@ -124,7 +124,7 @@ class Unit:
         return data
 
     def fetch_weight(self) -> None:
-        """Starts the copy to the device. While the parameter's data is at home, a touch makes the copy worthless."""
+        """Starts the copy to the device. If the parameter is accessed at home meanwhile, the copy is discarded."""
         if self.weight.here is None:
             if self.is_training and not is_watched(self.parameter):
                 watch(self.parameter, self.on_touch)
@@ -133,19 +133,19 @@ class Unit:
 
     @property
     def is_training(self) -> bool:
-        """Whether its parameter may wear another class: modules that evaluate take shortcuts for ordinary ones only."""
+        """Whether the parameter may have another class: modules in eval mode have fast paths for plain ones only."""
         owner = self.owner() if self.owner is not None else None
         return owner is None or owner.training
 
     def on_touch(self) -> None:
-        """Somebody may write into the weight at home: what was fetched, or made of it, is worthless."""
+        """Discards the copy and early results, because the weight at home may be written."""
         if self.early is not None:
             self.early.void()
         unwatch(self.parameter)
         self.weight.drop()
 
     def expose(self) -> None:
-        """The parameter's data is the copy on the device."""
+        """Makes the copy on the device the parameter's data."""
         data = self.bring()
         if self.early is not None:
             self.early.void()
@@ -154,7 +154,7 @@ class Unit:
         set_data(self.parameter, data)
 
     def observe(self) -> None:
-        """While it is exposed: notes when it is written into past the version counter."""
+        """Records writes to the exposed weight that its version counter misses."""
         if self.is_training:
             observe(self.parameter, self._on_hidden)
 
@@ -162,7 +162,7 @@ class Unit:
         self.written = True
 
     def conceal(self) -> None:
-        """The parameter's data is its home, and the copy goes."""
+        """Makes home the parameter's data again and releases the copy."""
         if self.is_exposed:
             set_data(self.parameter, self.weight.home)
         elif not self.is_pending:
@@ -171,17 +171,19 @@ class Unit:
 
     @property
     def is_pending(self) -> bool:
-        """Whether the parameter is watched for an update that waits, or for one that has run early."""
+        """Whether the parameter is watched for an update that is due, or for one that has run early."""
         return self.due is not None or (self.early is not None and self.early.is_pending)
 
     def show_home(self) -> None:
-        """The home of the weight is another one."""
+        """Makes a new home the parameter's data."""
         set_data(self.parameter, self.weight.home)
         self.mark(self.weight.home)
 
     def adopt(self) -> bool:
-        """Takes other data that the parameter was given as the copy on the device, if it lies as the weight does and
-        nobody else holds it."""
+        """Accepts other data that the parameter was given as the copy on the device.
+
+        Returns False unless it has the weight's layout and is not shared.
+        """
         data, home = data_of(self.parameter), self.weight.home
         alike = data.dtype == home.dtype and data.size() == home.size() and data.stride() == home.stride()
         if not alike or not can_move(data, home.device) or num_users(data) > 2:  # the parameter's and this one
@@ -194,7 +196,7 @@ class Unit:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the copy may have other bytes than home has."""
+        """Whether the copy may differ from home."""
         return self.is_exposed and (self.written or self.parameter._version != self.version)
 
     @property
@@ -204,12 +206,13 @@ class Unit:
 
     @property
     def is_itself(self) -> bool:
-        """False: somebody gave the parameter other data (`p.data = ...`, `model.half()`)."""
+        """Whether the parameter still has its own data, and was not given other data (`p.data = ...`,
+        `model.half()`)."""
         return is_watched(self.parameter) or _is_on(self.parameter, self.weight.home) or self.is_exposed
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nobody can write into the weight at home without touching the parameter."""
+        """Whether the weight at home can only be written through the parameter."""
         return is_watched(self.parameter) or (
             _is_on(self.parameter, self.weight.home) and num_users(self.weight.home) <= 2  # the parameter and the item
         )
@@ -218,11 +221,11 @@ class Unit:
 
     @property
     def has_gradient_at_home(self) -> bool:
-        """Whether the parameter's gradient is the one at home, and not one that somebody put there."""
+        """Whether the parameter's gradient is the one at home, and not one that the user assigned."""
         return self.gradient is not None and self.parameter.grad is self.gradient.shown
 
     def show_gradient(self) -> None:
-        """The parameter's gradient is the one at home."""
+        """Makes the gradient at home the parameter's gradient."""
         assert self.gradient is not None
         self.parameter.grad = self.gradient.shown
         self.gradient.watch()
@@ -230,18 +233,18 @@ class Unit:
     # -- everything ---------------------------------------------------------------------------------------------------
 
     def items(self) -> list[Item]:
-        """What is fetched ahead to read the weight: the weight, and what its update needs if one is due."""
+        """Returns what is fetched ahead to read the weight: the weight, and the tensors of a due update."""
         if self.due is None or self.gradient is None or not self.due.as_a_whole:
             return [self.weight]
         return [self.weight, self.gradient, *self.kept.values()]
 
     def missing_bytes(self) -> int:
-        """That it takes to fetch it ahead, and to run its update if one is due."""
+        """Returns the bytes needed to fetch the items ahead, and to run a due update."""
         more_bytes = self.due.more_bytes if self.due is not None else 0
         return more_bytes + sum(item.num_bytes for item in self.items() if item.here is None)
 
     def fetch(self) -> None:
-        """Starts the copies of all that, ahead of their use."""
+        """Starts the copies of all items ahead of their use."""
         self.fetch_weight()
         for item in self.items():
             item.fetch()
@@ -255,21 +258,21 @@ class Unit:
                 unwatch(self.parameter)
 
     def is_held(self, state_of: Callable[[nn.Parameter], dict[str, Any]]) -> bool:
-        """Whether somebody holds a view of what its updates change."""
+        """Whether somebody holds a view of a tensor that its updates change."""
         state = state_of(self.parameter)
         return (
-            num_users(self.weight.home) > 2  # the parameter, and the tensor at home
+            num_users(self.weight.home) > 2  # those of the parameter and the item
             or any(is_held(item.home, num_own=1) or num_users(item.home) > 1 for item in self.kept.values())  # state
-            or sys.getrefcount(state) > 3  # the optimizer's, ours, and the one just given away
+            or sys.getrefcount(state) > 3  # the optimizer's, this one, and that of getrefcount
         )
 
     def temporary_bytes(self, settings: dict[str, Any]) -> int:
-        """That an update with these settings makes, and that go again."""
+        """Returns the bytes that an update with these settings allocates and frees again."""
         return 0 if settings.get("fused") else TEMPORARIES * self.weight.num_bytes
 
     def take_over(self, state: dict[str, Any]) -> None:
-        """What the optimizer keeps of the parameter gets a home where it is large and has none: somebody may have
-        loaded or replaced it. `state` then holds the tensors at home."""
+        """Gives the large tensors in `state` a home if they have none, because they may have been loaded or replaced.
+        `state` then holds the tensors at home."""
         for name in [name for name in self.kept if name not in state]:
             del self.kept[name]
         for name, kept in state.items():
@@ -283,7 +286,7 @@ class Unit:
                 del self.kept[name]
 
     def bring_back(self) -> None:
-        """Weight and gradient become ordinary tensors of the device again, and call nobody."""
+        """Makes weight and gradient ordinary tensors on the device again, which are no longer watched."""
         if self.is_itself:
             self.conceal()
             set_data(self.parameter, self.weight.home.clone())
@@ -292,22 +295,22 @@ class Unit:
             self.parameter.grad = self.gradient.shown.clone()
 
     def leave_at_home(self) -> None:
-        """Weight and gradient stay where the user put the weight, and call nobody."""
+        """Leaves weight and gradient at home, where the user had put the weight, no longer watched."""
         if self.is_itself:
             self.conceal()
         self.weight.drop()
         if self.has_gradient_at_home and self.gradient is not None:
-            touch(self.gradient.shown)  # it is made what it is shown as
+            touch(self.gradient.shown)  # applies scalings that were put off
 
 
 def unit_of(tensor: torch.Tensor) -> Unit | None:
-    """Whose weight, if anybody's, a tensor lies on."""
+    """Returns the unit whose weight a tensor is on, or None."""
     unit: Unit | None = source_of(tensor)
     return unit
 
 
 def can_move(tensor: Any, device: torch.device) -> bool:
-    """Whether this is a tensor of the device that is worth a home and lies in one piece on a storage of its own."""
+    """Whether a tensor of the device is large enough for a home, and dense on a storage of its own."""
     return (
         isinstance(tensor, torch.Tensor)
         and tensor.device == device
@@ -319,7 +322,7 @@ def can_move(tensor: Any, device: torch.device) -> bool:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Without gaps and overlaps."""
+    """Whether a tensor has no gaps and overlaps."""
     expected = 1
     for stride, side in sorted(zip(tensor.stride(), tensor.shape)):
         if side != 1:
@@ -330,7 +333,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def moved_home(window: Window, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor at home with the content of `tensor`."""
+    """Returns a tensor at home with the content of `tensor`."""
     home = window.homes.empty_like(tensor)
     done = window.homes.send(tensor.detach(), home)
     window.homes.wait(done)
@@ -339,6 +342,6 @@ def moved_home(window: Window, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_on(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors lie on the same storage. Nobody is told that we look."""
+    """Whether two tensors are on the same storage, without reporting an access."""
     with torch._C.DisableTorchFunctionSubclass():
         return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)

@@ -1,11 +1,11 @@
-"""optimizer.step() -> updates of some parameters at a time, with the bits of one update of all.
+"""Runs `optimizer.step()` for some parameters at a time, bitwise the same as for all at once.
 
-`step()` is taken over on the optimizer object. Parameters that stayed on the device are updated at once. Those with a
-home are updated in parts: while one part is updated, the next one comes to the device and the one before goes home.
+`step()` is replaced on the optimizer object. Parameters that stayed on the device are updated at once. Those with a
+home are updated in parts: while one part is updated, the next one is copied to the device and the previous one home.
 
-An update may also wait until its weight is read next: the step is then only noted, with the settings it was called
-with, and runs when the forward reaches the weight, hidden behind the layers before it. Whoever looks at the parameter,
-its gradient or its state earlier runs it (`outcore.state.watched`).
+An update may also wait until its weight is read next. Then the call of `step()` is only recorded with its settings, and
+the update runs when the forward reaches the weight, overlapping with earlier layers. An earlier access to the
+parameter, its gradient or its state runs the update first (`outcore.state.watched`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from outcore.state.window import Window
 
 RESIDENT_BYTES, AHEAD = STATE.resident_bytes, STATE.pieces_ahead
 
-Work = tuple[Substep, int, "Piece"]  # a step as it was asked for, the group, and what to update
+Work = tuple[Substep, int, "Piece"]  # the recorded step, the group, and what to update
 
 
 class Updates:
-    """Takes over `optimizer.step()`."""
+    """Replaces `optimizer.step()`."""
 
     def __init__(
         self,
@@ -53,22 +53,22 @@ class Updates:
         self._window = window
         self._order = order
         self._due: dict[Unit, None] = {}
-        self._begun: set[Unit] = set()  # of the due updates that are running
-        self._is_new: set[int] = set()  # parameters, by id, that this step has added to the optimizer's state
+        self._begun: set[Unit] = set()  # units whose due update has begun
+        self._is_new: set[int] = set()  # ids of parameters that this step added to the optimizer's state
         self.early = EarlyUpdates(optimizer, window, splitting, self.state_of)
         self._takeover = Takeover(optimizer, self)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
-    def step(self, plainly: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
-        """What `optimizer.step(closure)` does. `plainly` is what it did before."""
+    def step(self, original_step: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+        """Does what `optimizer.step(closure)` does; `original_step` is the original method."""
         self._run_all_due()
         self._window.settle_all()
         by_element = type(self.optimizer) in ELEMENTWISE
         is_divided = self.splitting.by_parameter and (closure is None or by_element)
         if not is_divided or _is_mixed(self.optimizer, self._window.homes.device):
             self.early.void()
-            return plainly() if closure is None else plainly(closure)
+            return original_step() if closure is None else original_step(closure)
         args = call_pre_hooks(self.optimizer, (closure,) if closure is not None else ())
         loss = None
         if args and args[0] is not None:
@@ -123,7 +123,7 @@ class Updates:
         return found if isinstance(found, dict) else {}
 
     def _keep(self, parameter: nn.Parameter, state: dict[str, Any], made: dict[str, Any]) -> None:
-        """Puts what an update has made into the optimizer's state."""
+        """Stores the state returned by an update in the optimizer's state."""
         if made is not state:
             state.clear()
             state.update(made)
@@ -133,7 +133,7 @@ class Updates:
             self._is_new.add(id(parameter))
 
     def _put_in_order(self) -> None:
-        """What a step has added to the optimizer's state stands there in the order of its groups."""
+        """Restores the order of the groups among the entries that a step added to the optimizer's state."""
         state: Any = self.optimizer.state
         if self._is_new and not self._due:
             parameters = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) in self._is_new]
@@ -157,15 +157,15 @@ class Updates:
         return [(substep, group, Piece(unit, span, known, gradient, new_bytes)) for span in spans]
 
     def _spans(self, unit: Unit) -> Sequence[slice | None]:
-        """Of a unit that is too large for a third of the window; else [None], all of it."""
+        """Returns spans of a unit whose update exceeds a third of the window; otherwise [None], the whole unit."""
         return spans_of(unit, self._kept_bytes(unit), self._window.limit_bytes / STATE.window_parts, self.splitting)
 
     def _kept_bytes(self, unit: Unit) -> int:
-        """Of a unit's optimizer state, also where that is still to be made."""
+        """Returns the bytes of a unit's optimizer state, also before it is created."""
         return sum(item.num_bytes for item in unit.kept.values()) or self.splitting.state_bytes(unit.parameter)
 
     def _run(self, work: Sequence[Work]) -> None:
-        """Updates pieces one after the other, the next ones on their way in and the last ones on their way out."""
+        """Updates pieces one after the other, fetching the next ones and sending the previous ones home meanwhile."""
         for at, (substep, group, piece) in enumerate(work):
             try:
                 _fetch(self._window, piece)
@@ -214,13 +214,13 @@ class Updates:
         watch(unit.gradient.shown, self.flush)
 
     def _is_watched(self, unit: Unit) -> bool:
-        """Whether somebody holds a view of what the update reads or changes, and might look without our knowing."""
+        """Whether somebody holds a view of a tensor that the update reads or changes, whose access is not reported."""
         assert unit.gradient is not None
-        return unit.gradient.is_held(num_own=1) or unit.is_held(self.state_of)  # parameter.grad
+        return unit.gradient.is_held(num_own=1) or unit.is_held(self.state_of)  # that of parameter.grad
 
     def run_due(self, units: Sequence[Unit]) -> None:
-        """Runs the updates of these units. Their weights are on the device afterwards. Where that fails, updates that
-        have not begun are due as before."""
+        """Runs the updates of these units and leaves their weights on the device. After an error, updates that have not
+        begun are due as before."""
         with unseen():
             self._run_due(units)
 
@@ -247,7 +247,7 @@ class Updates:
         self._put_in_order()
 
     def flush(self) -> None:
-        """Somebody looks at the state: runs every update that is due, and takes none that has run early."""
+        """Runs every due update and discards early results, because somebody accesses the state."""
         self.early.void()
         self._run_all_due()
 
@@ -265,7 +265,7 @@ class Updates:
         self._units[id(unit.parameter)] = unit
 
     def remove(self, unit: Unit, *, at_home: bool = False) -> None:
-        """What the optimizer keeps of it is an ordinary tensor of the device again, or stays `at_home`."""
+        """Stops managing a unit. Its optimizer state becomes an ordinary tensor on the device, or stays `at_home`."""
         assert unit.due is None, "its update is due"
         self.early.forget(unit)
         del self._units[id(unit.parameter)]
@@ -278,7 +278,7 @@ class Updates:
         return self._units.get(id(parameter))
 
     def close(self) -> None:
-        """The optimizer is as it was, its state on the device."""
+        """Restores the optimizer, with its state on the device."""
         self.flush()
         self._takeover.close()
         for unit in list(self._units.values()):
@@ -286,14 +286,14 @@ class Updates:
 
 
 def _is_untouched(unit: Unit) -> bool:
-    """Whether the update could as well have run when the gradient was made."""
+    """Whether the update could have run when the gradient was made, with the same result."""
     gradient = unit.gradient
     return gradient is not None and unit.has_gradient_at_home and not gradient.scalings and not gradient.was_touched
 
 
 def _is_mixed(optimizer: Optimizer, device: torch.device) -> bool:
-    """Whether a gradient lies otherwise than its parameter. On CUDA, torch's implementations for many tensors then
-    take another way for all of them, and parts would not."""
+    """Whether a gradient's strides differ from its parameter's. On CUDA, torch's implementations for many tensors then
+    use another code path for all of them, which parts would not use."""
     return kind_of(device).updates_alike and any(
         parameter.grad is not None and parameter.grad.stride() != parameter.stride()
         for group in optimizer.param_groups
@@ -302,7 +302,7 @@ def _is_mixed(optimizer: Optimizer, device: torch.device) -> bool:
 
 
 def _parts(resident: Sequence[tuple[int, nn.Parameter]]) -> Iterator[list[tuple[int, nn.Parameter]]]:
-    """Resident parameters, a few at a time: what an update makes beside them goes each time."""
+    """Yields resident parameters in small groups, which limits the temporary memory of their updates."""
     part, num_bytes = list[tuple[int, nn.Parameter]](), 0
     for group, parameter in resident:
         if part and num_bytes + parameter.nbytes > RESIDENT_BYTES:
@@ -315,7 +315,7 @@ def _parts(resident: Sequence[tuple[int, nn.Parameter]]) -> Iterator[list[tuple[
 
 
 def _fetch(window: Window, piece: Piece) -> None:
-    """Where memory has run out, what was fetched ahead is in the way: a unit must not stay updated in part."""
+    """Fetches a piece. If memory runs out, copies fetched ahead are released, so that no unit stays partly updated."""
     window.ahead.pop(piece, None)
     try:
         piece.fetch()
@@ -325,7 +325,7 @@ def _fetch(window: Window, piece: Piece) -> None:
 
 
 def _fetch_ahead(window: Window, new_bytes: int, pieces: Sequence[Piece]) -> None:
-    if pieces:  # the use of a single one is told by who asked for it
+    if pieces:  # for a single piece, the caller paces the copies
         window.homes.pace()
     for piece in pieces:
         window.settle_over()

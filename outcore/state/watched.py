@@ -1,13 +1,14 @@
-"""Tensors that must not be touched unnoticed: the first touch calls us.
+"""Tensor subclasses that report the first access to a tensor.
 
-A parameter whose update was asked for and has not run yet must run it before anybody looks. A parameter whose bytes are
-being copied to the device ahead of their use must not be written into meanwhile. While that lasts, such a tensor wears
-a subclass. Whatever torch function, method or property touches it comes to `__torch_function__` first: we are called,
-the ordinary class is put back, and the call goes on. Questions that have the same answer before and after (shape,
-dtype, `grad is None`, ...) are answered at once, so that `zero_grad()` and a walk over the parameters call nobody.
+A parameter whose update is due must be updated before anybody reads it, and a parameter that is being copied to the
+device in advance must not be written meanwhile. During that time the tensor's class is a subclass. Every torch
+function, method or property of the tensor then goes through `__torch_function__`, which calls the registered function,
+restores the original class and continues with the call. Attributes that are the same before and after (shape, dtype,
+`grad is None`, ...) are answered without calling it, so that `zero_grad()` and loops over the parameters trigger
+nothing.
 
-A parameter that a module is reading wears another subclass, which only notes whether somebody asks for `data`: what is
-written through that, no version counter tells.
+A parameter that a module is reading has another subclass, which only records whether somebody asks for `data`, because
+writes through `data` do not change the version counter.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ _CALL, _ON_CALL = "_outcore_on_touch", "_outcore_on_call"
 OnCall = Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]
 _Base: Any = torch.Tensor
 _PROPERTIES = ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "_version", "grad", "ndim")
-_OF_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_HOOK_PROPERTIES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _METHODS = ("size", "dim", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex", "__len__")
 _UNCHANGED = frozenset(
     (
         *(
             getattr(_Base, name).__get__
-            for name in (*_PROPERTIES, *_OF_HOOKS, "is_cuda", "is_cpu", "is_sparse", "itemsize")
+            for name in (*_PROPERTIES, *_HOOK_PROPERTIES, "is_cuda", "is_cpu", "is_sparse", "itemsize")
         ),
         *(getattr(_Base, name) for name in (*_METHODS, "element_size")),
         _Base.grad.__set__,
@@ -50,7 +51,7 @@ _HIDDEN = frozenset(
 
 
 class _Watched:
-    """What the two subclasses share."""
+    """The common part of both subclasses for watched tensors."""
 
     @classmethod
     def __torch_function__(
@@ -77,15 +78,15 @@ class _Watched:
 
 
 class WatchedParameter(_Watched, torch.nn.Parameter):
-    """A parameter that must not be touched unnoticed."""
+    """A parameter whose first access is reported."""
 
 
 class WatchedTensor(_Watched, torch.Tensor):
-    """A plain tensor that must not be touched unnoticed."""
+    """A plain tensor whose first access is reported."""
 
 
 class ReadParameter(torch.nn.Parameter):
-    """A parameter that a module is reading."""
+    """A parameter that a module is reading. Access to its `data` or storage is reported."""
 
     @classmethod
     def __torch_function__(
@@ -108,21 +109,24 @@ class ReadParameter(torch.nn.Parameter):
 
 
 def observe(parameter: torch.nn.Parameter, on_hidden: Callable[[], None]) -> None:
-    """Calls `on_hidden` whenever somebody gets at the bytes of `parameter` past its version counter."""
+    """Calls `on_hidden` whenever the bytes of `parameter` are accessed in a way that its version counter misses."""
     parameter.__dict__[_CALL] = on_hidden
     parameter.__class__ = ReadParameter
 
 
 def watch(tensor: torch.Tensor, on_touch: Callable[[], None], on_call: OnCall | None = None) -> None:
-    """The first touch of `tensor`, a plain parameter or a plain tensor, calls `on_touch`, which must `unwatch` it.
-    `on_call` is asked first: it gives a call's result, or NotImplemented."""
+    """Makes the first access to `tensor` call `on_touch`, which must `unwatch` it.
+
+    `tensor` is a plain parameter or a plain tensor. `on_call` is asked first: it returns the result of a call, or
+    NotImplemented.
+    """
     tensor.__dict__[_CALL] = on_touch
     tensor.__dict__[_ON_CALL] = on_call
     tensor.__class__ = WatchedParameter if isinstance(tensor, torch.nn.Parameter) else WatchedTensor
 
 
 def unwatch(tensor: torch.Tensor) -> None:
-    """The ordinary class is put back, whichever it was."""
+    """Restores the original class of a tensor."""
     tensor.__dict__.pop(_ON_CALL, None)
     if tensor.__dict__.pop(_CALL, None) is not None:
         tensor.__class__ = torch.nn.Parameter if isinstance(tensor, torch.nn.Parameter) else torch.Tensor
@@ -133,15 +137,15 @@ def is_watched(tensor: torch.Tensor) -> bool:
 
 
 def touch(watched: Any) -> None:
-    """Calls whoever watches a tensor, if anybody does."""
+    """Calls the registered function of a tensor, if there is one."""
     on_touch = watched.__dict__.get(_CALL)
     if on_touch is not None:
         on_touch()
 
 
-PLAIN.add(ReadParameter)  # wherever it goes while a module runs, it is an ordinary parameter
+PLAIN.add(ReadParameter)  # while a module runs, it is treated as an ordinary parameter
 
-# Functions for many tensors look at their types: they shall treat these as what they are.
+# Functions for many tensors check their types; these subclasses must not change which implementation they choose.
 for _known, _kinds in (
     (_foreach_utils._foreach_supported_types, (WatchedTensor,)),
     (torch_optimizer._foreach_supported_types, (WatchedTensor, WatchedParameter, ReadParameter)),
@@ -151,18 +155,18 @@ for _known, _kinds in (
 
 
 def num_users(tensor: torch.Tensor) -> int:
-    """Tensors on the storage of `tensor`. Nobody is told that we look."""
+    """Returns the number of tensors on the storage of `tensor`, without reporting an access."""
     with torch._C.DisableTorchFunctionSubclass():
         return users_of(tensor.untyped_storage())
 
 
 def is_held(tensor: torch.Tensor, num_own: int) -> bool:
-    """Whether somebody refers to the Python object of a tensor, besides one owner and `num_own` others."""
-    return sys.getrefcount(tensor) > 3 + num_own  # the owner, our argument, and the one given on
+    """Whether the Python object of a tensor is referenced by anybody besides its owner and `num_own` others."""
+    return sys.getrefcount(tensor) > 3 + num_own  # the owner, this argument, and that of getrefcount
 
 
 class WatchedState(defaultdict[torch.Tensor, Any]):
-    """An optimizer's `state` that runs the updates which are due before it shows anything."""
+    """An optimizer's `state` that runs all due updates before it is read."""
 
     def __init__(self, state: dict[torch.Tensor, Any], before_look: Callable[[], None]) -> None:
         super().__init__(dict)
@@ -194,7 +198,7 @@ class WatchedState(defaultdict[torch.Tensor, Any]):
         return super().pop(*args)
 
     def quiet(self, key: torch.Tensor) -> Any:
-        """What is there now, updates or not; None where there is nothing."""
+        """Returns the present entry without running updates; None if there is none."""
         return super().get(key)
 
     def __copy__(self) -> Any:
@@ -207,7 +211,7 @@ class WatchedState(defaultdict[torch.Tensor, Any]):
         return self.plain().__reduce__()
 
     def plain(self) -> defaultdict[torch.Tensor, Any]:
-        """An ordinary dictionary with the same content."""
+        """Returns an ordinary dictionary with the same content."""
         self.before_look()
         plain: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         plain.update(super().items())

@@ -131,7 +131,7 @@ def test_plan_and_explain_work_where_torch_is_not(tmp_path: Path) -> None:
     assert "convolution" in explained.stdout
     refused = run_without_torch("machine")
     assert refused.returncode == 1  # the block works: measuring does need torch
-    assert refused.stderr.splitlines()[-1].startswith("Error: this verb needs torch")
+    assert refused.stderr.splitlines()[-1].startswith("Error: this command needs torch")
 
 
 def test_importing_outcore_does_not_import_torch() -> None:

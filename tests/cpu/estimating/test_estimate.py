@@ -84,7 +84,7 @@ def test_every_machine_that_ships_says_that_it_was_not_measured() -> None:
 def test_what_cannot_be_estimated_is_said_in_a_sentence() -> None:
     model = nn.Linear(4, 4)
     x = torch.randn(2, 4)
-    with pytest.raises(OutcoreError, match=r"asks for the content of a tensor .* outcore record"):
+    with pytest.raises(OutcoreError, match=r"reads the content of a tensor .* outcore record"):
         outcore.estimate(model, lambda: print(model(x).sum().item()), machine=MACHINE)
     with pytest.raises(OutcoreError, match="ran no backward pass"):
         outcore.estimate(model, lambda: model(x), machine=MACHINE)

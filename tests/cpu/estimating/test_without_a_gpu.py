@@ -93,7 +93,7 @@ def test_what_was_written_into_is_not_known_any_more() -> None:
         changed = torch.zeros(16, dtype=torch.long).add_(x[:, 0, 0].abs().long())
         model(x, lengths + changed).sum().backward()
 
-    with pytest.raises(OutcoreError, match="asks for the content of a tensor"):
+    with pytest.raises(OutcoreError, match="reads the content of a tensor"):
         outcore.estimate(model, step, machine="a100")
     assert lengths.tolist() == [32] * 16
 

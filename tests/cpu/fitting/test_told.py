@@ -75,7 +75,7 @@ def test_a_budget_below_the_model_and_what_is_no_module_are_refused_at_once() ->
         outcore.limit(model, "1KiB")
     with outcore.limit(model, parameter_bytes) as ooc:
         train(model, ooc, 1)
-        with pytest.raises(BudgetTooSmall, match="there before the step") as no:
+        with pytest.raises(BudgetTooSmall, match="in use before the step") as no:
             train(model, ooc, 1)
     again = pickle.loads(pickle.dumps(no.value))
     assert (str(again), again.needed_bytes) == (str(no.value), no.value.needed_bytes)

@@ -307,7 +307,7 @@ def test_memory_that_runs_out_during_an_update_changes_nothing(
 
 
 def test_what_cannot_be_divided_stays_on_the_device_and_says_so(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="what LBFGS updates stays on the device"):
+    with pytest.warns(UserWarning, match="parameters of LBFGS stay on the device"):
         state = make_state(tmp_path, optimizer=partial(torch.optim.LBFGS, max_iter=3))
     assert not state.units
     assert "LBFGS" in str(state)
