@@ -108,7 +108,7 @@ class BudgetTooSmall(OutcoreError):
             )
         elif before_bytes:
             super().__init__(
-                f"no plan fits {budget} on {where}: {at_op} needs {own} beside {before} that are there before the "
+                f"no plan fits {budget} on {where}: {at_op} needs {own} beside {before} that are in use before the "
                 f"step, {needed} ({needed_bytes} bytes) in all; raise the budget or lower the batch size"
             )
         else:

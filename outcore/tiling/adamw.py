@@ -1,13 +1,13 @@
-"""AdamW for a model with tiled layers -> their weights updated on the device while the backward runs.
+"""AdamW for a model with tiled layers, which updates their weights on the device during the backward.
 
-The gradient of a weight that lives on the host would go out to it, and come back with the weight and the optimizer's
-state to be used. Here it never leaves the device: each of its tiles updates the tiles of weight and state at the same
-place, which stream past it. What crosses the link is the state, in both directions at once, beside the products.
-Everything else of the model is stepped by `step()`, as torch's own AdamW does it.
+The gradient of a weight on the host would be copied to the host, and come back together with the weight and the
+optimizer's state. Here it never leaves the device: each of its tiles updates the corresponding tiles of weight and
+state, which are streamed through the device. Only the state crosses the link, in both directions at once and in
+parallel with the products. Everything else in the model is updated by `step()`, as in torch's AdamW.
 
-Updating during the backward has its price: a step has one backward (no accumulation), and nothing that needs all
-gradients at once (clipping by their norm, a GradScaler) can be used. Where that is needed, `torch.optim.AdamW(...,
-fused=True)` steps tiled layers on the host.
+Updating during the backward has limitations: a step has one backward (no accumulation), and nothing that needs all
+gradients at once (clipping by their norm, a GradScaler) can be used. For these, use `torch.optim.AdamW(...,
+fused=True)`, which updates tiled layers on the host.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from outcore.tiling.update import Update
 
 
 class TiledAdamW(torch.optim.AdamW):
-    """torch's fused AdamW, with the same settings, state and state dictionary; weights of `TiledLinear` layers are
-    updated during the backward. Weights that several layers share are stepped with the others.
+    """torch's fused AdamW with the same settings, state and state dictionary, except that weights of `TiledLinear`
+    layers are updated during the backward. Weights that several layers share are updated in `step()`.
 
-    A tiled weight has no gradient after the backward: `clip_grad_norm_` does not see it. A GradScaler is refused; train
-    in bfloat16 instead, which needs none.
+    A tiled weight has no gradient after the backward, so `clip_grad_norm_` does not include it. A GradScaler raises an
+    error; train in bfloat16 instead, which needs none.
 
     ```python
     import outcore
@@ -55,7 +55,7 @@ class TiledAdamW(torch.optim.AdamW):
             layer.make_update = partial(_make_update, own)
 
     def update_of(self, layer: TiledLinear) -> Update:
-        """What a tile of this layer's gradient does, in a step that begins now."""
+        """Returns the update for tiles of this layer's gradient, in a step that begins now."""
         weight = layer.weight
         if weight in self._updated:
             raise TilingError(
@@ -75,8 +75,8 @@ class TiledAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Everything but the tiled weights, which the backward has updated."""
-        if getattr(self, "found_inf", None) is not None:  # what a GradScaler leaves with a fused optimizer
+        """Updates everything except the tiled weights, which the backward has updated."""
+        if getattr(self, "found_inf", None) is not None:  # set by a GradScaler on a fused optimizer
             raise TilingError(
                 "TiledAdamW has updated the tiled weights with gradients that a GradScaler scaled, infinite ones too: "
                 "load the weights again, and train in bfloat16 without a GradScaler, or step tiled layers on the host "
@@ -89,7 +89,7 @@ class TiledAdamW(torch.optim.AdamW):
 
 
 def _updated_layers(modules: Iterable[nn.Module]) -> list[TiledLinear]:
-    """Those whose weight nobody else uses."""
+    """Returns the layers whose weight no other module uses."""
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     for module in modules:
         for parameter in module._parameters.values():
@@ -100,13 +100,13 @@ def _updated_layers(modules: Iterable[nn.Module]) -> list[TiledLinear]:
 
 
 def _make_update(optimizer: weakref.ref[TiledAdamW], layer: TiledLinear) -> Update | None:
-    """None where the optimizer is gone: then the layer keeps a gradient, as without one."""
+    """Returns the update, or None if the optimizer is gone; the layer then keeps a gradient."""
     own = optimizer()
     return None if own is None else own.update_of(layer)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """As they are when the backward comes to the layer: a scheduler may change them later."""
+    """Returns the present settings, because a scheduler may change them later."""
     beta1, beta2 = group["betas"]
     return {
         "lr": float(group["lr"]),
@@ -120,7 +120,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _adamw(step: float, settings: dict[str, Any], gradient: torch.Tensor, tiles: Sequence[torch.Tensor]) -> None:
-    """torch's fused kernel on one tile."""
+    """Runs torch's fused kernel on one tile."""
     weight, mean, square = tiles
     steps = [torch.full((), step, dtype=torch.float32, device=weight.device)]
     torch._fused_adamw_([weight], [gradient], [mean], [square], [], steps, **settings)

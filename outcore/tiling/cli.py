@@ -1,4 +1,4 @@
-"""`outcore matmul`: plan a product, predict it, run it, and print both; `--json` for programs."""
+"""`outcore matmul`: plans a product, predicts its time, runs it and prints both; `--json` for programs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ DTYPES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 )
 @click.option("--b", "b_path", type=click.Path(exists=True, dir_okay=False), help="File of B (k x n). Default: random.")
 @click.option("--out", "out_path", type=click.Path(dir_okay=False), help="File to write C to. Default: host memory.")
-@click.option("--explain", is_flag=True, help="Print the plan: bytes, seconds and what binds.")
-@click.option("--plan-only", is_flag=True, help="Plan and stop. With --tflops and --link no device is needed.")
-@click.option("--tflops", type=float, help="Plan for a card of this many TFLOP/s (with --link).")
-@click.option("--link", help="Plan for a link of so many bytes a second each way, such as 55GB.")
+@click.option("--explain", is_flag=True, help="Print the plan: bytes, seconds and the bottleneck.")
+@click.option("--plan-only", is_flag=True, help="Only plan. With --tflops and --link no device is needed.")
+@click.option("--tflops", type=float, help="Plan for a device with this many TFLOP/s (with --link).")
+@click.option("--link", help="Plan for a link with this many bytes per second each way, such as 55GB.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def matmul_command(**options: Any) -> None:
-    """Multiply an M x K by a K x N matrix that need not fit on a device, and say how it went."""
+    """Multiply an M x K by a K x N matrix that need not fit on a device, and print the measured results."""
     try:
         given = _given_rates(options["tflops"], options["link"])
         if options["plan_only"] and given is not None:
@@ -85,7 +85,7 @@ def _run(rates: Rates | None, options: dict[str, Any]) -> None:
             return FileMatrix(path, (rows, cols), dtype)
         try:
             return torch.randn(rows, cols).to(dtype)
-        except RuntimeError:  # PyTorch's of a host without memory, which names an allocator and bytes
+        except RuntimeError:  # PyTorch's error for a host without memory
             num_bytes = rows * cols * DTYPES["float32"]
             raise OutcoreError(
                 f"a matrix of {rows} x {cols} takes {format_bytes(num_bytes)} of host memory to make, more than there "
@@ -103,7 +103,7 @@ def _run(rates: Rates | None, options: dict[str, Any]) -> None:
     if options["explain"] and not options["as_json"]:
         click.echo("\n".join(describe(job.tiles, job.prediction)))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", TilingWarning)  # it was said
+        warnings.simplefilter("ignore", TilingWarning)  # it was printed above
         report = job.run(progress=False if options["as_json"] else None)
     if options["as_json"]:
         click.echo(json.dumps({"plan": job.tiles.to_json(), "measured": report.to_json()}))
@@ -119,7 +119,7 @@ def _run(rates: Rates | None, options: dict[str, Any]) -> None:
 
 
 def describe(tiles: Tiles, prediction: Prediction) -> list[str]:
-    """The plan in a few lines for people."""
+    """Returns the plan as a few lines of text."""
     gemm = tiles.gemm
     moved_bytes = prediction.bytes_in + prediction.bytes_out
     share = moved_bytes / tiles.square_tiles_bytes

@@ -1,7 +1,7 @@
-"""Indices -> rows of a table that lives on the host; only the rows of a batch go to the device.
+"""An embedding whose table stays on the host; only the rows of a batch are copied to the device.
 
-The lookup and its gradient run on the host by torch's own kernels, with their bits; what is copied are the rows that
-were asked for, and in the backward their gradients.
+The lookup and its gradient run on the host with torch's own kernels, bitwise the same. Only the requested rows, and in
+the backward their gradients, are copied.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from outcore.tiling.host_weight import HostWeight
 
 
 class TiledEmbedding(HostWeight):
-    """`nn.Embedding` whose table and gradient stay in host memory; the result is where the indices are.
+    """`nn.Embedding` whose table and gradient stay in host memory; the result is on the device of the indices.
 
-    Takes the options of `nn.Embedding`. `sparse=True` keeps gradients of the rows that were used only, which is what a
-    table of many gigabytes wants.
+    Takes the options of `nn.Embedding`. `sparse=True` keeps gradients only of the rows that were used, which is
+    recommended for a table of many gigabytes.
 
     ```python
     import outcore
@@ -53,7 +53,7 @@ class TiledEmbedding(HostWeight):
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding) -> TiledEmbedding:
-        """The same layer, its table shared, not copied; a table on a device comes home to the host."""
+        """Returns a tiled layer that shares the table; a table on a device is moved to the host."""
         layer = cls(1, 1)
         for name in _SETTINGS:
             setattr(layer, name, getattr(embedding, name))
@@ -62,7 +62,7 @@ class TiledEmbedding(HostWeight):
         return layer
 
     def to_embedding(self) -> nn.Embedding:
-        """The same layer as torch has it, its table shared; it is still on the host."""
+        """Returns torch's layer, which shares the table; the table is still on the host."""
         embedding = nn.Embedding(1, 1)
         for name in _SETTINGS:
             setattr(embedding, name, getattr(self, name))
@@ -70,7 +70,7 @@ class TiledEmbedding(HostWeight):
         return embedding
 
     def reset_parameters(self) -> None:
-        """As `nn.Embedding`: the same seed gives the same numbers."""
+        """Initializes like `nn.Embedding`: the same seed gives the same numbers."""
         nn.init.normal_(self.weight)
         if self.padding_idx is not None:
             with torch.no_grad():

@@ -1,8 +1,8 @@
-"""A module whose weight lives in host memory -> `.to()`, `.half()` and `.cuda()` that never copy it to a device.
+"""A module whose weight stays in host memory when `.to()`, `.half()` or `.cuda()` are called.
 
-`nn.Module` moves every parameter it owns, one after the other, through `_apply`. A weight that exceeds the device's
-memory would fail there, or push out everything else. Here the function is tried on an empty tensor first: if it leads
-to another device, the weight follows only its change of type, on the host.
+`nn.Module` moves all of its parameters, one after the other, through `_apply`. A weight that exceeds the device's
+memory would fail there, or displace everything else. Here the function is first applied to an empty tensor: if the
+result is on another device, only the change of dtype is applied to the weight, on the host.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outcore.tiling.lanes import Pins
 
 
 class HostWeight(nn.Module):
-    """`weight` stays on the host, whatever the rest of the model does; other parameters move as usual."""
+    """`weight` stays on the host; other parameters move as usual."""
 
     weight: nn.Parameter
 
@@ -37,7 +37,7 @@ class HostWeight(nn.Module):
             tried = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
             if tried.device.type == "cpu":
                 return fn(tensor)
-            if tensor.is_meta and not tried.is_meta:  # `to_empty`: memory without numbers, on the host
+            if tensor.is_meta and not tried.is_meta:  # `to_empty`: uninitialized memory on the host
                 return torch.empty_like(tensor, dtype=tried.dtype, device="cpu")
             return tensor.to(tried.dtype)
 
@@ -49,7 +49,7 @@ class HostWeight(nn.Module):
         return applied
 
     def bring_home(self) -> None:
-        """Moves a weight that a device holds back to the host, in place: whoever holds the parameter keeps it."""
+        """Moves a weight that is on a device to the host, in place, so that references to the parameter stay valid."""
         if self.weight.is_meta:
             return
         with torch.no_grad():
@@ -58,7 +58,7 @@ class HostWeight(nn.Module):
                 self.weight.grad = self.weight.grad.to("cpu")
 
     def weight_as(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight in another type, as autocast wants it: a copy on the host, made once for every change of it."""
+        """Returns the weight in another dtype, for autocast: a copy on the host, made once for every change of it."""
         weight = self.weight.detach()
         if dtype == weight.dtype:
             return weight
@@ -70,11 +70,11 @@ class HostWeight(nn.Module):
         return self._cast.copy
 
     def cast_copies(self) -> tuple[torch.Tensor, ...]:
-        """Copies of the weight in other types, to be written when the weight is."""
+        """Returns copies of the weight in other dtypes, which must be written together with the weight."""
         return () if self._cast is None else (self._cast.copy,)
 
     def weight_was_written(self, *, copies_too: bool) -> None:
-        """After its numbers were changed behind autograd's back; `copies_too`: so were its copies."""
+        """Tells autograd that the weight was changed; with `copies_too` its copies were changed as well."""
         torch.autograd.graph.increment_version(self.weight)
         if self._cast is not None and copies_too:
             self._cast.belongs_to(self.weight)
@@ -86,14 +86,14 @@ class HostWeight(nn.Module):
             self._pins.lock(self.weight.detach())
 
     def unlock(self) -> None:
-        """Forgets what was locked and cast: the weight's memory is another."""
+        """Drops locks and copies, because the weight has other memory."""
         if self._pins is not None:
             self._pins.close()
         self._pins = self._cast = None
 
     def empty_like_weight(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Host memory of the weight's shape, page-locked beside a device: torch keeps freed locked blocks, so that only
-        the first step pays for locking."""
+        """Returns host memory of the weight's shape, page-locked for a device: torch keeps freed locked blocks, so that
+        only the first step pays for locking."""
         dtype = dtype or self.weight.dtype
         if self._pins is not None:
             with suppress(RuntimeError):
@@ -117,7 +117,7 @@ class HostWeight(nn.Module):
 
 
 class _Cast:
-    """A copy of a weight in another type, and of which state of the weight it is."""
+    """A copy of a weight in another dtype, with the version of the weight that it was made from."""
 
     def __init__(self, weight: torch.Tensor, dtype: torch.dtype, memory: torch.Tensor | None) -> None:
         self.copy = torch.empty(weight.shape, dtype=dtype) if memory is None else memory
@@ -133,7 +133,7 @@ class _Cast:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The type that products on this device take under autocast; None outside of it."""
+    """Returns the dtype of products on this device under autocast; None outside of it."""
     if not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)

@@ -1,10 +1,9 @@
-"""A device -> a lane: three streams, memory, and how a block is copied and multiplied there.
+"""A lane is one device's share of a product: three streams, memory, and how blocks are copied and multiplied.
 
-Two kinds. A CPU lane copies blocks into its slots with threads and sums halves in fp32. A CUDA lane copies from
-page-locked memory by the copy engines and multiplies in the operands' own type. Everything else (what is copied
-when, what waits for what) is in `pipeline` and the same for both. What CUDA needs beyond torch is one call: torch
-turns a strided host slice into a temporary and waits for it (pytorch/pytorch#111570), the driver's pitched copy does
-not.
+A CPU lane copies blocks into its slots with threads and sums half types in fp32. A CUDA lane copies from page-locked
+memory with the copy engines and multiplies in the operands' dtype. Everything else (what is copied when, what waits for
+what) is in `pipeline` and the same for both. CUDA needs one call beyond torch: torch turns a strided host slice into a
+temporary and waits for it (pytorch/pytorch#111570), while the driver's pitched copy does not.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 
 
 class CpuLane:
-    """The host's own cores. `compute`, `copy_in` and `copy_out` may be given, for instance slowed ones."""
+    """The host's cores. `compute`, `copy_in` and `copy_out` may be given, for example slowed ones."""
 
     def __init__(
         self,
@@ -66,7 +65,7 @@ class CpuLane:
         return isinstance(other, CpuLane)
 
     def multiply(self, target: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, alpha: float) -> None:
-        if a.dtype != target.dtype:  # a resident operand of a half type
+        if a.dtype != target.dtype:  # a resident operand with a half type
             a, b = a.to(target.dtype), b.to(target.dtype)
         target.addmm_(a, b, beta=beta, alpha=alpha)
 
@@ -82,7 +81,7 @@ class CpuLane:
 
 
 class CudaLane:
-    """One CUDA device, or a part of one: given a green context's stream, products keep to its `num_sms` processors."""
+    """One CUDA device, or a part: with a green context's stream, products use only its `num_sms` multiprocessors."""
 
     def __init__(
         self,
@@ -111,7 +110,7 @@ class CudaLane:
         return torch.empty(num_elements, dtype=dtype, pin_memory=True)
 
     def is_direct(self, store: Store, span: Span) -> bool:
-        """Whether the copy engines can take the block from where it lies."""
+        """Whether the copy engines can read the block in place."""
         if not isinstance(store, TensorStore) or not store.is_plain or not _is_locked(store.tensor):
             return False
         row_bytes = (span[3] - span[2]) * store.dtype.itemsize
@@ -147,16 +146,16 @@ class CudaLane:
             _add_in_strips(target, a, b, beta, alpha)
 
     def begin(self) -> None:
-        """What the caller enqueued before (the operands, the last user of the memory our slots got) comes first."""
+        """Orders earlier work of the caller (the operands, the last use of the slots' memory) before this lane's."""
         event = torch.cuda.current_stream(self.device).record_event()
         for stream in (self.compute, self.copy_in, self.copy_out):
             stream.wait(event)
 
     def enter_thread(self) -> None:
-        """Makes the device's context this thread's own. A thread whose first call is a product has none yet.
+        """Makes the device's context current in this thread, which has none if its first call is a product.
 
-        Asking for the free memory is the cheapest call that does so; `set_device` alone does nothing where the device
-        is already the thread's default.
+        Reading the free memory is the cheapest call that does so; `set_device` alone has no effect if the device is
+        already the thread's default.
         """
         torch.cuda.set_device(self.device)
         torch.cuda.mem_get_info(self.device)
@@ -169,7 +168,7 @@ Lane = CpuLane | CudaLane
 
 
 def make_lane(device: str | torch.device | Lane, *, urgent: bool = False) -> Lane:
-    """The device's lane; an `urgent` one has streams of its own, whose products go before the ordinary lane's."""
+    """Returns the device's lane; an `urgent` one has streams of its own with a higher priority."""
     if isinstance(device, (CpuLane, CudaLane)):
         return device
     try:
@@ -187,12 +186,12 @@ def make_lane(device: str | torch.device | Lane, *, urgent: bool = False) -> Lan
 
 @cache
 def _cuda_lane(device: torch.device, urgent: bool) -> CudaLane:
-    """One of each per device and process: torch keeps a cuBLAS workspace for every stream that ever multiplied."""
+    """Returns one lane of each kind per device: torch keeps a cuBLAS workspace for every stream that multiplied."""
     return CudaLane(device, compute=torch.cuda.Stream(device, priority=-1) if urgent else None)
 
 
 def _add_in_strips(target: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float, alpha: float) -> None:
-    """Where torch cannot add a half product to fp32 sums in place: through a strip of at most 64 MiB."""
+    """Adds a half product to fp32 sums through a strip of at most 64 MiB, if torch cannot do it in place."""
     num_rows = max(1, 64 * 1024**2 // max(1, 4 * target.shape[1]))
     for row in range(0, target.shape[0], num_rows):
         strip = torch.mm(a[row : row + num_rows], b, out_dtype=target.dtype)
@@ -205,7 +204,7 @@ def _add_in_strips(target: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta:
 
 @cache
 def _sums_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch adds a half product to fp32 sums in place: tried once on a small one, the answer compared."""
+    """Whether this torch adds a half product to fp32 sums in place, tested once on a small product."""
     a = torch.ones(16, 16, dtype=dtype, device=device)
     sums = torch.ones(16, 16, dtype=torch.float32, device=device)
     try:
@@ -221,7 +220,7 @@ def _is_locked(tensor: torch.Tensor) -> bool:
 
 @cache
 def cuda_runtime() -> Any:
-    """The CUDA runtime library torch has already loaded, or None: then strided blocks go through a staging slab."""
+    """Returns the CUDA runtime that torch has loaded, or None; strided blocks then go through a staging slab."""
     version = (torch.version.cuda or "0").partition(".")[0]
     try:
         library = ctypes.CDLL(f"libcudart.so.{version}")
@@ -234,7 +233,7 @@ def cuda_runtime() -> Any:
 
 
 def copy_pitched(target: torch.Tensor, source: torch.Tensor, kind: int, stream: int) -> None:
-    """Rows of one pitch to rows of another by the copy engine; the host side is page-locked."""
+    """Copies rows of one pitch to rows of another with the copy engine; the host side is page-locked."""
     element_bytes = target.element_size()
     status = cuda_runtime().cudaMemcpy2DAsync(
         target.data_ptr(),
@@ -255,7 +254,7 @@ def _pitch(tensor: torch.Tensor) -> int:
 
 
 class Pins:
-    """Page-locks tensors in place for as long as it is open, and counts what could not be locked."""
+    """Page-locks tensors in place while it is open, and counts those that could not be locked."""
 
     def __init__(self) -> None:
         self._locked: list[torch.Tensor] = []
@@ -263,7 +262,7 @@ class Pins:
         self.locked_bytes = 0
 
     def lock(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor is page-locked now. Mapped files are left alone: locking would load all of them."""
+        """Locks a tensor; returns whether it is locked. Mapped files are not locked, as that would load all of them."""
         if tensor.is_pinned() or not tensor.numel():
             return True
         if is_file_mapping(tensor):

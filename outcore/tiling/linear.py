@@ -1,16 +1,16 @@
-"""Activations -> activations through a weight that lives on the host; all three products of training stream it.
+"""A linear layer whose weight lives on the host; all three products of training stream it through the device.
 
-The training of arXiv 1511.04348: forward and backward of a fully connected layer are three matrix products,
+As in arXiv 1511.04348, forward and backward of a fully connected layer are three matrix products,
 
     y = x W'        dx = dy W        dW = dy' x
 
-and each goes through `Job`, so that neither W nor dW is ever on the device as a whole. It differs from the paper in
-that activations may stay on the device: then only W comes in (twice) and only dW goes out (once). There the two
-products of the backward run side by side. dx needs columns of W, which lie apart in host memory and come slowly (on an
-H200 alone it took half as long again as its products); dW loads nothing and multiplies meanwhile.
+each of which is a `Job`, so that neither W nor dW is ever on the device as a whole. Unlike in the paper, activations
+may stay on the device: then only W is loaded (twice) and only dW is stored (once). In that case the two products of the
+backward run side by side. dx needs columns of W, which are strided in host memory and load slowly (on an H200 dx alone
+took half as long again as its products); dW loads nothing and multiplies meanwhile.
 
-Where an optimizer updates the weight during the backward (`adamw.py`), dW is not stored at all: its tiles are used on
-the device, after dx has read the weight.
+If an optimizer updates the weight during the backward (`adamw.py`), dW is not stored at all: its tiles are used on the
+device, after dx has read the weight.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from outcore.tiling.update import Update
 class TiledLinear(HostWeight):
     """`nn.Linear` whose weight and weight gradient stay in host memory. Inputs may be on the host or on one device.
 
-    Host inputs are multiplied on `devices` (default: every CUDA device, else the CPU) and the result returns to the
-    host; device inputs are multiplied where they are. `memory` bounds the device bytes used for tiles, activations not
-    counted. Moving the model (`.to()`, `.cuda()`) moves the bias and leaves the weight on the host; a change of type
-    (`.half()`) changes both. Under autocast products take autocast's type, with a copy of the weight in it on the host.
+    Host inputs are multiplied on `devices` (default: every CUDA device, else the CPU) and the result is on the host;
+    device inputs are multiplied where they are. `memory` limits the device bytes of the tiles, without activations.
+    Moving the model (`.to()`, `.cuda()`) moves the bias and leaves the weight on the host; a change of dtype
+    (`.half()`) applies to both. Under autocast products have autocast's dtype, with a copy of the weight in it on the
+    host.
 
     ```python
     import outcore
@@ -63,13 +64,13 @@ class TiledLinear(HostWeight):
         self.memory, self.devices = memory, devices
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype))
         self.register_parameter("bias", nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None)
-        self.reports: list[tuple[str, Report]] = []  # of the last step: product, report
-        self.make_update: MakeUpdate = _no_update  # of an optimizer that updates during the backward
+        self.reports: list[tuple[str, Report]] = []  # (product, report) of the last step
+        self.make_update: MakeUpdate = _no_update  # set by an optimizer that updates during the backward
         self.reset_parameters()
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options: Any) -> TiledLinear:
-        """The same layer, its parameters shared, not copied; a weight on a device comes home to the host."""
+        """Returns a tiled layer that shares the parameters; a weight on a device is moved to the host."""
         layer = cls(1, 1, linear.bias is not None, **options)
         layer.in_features, layer.out_features = linear.in_features, linear.out_features
         layer.register_parameter("weight", cast(nn.Parameter, linear.weight))
@@ -78,7 +79,7 @@ class TiledLinear(HostWeight):
         return layer
 
     def to_linear(self) -> nn.Linear:
-        """The same layer as torch has it, its parameters shared; its weight is still on the host."""
+        """Returns torch's layer, which shares the parameters; its weight is still on the host."""
         with torch.device("meta"):
             linear = nn.Linear(self.in_features, self.out_features, self.bias is not None)
         linear.register_parameter("weight", self.weight)
@@ -86,7 +87,7 @@ class TiledLinear(HostWeight):
         return linear
 
     def reset_parameters(self) -> None:
-        """As `nn.Linear`: the same seed gives the same numbers."""
+        """Initializes like `nn.Linear`: the same seed gives the same numbers."""
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         if self.bias is not None:
             bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
@@ -122,7 +123,7 @@ class TiledLinear(HostWeight):
     def differentiate(
         self, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """dx and dW, side by side where the activations lie on one device and the memory does for both."""
+        """Returns dx and dW, computed side by side if the activations are on one device and both fit the memory."""
         gradient = self.empty_like_weight(x.dtype)
         jobs = self._pair(dy, x, weight, gradient) if on_one_device(dy, x) and dy.numel() * x.numel() else None
         if jobs is None:
@@ -132,7 +133,7 @@ class TiledLinear(HostWeight):
         return cast(torch.Tensor, jobs[0].out), gradient
 
     def update(self, dy: torch.Tensor, x: torch.Tensor, update: Update) -> None:
-        """dW, whose tiles update the weight instead of being stored."""
+        """Computes dW, whose tiles update the weight instead of being stored."""
         devices = None if dy.is_cuda else self.devices
         job = Job(dy.t(), x, memory=self.memory, devices=devices, update=update)
         self.reports.append(("update", job.run()))
@@ -141,7 +142,7 @@ class TiledLinear(HostWeight):
     def _pair(
         self, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor
     ) -> tuple[Job, Job] | None:
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # before free memory is looked at
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # before the free memory is read
         options: dict[str, Any] = {"memory": self.memory, "share": 0.5}
         try:
             of_weight = Job(dy.t(), x, out=gradient, **options)
@@ -158,7 +159,7 @@ class TiledLinear(HostWeight):
 
 
 class _StreamedProduct(torch.autograd.Function):
-    """x W' with both of its derivatives by streamed products, in the type of x."""
+    """x W' with both of its derivatives by streamed products, in the dtype of x."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: TiledLinear) -> torch.Tensor:
@@ -174,7 +175,7 @@ class _StreamedProduct(torch.autograd.Function):
             dx, gradient = _StreamedProduct.differentiate(ctx, grads[0], x, weight)
         if not torch.is_grad_enabled():
             return dx, gradient, None
-        # Under create_graph=True: dx and dW depend on all of these, in a way that no graph knows.
+        # Under create_graph=True, dx and dW depend on all of these, but no graph represents it.
         once = [None if d is None else _Once.apply(d, grads[0], x, weight) for d in (dx, gradient)]  # type: ignore[no-untyped-call]
         return once[0], once[1], None
 
@@ -182,7 +183,7 @@ class _StreamedProduct(torch.autograd.Function):
     def differentiate(
         ctx: Any, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """dx and dW as far as they are asked for; dW is None as well where it has updated the weight."""
+        """Returns dx and dW if they are needed; dW is None if it has updated the weight."""
         layer: TiledLinear = ctx.layer
         streamed = layer.weight_as(x.dtype)
         if ctx.needs_input_grad[1] and x.numel() and (update := layer.make_update(layer)) is not None:
@@ -199,8 +200,8 @@ class _StreamedProduct(torch.autograd.Function):
 
 
 class _Once(torch.autograd.Function):
-    """A first derivative, unchanged, of which no second one can be taken. Without it, one that is asked for would lack
-    this layer's part without a word."""
+    """Returns a first derivative unchanged, and raises an error if a second one is requested, which would otherwise
+    silently lack this layer's part."""
 
     @staticmethod
     def forward(ctx: Any, derivative: torch.Tensor, *depends_on: torch.Tensor) -> torch.Tensor:
@@ -221,6 +222,6 @@ def _no_update(layer: TiledLinear) -> Update | None:
 MakeUpdate = Callable[[TiledLinear], Update | None]
 
 
-def on_one_device(dy: torch.Tensor, x: torch.Tensor) -> bool:
-    """Host activations come over the same link as the weight: nothing would wait less."""
+def _on_one_device(dy: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether both tensors are on one device. Host activations use the same link as the weight, with no gain."""
     return dy.is_cuda and dy.device == x.device

@@ -1,7 +1,7 @@
-"""A model -> the same model with its large Linear and Embedding layers tiled, and back.
+"""Replaces the large Linear and Embedding layers of a model by tiled ones, and restores them.
 
-Parameters are shared, not copied, and keep their names: an optimizer made before goes on, and a state dictionary of one
-form loads into the other. Layers that share a weight (an embedding and the output layer) still do.
+Parameters are shared, not copied, and keep their names: an optimizer made before remains valid, and a state dictionary
+of one form loads into the other. Layers that share a weight (an embedding and the output layer) still share it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outcore.tiling.embedding import TiledEmbedding
 from outcore.tiling.linear import TiledLinear
 from outcore.units import format_bytes, parse_bytes
 
-LARGE_SHARE = 0.25  # of `memory`; a weight above it is tiled, unless `larger_than` says otherwise (guessed)
+LARGE_SHARE = 0.25  # of `memory`; larger weights are tiled by default (guessed)
 
 
 def tile(
@@ -29,25 +29,25 @@ def tile(
 ) -> nn.Module:
     """Replaces large `nn.Linear` and `nn.Embedding` layers of `model` by tiled ones, whose weights stay on the host.
 
-    `memory` bounds the device bytes that the tiles of a product use, such as `"2GiB"`. Layers whose weight has more
+    `memory` limits the device bytes that the tiles of a product use, such as `"2GiB"`. Layers whose weight has more
     bytes than `larger_than` are replaced (default: a quarter of `memory`). Call it before the model is moved to its
-    device; `.to()` and `.cuda()` then leave those weights where they are. Returns the model, changed in place (a model
-    that is such a layer itself is returned as its replacement). `untile` undoes it.
+    device; `.to()` and `.cuda()` then leave those weights on the host. Returns the model, changed in place, or the
+    replacement if the model is such a layer itself. `untile` undoes it.
 
     ```python
     import outcore
     import torch
 
     model = torch.nn.Sequential(torch.nn.Linear(64, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 8))
-    model = outcore.tile(model, memory="512KiB")  # then .to("cuda"), where there is one
+    model = outcore.tile(model, memory="512KiB")  # then .to("cuda"), if there is one
     print(type(model[0]).__name__, type(model[2]).__name__)  # TiledLinear Linear
     ```
 
-    It is for layers of which a single one, with its gradient and optimizer state, is too large for the device. Where
-    each layer fits and only the step as a whole does not, use `outcore.limit`: it leaves the layers as they are, and
-    the numbers are plain PyTorch's bit for bit. Tiled products add up in blocks, so the last bits differ.
+    It is meant for a single layer that, with its gradient and optimizer state, is too large for the device. If each
+    layer fits and only the whole step does not, use `outcore.limit`: it does not change the layers, and the numbers are
+    bitwise those of plain PyTorch. Tiled products are summed in blocks, so the last bits differ.
 
-    Subclasses of these layers are left alone: whoever made them may use their weights in another way.
+    Subclasses of these layers are not replaced, because they may use their weights in another way.
     """
     memory_bytes = parse_bytes(memory)
     if larger_than is None:
@@ -77,8 +77,8 @@ def tile(
 
 
 def untile(model: nn.Module) -> nn.Module:
-    """Replaces tiled layers by torch's own, which share their parameters. Those are still on the host: move the model
-    with `.to()` where its weights fit the device. Returns the model, changed in place.
+    """Replaces tiled layers by torch's own, which share their parameters. The parameters are still on the host; move
+    the model with `.to()` if its weights fit the device. Returns the model, changed in place.
 
     ```python
     import outcore
@@ -99,7 +99,7 @@ def untile(model: nn.Module) -> nn.Module:
 
 
 def _replaced(model: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> tuple[nn.Module, int]:
-    """Every module that has a replacement, also where several parents share it; how many there were."""
+    """Replaces every module that has a replacement, also if several parents share it; returns the number of them."""
     done: dict[nn.Module, nn.Module] = {}
 
     def visit(module: nn.Module) -> nn.Module:
@@ -108,7 +108,7 @@ def _replaced(model: nn.Module, replacement: Callable[[nn.Module], nn.Module | N
         other = replacement(module)
         done[module] = module if other is None else _take_over(module, other)
         if other is None:
-            for name, child in list(module._modules.items()):  # also one child under two names
+            for name, child in list(module._modules.items()):  # including one child under two names
                 if child is not None and (new := visit(child)) is not child:
                     setattr(module, name, new)
                     _leave_fast_path(module, tiled=isinstance(new, TiledLinear))
@@ -119,7 +119,7 @@ def _replaced(model: nn.Module, replacement: Callable[[nn.Module], nn.Module | N
 
 
 def _take_over(old: nn.Module, new: nn.Module) -> nn.Module:
-    """Mode and hooks."""
+    """Copies the training mode and the hooks of a module to its replacement."""
     new.training = old.training
     for name, hooks in vars(old).items():
         if name.startswith("_") and "hooks" in name and isinstance(hooks, dict):
@@ -128,7 +128,8 @@ def _take_over(old: nn.Module, new: nn.Module) -> nn.Module:
 
 
 def _leave_fast_path(module: nn.Module, *, tiled: bool) -> None:
-    """torch's encoder layers hand their weights to one kernel when they only evaluate: not weights on the host."""
+    """Disables the fast path of torch's encoder layers, which passes weights to one kernel that cannot use the
+    host's."""
     if isinstance(module, nn.TransformerEncoderLayer):
         layer: Any = module
         if tiled:

@@ -1,9 +1,9 @@
-"""A tensor or a file -> blocks that can be read into, or written from, a piece of memory.
+"""The operands of a product: tensors and files, read and written by blocks.
 
-Each operand is kept in the orientation it is stored in (rows contiguous) with a flag that says the product wants its
-transpose: a transposed operand is never copied, the matrix product takes the flag. Files are read by several threads
-with plain positioned reads (`preadv`; by kvikio where it is installed), which keeps many requests at the disk at
-once; a mapping would fault one page at a time.
+Each operand is kept in the orientation in which it is stored (rows contiguous), with a flag if the product uses its
+transpose; a transposed operand is never copied, because the matrix product accepts the flag. Files are read by several
+threads with positioned reads (`preadv`, or kvikio if it is installed), which keeps many requests queued at the disk; a
+mapping would fault one page at a time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TORCH_DTYPES = {"float32": torch.float32, "float64": torch.float64, "float16": 
 
 
 class Store(Protocol):
-    """A matrix as it lies somewhere: rows contiguous, read and written block by block."""
+    """A stored matrix: rows contiguous, read and written block by block."""
 
     shape: tuple[int, int]
     dtype: torch.dtype
@@ -46,7 +46,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Operand:
-    """A store and whether the product uses its transpose."""
+    """A store, and whether the product uses its transpose."""
 
     store: Store
     flipped: bool = False
@@ -64,7 +64,7 @@ class Operand:
 
 
 class TensorStore:
-    """A tensor of any strides; what is not stored by rows is copied element by element, which `is_plain` tells."""
+    """A tensor of any strides. If it is not stored by rows (`is_plain`), it is copied element by element."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -87,7 +87,7 @@ class TensorStore:
 
 
 class FileMatrix:
-    """A matrix in a file, stored by rows after `offset_bytes`. `.t()` is its transpose, no byte moved.
+    """A matrix in a file, stored by rows after `offset_bytes`. `.t()` returns its transpose without copying.
 
     ```python
     import torch
@@ -120,7 +120,7 @@ class FileMatrix:
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], shape: tuple[int, int], dtype: torch.dtype) -> FileMatrix:
-        """A new file of the right length, sparse until written; an existing one is lengthened where too short."""
+        """Creates a file of the right length, sparse until written; an existing file is extended if it is too short."""
         with open(path, "ab") as file:
             num_bytes = shape[0] * shape[1] * dtype.itemsize
             if file.tell() < num_bytes:
@@ -129,7 +129,7 @@ class FileMatrix:
 
     @classmethod
     def save(cls, path: str | os.PathLike[str], tensor: torch.Tensor) -> FileMatrix:
-        """A file that holds the numbers of `tensor`, whatever it held before."""
+        """Writes the elements of `tensor` to a file, replacing its previous content."""
         matrix = cls.create(path, (tensor.shape[0], tensor.shape[1]), tensor.dtype)
         matrix.write_from(tensor.detach().contiguous(), (0, tensor.shape[0], 0, tensor.shape[1]))
         matrix.unfinished_path.unlink(missing_ok=True)
@@ -141,19 +141,21 @@ class FileMatrix:
 
     @property
     def stop_bytes(self) -> int:
-        """Where it ends in the file."""
+        """The end of the matrix in the file."""
         return self.offset_bytes + self.num_bytes
 
     @property
     def unfinished_path(self) -> Path:
-        """Lies beside a file while a product is written into it, and stays there if that product did not end."""
+        """A file that exists while a product is written into the matrix, and remains if that product does not end."""
         return self.path.with_name(self.path.name + ".unfinished")
 
     @classmethod
     def of_memmap(cls, array: np.memmap[Any, Any]) -> FileMatrix | None:
-        """The file behind a mapped array, which is then read and written by many threads instead of page by page; None
-        where the array is not rows after rows of it (or, transposed, columns after columns), where changes stay in
-        memory (mode 'c'), and where another file has that name by now."""
+        """Returns the file behind a mapped array, which many threads can read and write instead of page by page.
+
+        Returns None if the array is not stored by whole rows (or, transposed, by columns), if changes stay in memory
+        (mode 'c'), or if the file has been replaced.
+        """
         if array.ndim != 2 or array.filename is None or array.dtype.byteorder == ">" or array.mode == "c":
             return None
         dtype = _TORCH_DTYPES.get(array.dtype.name)
@@ -164,7 +166,7 @@ class FileMatrix:
         mapped: Any = array._mmap  # type: ignore[attr-defined]
         start = np.frombuffer(mapped, np.uint8).ctypes.data
         where = _mapping_at(start)
-        # Since then the file may have been removed or replaced; where nobody can tell, it has not.
+        # The file may have been removed or replaced since; if that cannot be determined, it has not.
         if where is not None and not (os.path.exists(array.filename) and os.stat(array.filename).st_ino == where.inode):
             return None
         first_bytes = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY  # where the mapping begins in the file
@@ -174,7 +176,7 @@ class FileMatrix:
         return matrix
 
     def check_finished(self, name: str) -> None:
-        """Refuses to read what a product that did not end has left behind."""
+        """Raises `TilingError` if a product that was written into the file did not end."""
         if self.unfinished_path.exists():
             raise TilingError(
                 f"{name} is {self.path}, into which a product was written that did not end; run that product again "
@@ -209,7 +211,7 @@ class FileMatrix:
             self._each(source, span, lambda part, offset: _write_fully(file.fileno(), part, offset))
 
     def _read_by_kvikio(self, target: torch.Tensor, span: Span) -> None:
-        """The same runs of bytes through kvikio's thread pool, which also knows how to bypass the page cache."""
+        """Reads the same runs of bytes with kvikio's threads, which can also bypass the page cache."""
         memory = memoryview(target.view(-1).view(torch.uint8).numpy().data)
         with _kvikio().CuFile(str(self.path), "r") as file:
             parts = [(np.frombuffer(part, np.uint8), offset) for part, offset in self._parts(memory, span)]
@@ -228,7 +230,7 @@ class FileMatrix:
             list(_file_threads().map(lambda part: move(*part), parts))
 
     def _parts(self, memory: memoryview, span: Span) -> Iterable[tuple[memoryview, int]]:
-        """Pieces of memory and where each lies in the file: whole rows as one run, otherwise row by row."""
+        """Yields pieces of memory with their offsets in the file: whole rows as one run, otherwise row by row."""
         element_bytes, row_bytes = self.dtype.itemsize, self.shape[1] * self.dtype.itemsize
         run_bytes = (span[3] - span[2]) * element_bytes
         start = self.offset_bytes + span[0] * row_bytes + span[2] * element_bytes
@@ -270,8 +272,8 @@ def _write_fully(file: int, memory: memoryview, offset: int) -> None:
 
 
 def as_matrix(given: Any, name: str, *, is_written: bool = False) -> torch.Tensor | FileMatrix:
-    """What a caller may give: a tensor, a `FileMatrix`, a mapped array (its file is used), any other array (its memory
-    is)."""
+    """Returns an operand: a tensor or `FileMatrix` as given, the file of a mapped array, or the memory of other
+    arrays."""
     if isinstance(given, torch.Tensor | FileMatrix):
         return given
     if isinstance(given, np.memmap):
@@ -286,7 +288,7 @@ def as_matrix(given: Any, name: str, *, is_written: bool = False) -> torch.Tenso
         if is_written and not given.flags.writeable:
             raise TilingError(f"{name} is an array that cannot be written; give one that can")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that a read-only array must not be written: it is not
+            warnings.simplefilter("ignore", UserWarning)  # about read-only arrays, which are not written here
             try:
                 return torch.from_numpy(given)
             except ValueError:
@@ -298,7 +300,7 @@ def as_matrix(given: Any, name: str, *, is_written: bool = False) -> torch.Tenso
 
 
 def as_operand(matrix: torch.Tensor | FileMatrix, name: str) -> Operand:
-    """A 2-D tensor or file matrix as stored; a tensor that is stored by columns becomes its transpose's rows."""
+    """Returns a 2-D tensor or file matrix as stored; a tensor stored by columns becomes a transposed one by rows."""
     if isinstance(matrix, FileMatrix):
         return Operand(matrix, matrix.flipped)
     if matrix.dim() != 2:
@@ -324,12 +326,12 @@ def overlaps(one: torch.Tensor | FileMatrix | None, other: torch.Tensor | FileMa
 
 
 def _meet(one: tuple[int, int, int] | None, other: tuple[int, int, int] | None) -> bool:
-    """Whether two spans (file, first, stop) have a byte in common."""
+    """Whether two ranges (file, first, stop) have a byte in common."""
     return one is not None and other is not None and one[0] == other[0] and one[1] < other[2] and other[1] < one[2]
 
 
 def _in_file(matrix: torch.Tensor | FileMatrix) -> tuple[int, int, int] | None:
-    """Inode and bytes of the file in which a matrix lies, also one that is mapped; None where it lies in none."""
+    """Returns inode and bytes of the file that contains a matrix, also a mapped one; None if there is none."""
     if isinstance(matrix, FileMatrix):
         return matrix.path.stat().st_ino, matrix.offset_bytes, matrix.stop_bytes
     where = _mapping_at(matrix.data_ptr()) if matrix.device.type == "cpu" and matrix.numel() else None
@@ -351,7 +353,7 @@ def is_file_mapping(tensor: torch.Tensor) -> bool:
 
 
 class _Mapping(NamedTuple):
-    """A stretch of this process's memory, and the part of a file that it shows; inode 0 where it shows none."""
+    """A range of this process's memory, and the part of a file that it maps; inode 0 if it maps none."""
 
     address: int
     offset_bytes: int
@@ -360,7 +362,8 @@ class _Mapping(NamedTuple):
 
 
 def _mapping_at(address: int) -> _Mapping | None:
-    """As Linux tells it; None elsewhere."""
+    """Returns the mapping at an address as Linux reports it; None on other systems."""
+
     try:
         with open("/proc/self/maps") as maps:
             for line in maps:

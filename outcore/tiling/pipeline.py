@@ -1,14 +1,14 @@
-"""Pieces of C, one lane -> loads, products and stores enqueued on its three streams.
+"""One lane's share of a product: loads, products and stores enqueued on three streams.
 
     copy_in   A block, B block ──┐ ready
     compute                      └─ product, product, ... ──┐ tile complete
     copy_out                                                └─ C tile ── done
 
-The host only enqueues. Every order is an event: a product waits for its blocks, a load for the last product that
-read the slot it overwrites, a product for the store of the C tile whose slot it takes. The host waits in one place,
-for the piece `window` pieces ago, so that a lane does not claim work it will do much later. Blocks that the copy
-engines cannot take from where they lie (unlocked memory, files) are read into a small ring of locked slabs first;
-stores of such operands run on a thread of their own.
+The host only enqueues. All order is expressed by events: a product waits for its blocks, a load for the last product
+that read the slot it overwrites, a product for the store of the C tile whose slot it uses. The host waits in one place
+only, for the piece `window` pieces ago, so that a lane does not claim work too early. Blocks that the copy engines
+cannot read in place (unlocked memory, files) are first read into a small ring of locked slabs; such operands are stored
+by a separate thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NUM_SLABS = 3
 
 @dataclass(frozen=True)
 class Work:
-    """The whole product as every lane sees it: C = alpha A B + beta D."""
+    """The whole product, the same for all lanes: C = alpha A B + beta D."""
 
     tiles: Tiles
     a: Operand
@@ -55,7 +55,7 @@ class Slab:
 
 
 class SlabRing:
-    """A few equal pieces of host memory, taken in turn; taking one waits until its last user is done."""
+    """A few equal pieces of host memory, used in turn; taking one waits until its last user is done."""
 
     def __init__(self, allocate: Callable[[int, torch.dtype], torch.Tensor]) -> None:
         self._allocate = allocate
@@ -79,7 +79,7 @@ class SlabRing:
 
 
 class Pool:
-    """The slots of one operand on one lane: memory, and the cache that says what is in it."""
+    """The slots of one operand on one lane: memory, and the cache that tracks its content."""
 
     def __init__(self, lane: Lane, num_slots: int, num_elements: int, dtype: torch.dtype) -> None:
         self.cache = SlotCache(num_slots)
@@ -92,7 +92,8 @@ class Pool:
 
 @dataclass
 class Block:
-    """A block of A or B on the device, viewed as it is stored; a resident one has no slot, a `missing` one no data."""
+    """A block of A or B on the device in its stored orientation; a resident one has no slot, a `missing` one no
+    data."""
 
     name: str
     operand: Operand
@@ -103,7 +104,7 @@ class Block:
 
 
 class Pipeline:
-    """One lane's share of a product. Made on the caller's thread (its stream owns the memory), driven by `run`."""
+    """One lane's share of a product. Created in the caller's thread (its stream owns the memory), driven by `run`."""
 
     def __init__(self, lane: Lane, work: Work, window: int) -> None:
         self.lane, self.work, self.window = lane, work, window
@@ -142,7 +143,7 @@ class Pipeline:
         return sum(memory.nbytes for memory in held) + (0 if self._sums is None else self._sums.nbytes)
 
     def run(self, queue: TaskQueue, index: int) -> None:
-        """Pull, enqueue, confirm, until every piece of the product is done (by whichever lane)."""
+        """Takes, enqueues and confirms pieces until every piece of the product is done, by any lane."""
         while (answer := queue.pull(index, time.monotonic())) is not Answer.FINISHED:
             if isinstance(answer, Piece):
                 self._submit(answer)
@@ -201,7 +202,7 @@ class Pipeline:
         return self._c_memory[turn][: num_rows * num_cols].view(num_rows, num_cols)
 
     def _load_updated(self, span: Span, turn: int) -> tuple[list[torch.Tensor], Event | None]:
-        """Brings what a tile updates beside it, while its product runs; the event after which all of it is there."""
+        """Loads the tensors that a tile updates, in parallel with its product; returns an event of their arrival."""
         update, copy_in = self.work.update, self.lane.copy_in
         if update is None:
             return [], None
@@ -214,7 +215,7 @@ class Pipeline:
         return views, copy_in.record()
 
     def _load_addend(self, tile: torch.Tensor, span: Span, turn: int) -> float:
-        """Brings D's tile to C's place; the factor the first product has to apply to it."""
+        """Loads D's tile into C's place; returns the factor that the first product must apply to it."""
         add, compute, copy_in = self.work.add, self.lane.compute, self.lane.copy_in
         if add is None:
             return 0.0
@@ -241,7 +242,7 @@ class Pipeline:
         return sums
 
     def _block(self, name: str, place: Span) -> Block:
-        """The block's slot, taken; what is not there yet is loaded part by part as the products ask for it."""
+        """Acquires the block's slot; missing data are loaded part by part, as the products need them."""
         operand = self.work.a if name == "a" else self.work.b
         span = operand.span(*place)
         if name not in self.pools:
@@ -262,13 +263,13 @@ class Pipeline:
         return block
 
     def _part(self, block: Block, place: Span) -> torch.Tensor:
-        """A part of a block, as the product wants it, its load enqueued and waited for. Parts come in order."""
+        """Returns a part of a block for the product, after enqueuing its load. Parts come in order."""
         span, whole = block.operand.span(*place), block.span
         view = block.view[span[0] - whole[0] : span[1] - whole[0], span[2] - whole[2] : span[3] - whole[2]]
         if block.missing:
             assert block.entry is not None
             store = block.operand.store
-            in_parts = self.lane.is_direct(store, span)  # a slab is emptied by a plain copy, which wants a whole block
+            in_parts = self.lane.is_direct(store, span)  # copies from a slab need a whole block
             self._load(view if in_parts else block.view, store, span if in_parts else whole)
             loaded = self.lane.copy_in.record()
             self.lane.compute.wait(loaded)
@@ -281,7 +282,7 @@ class Pipeline:
             self.pools[block.name].cache.release(block.entry, used)
 
     def _copy_from_peer(self, name: str, place: Span, span: Span, view: torch.Tensor) -> bool:
-        """From a lane that already holds the block, if it can be reached without the host."""
+        """Copies a block from a lane that already has it, if that is possible without the host."""
         for peer in self.peers:
             if not peer.is_open or not self.lane.can_copy_from(peer.lane):
                 continue
@@ -313,7 +314,7 @@ class Pipeline:
             slab.free = copy_in.record()
 
     def _store_all(self, tiles: list[tuple[torch.Tensor, Store]], span: Span, complete: Event) -> Event:
-        """Tiles back to where they belong; the event after which all of them are there."""
+        """Stores tiles where they belong; returns an event after which all are stored."""
         copy_out = self.lane.copy_out
         if not self._c_memory:
             return complete
@@ -330,7 +331,7 @@ class Pipeline:
         return self._store_thread.record()
 
     def _store_staged(self, tile: torch.Tensor, store: Store, span: Span, complete: Event) -> None:
-        """On the store thread: strip by strip, the device writing one slab while the host empties the one before."""
+        """Stores strip by strip in the store thread: the device writes one slab while the host empties another."""
         copy_out = self.lane.copy_out
         copy_out.wait(complete)
         step = self._slabs_out.rows_per_slab(tile.shape[1], store.dtype)
@@ -348,7 +349,7 @@ class Pipeline:
             _empty(waiting, store)
 
     def close(self) -> None:
-        """Wait until nothing is in flight; errors met here were reported where they arose."""
+        """Waits until nothing is in flight; errors here were already reported where they occurred."""
         self.is_open, self.peers = False, ()
         streams: list[Any] = [self.lane.copy_in, self.lane.compute]
         streams += [self._store_thread] if self._store_thread else []

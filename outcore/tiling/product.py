@@ -1,10 +1,10 @@
-"""a, b, memory, devices -> C: the front door of the room, `outcore.matmul`.
+"""The public function `outcore.matmul`: products of matrices that do not fit on a device.
 
     matmul ─ Job ─ plan_tiles ─▶ Tiles ─ one Pipeline per device, one TaskQueue ─▶ Report
 
-Follows arXiv 1511.04348 and its full version BLASX (1510.05041): a product larger than a device, over unequal
-devices. It differs in that the plan is made and predicted first, half types and files are operands too, and a device
-may fail: the others redo what it left.
+Follows arXiv 1511.04348 and its full version BLASX (1510.05041) on products larger than a device, over unequal devices.
+Unlike there, the plan is made and its time predicted first, half types and files can be operands, and a device may
+fail: the others redo its unfinished work.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from outcore.units import MIB, parse_bytes
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 PIN_BYTES_PER_S = 2.3e9
 STAGED_BYTES_PER_S = 15e9
-# What is taken beside the slots: cuBLAS's 32 MiB for every thread and stream that multiplies (the caller's, the
-# measuring one, the lane's own), and a 64 MiB strip where half products cannot be added to fp32 sums in place.
+# Memory besides the slots: cuBLAS's 32 MiB for every thread and stream that multiplies (the caller's, the
+# measuring one, the lane's own), and a 64 MiB strip if half products cannot be added to fp32 sums in place.
 WORKSPACE_BYTES = 160 * MIB
 PROGRESS_FROM_S = 2.0
-ALONE_WINDOW = 64  # pieces in flight: nobody else wants them, so the loads may run far ahead
+ALONE_WINDOW = 64  # pieces in flight; without other lanes, loads may run far ahead
 SHARED_WINDOW = 2  # one computes, one loads; more would be claimed too early
 
-LONG_S = 3600.0  # s; a product that is predicted to take longer says so before it begins (guessed)
+LONG_S = 3600.0  # s; a product that is predicted to take longer warns before it begins (guessed)
 
 Matrix = torch.Tensor | FileMatrix
-Given = Matrix | np.ndarray[Any, Any]  # NumPy's mapped arrays are used by their file
+Given = Matrix | np.ndarray[Any, Any]  # NumPy's mapped arrays are read and written through their file
 
 
 class TilingWarning(UserWarning):
-    """A product that will take very long."""
+    """Warns of a product that will take very long."""
 
 
 class UnfinishedProduct(TilingError):
@@ -79,7 +79,7 @@ class LaneReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What was measured, beside what was predicted."""
+    """Measured and predicted results of a product."""
 
     seconds: float
     num_flop: float
@@ -87,7 +87,7 @@ class Report:
     lanes: tuple[LaneReport, ...]
     pin_s: float = 0.0
     num_pin_failures: int = 0
-    device_bytes: int = 0  # of slots, tiles and sums on the lane that took most
+    device_bytes: int = 0  # of slots, tiles and sums, on the lane with the most
 
     @property
     def bytes_in(self) -> int:
@@ -103,7 +103,7 @@ class Report:
 
     @property
     def balance(self) -> float:
-        """Mean busy time over the longest: 1 when all lanes end together."""
+        """Mean busy time over the longest; 1 if all lanes end together."""
         spans = [lane.seconds for lane in self.lanes if lane.num_pieces]
         return sum(spans) / len(spans) / max(spans) if spans and max(spans) > 0 else 1.0
 
@@ -125,14 +125,14 @@ def matmul(
     pin: bool | None = None,
     progress: bool | None = None,
 ) -> Given:
-    """`alpha * a @ b + beta * add`, by blocks, with at most `memory` of each device; returns `out` or a tensor.
+    """Computes `alpha * a @ b + beta * add` by blocks, with at most `memory` of each device; returns `out` or a tensor.
 
-    `a`, `b`, `out`, `add` are host tensors (pinned or not, transposed or not, mapped or not), `FileMatrix`es, NumPy
-    arrays (`np.memmap` is read and written through its file), or tensors of the one device used. `out` may be `add`
-    itself and otherwise shares memory with nothing. A file into which a product was written that did not end is refused
-    as an operand. `pin=True` page-locks unpinned operands in place for this call, `pin=False` copies them through
-    pinned slabs, None takes the quicker by prediction. A product that is predicted to take hours says so, by a warning,
-    before it begins. No gradient flows through it: `TiledLinear` is the layer that trains.
+    `a`, `b`, `out`, `add` are host tensors (pinned or not, transposed or not, mapped or not), `FileMatrix` objects,
+    NumPy arrays (`np.memmap` is read and written through its file), or tensors of the one device used. `out` may be
+    `add` itself, but must not share memory with anything else. A file with an unfinished product is refused as an
+    operand. `pin=True` page-locks unpinned operands in place for this call, `pin=False` copies them through pinned
+    slabs, and None uses the one that is predicted to be faster. A product that is predicted to take hours warns before
+    it begins. `matmul` has no gradient; use `TiledLinear` for training.
 
     ```python
     import outcore
@@ -170,10 +170,9 @@ def _multiply_vectors(a: Matrix, b: Matrix, options: dict[str, Any]) -> Matrix:
 
 
 class Job:
-    """One product, planned. `tiles` and `prediction` can be looked at before `run`.
+    """A planned product. `tiles` and `prediction` are available before `run`.
 
-    Of jobs that are to run side by side each gets its `share` of the memory, and one may be `urgent`: see
-    `run_side_by_side`.
+    Jobs that run side by side each get a `share` of the memory, and one may be `urgent` (see `run_side_by_side`).
     """
 
     def __init__(
@@ -201,7 +200,7 @@ class Job:
         self._own_lanes: list[Lane] = []
         self.lanes = self._make_lanes(a, b, out, devices, urgent)
         if update is not None:
-            del self.lanes[1:]  # what a device leaves undone must not be done again by another
+            del self.lanes[1:]  # an update must not be repeated by another device
         operands = [as_operand(a, "a"), as_operand(b, "b")]
         m, k, n = operands[0].shape[0], operands[0].shape[1], operands[1].shape[1]
         self.out: Matrix = self._empty_out(a, b, m, n) if out is None else out
@@ -298,7 +297,7 @@ class Job:
         )
 
     def _rates(self) -> Rates:
-        """The fastest lane's: it asks most of the tiles. Unlocked operands pass the slabs at a lower rate."""
+        """Returns the fastest lane's rates, which need the largest tiles; unlocked operands pass slabs more slowly."""
         rates = max(self.lane_rates, key=lambda rates: rates.flop_per_s)
         if self.pins is None and any(isinstance(lane, CudaLane) for lane in self.lanes) and self._unlocked():
             staged = STAGED_BYTES_PER_S
@@ -317,7 +316,8 @@ class Job:
         ]
 
     def _choose_pinning(self) -> Pins | None:
-        """Locking a matrix costs about half a second a GiB: worth it only where staging would be the slower by more."""
+        """Returns the locks to use. Locking takes about half a second per GiB, so it pays only if staging costs
+        more."""
         if self._pin is False or not any(isinstance(lane, CudaLane) for lane in self.lanes):
             return None
         unlocked = self._unlocked()
@@ -330,7 +330,7 @@ class Job:
 
     @property
     def prediction(self) -> Prediction:
-        """For several lanes: the products shared out by speed, the links' time as for one."""
+        """The prediction. With several lanes, products are divided by speed, and the links take the time of one."""
         assert self.tiles.prediction is not None
         one = self.tiles.prediction
         if len(self.lanes) == 1:
@@ -341,7 +341,7 @@ class Job:
 
     @property
     def long_message(self) -> str | None:
-        """What to say before a product that is predicted to take hours; None for others."""
+        """The warning for a product that is predicted to take hours; None for others."""
         seconds, bound = self.prediction.seconds, self.prediction.bound
         if seconds < LONG_S:
             return None
@@ -368,7 +368,7 @@ class Job:
             return self._report(time.monotonic() - begun_s, pin_s, pipelines, queue)
 
     def _fill_degenerate(self) -> None:
-        """No depth: nothing is multiplied, C is beta D or zero."""
+        """Computes a product without depth: C is beta D or zero."""
         rows, cols = self._target.store.shape
         if not rows or not cols:
             return
@@ -419,7 +419,7 @@ class Job:
     def _open(self, lane: Lane, index: int, work: Work, window: int, queue: TaskQueue) -> Pipeline | None:
         try:
             return Pipeline(lane, work, window)
-        except RuntimeError as error:  # no memory there, or the device is lost: the others do its work
+        except RuntimeError as error:  # no memory, or the device is lost; the others do its work
             queue.fail(index, error)
             return None
 
@@ -437,7 +437,7 @@ class Job:
 
     @contextmanager
     def _unfinished_mark(self) -> Iterator[None]:
-        """A file being written carries a mark beside it, removed only when it is complete."""
+        """Marks a file as unfinished while a product is written into it."""
         if not isinstance(self.out, FileMatrix):
             yield
             return
@@ -466,10 +466,10 @@ class Job:
 
 
 def run_side_by_side(jobs: Sequence[Job]) -> list[Report]:
-    """All jobs at once, so that where one waits for its link another multiplies; the urgent one's products go first.
+    """Runs all jobs in parallel, so that one multiplies while another waits for its link; urgent products go first.
 
-    Each runs on a thread that sees the caller's streams. Returns, or raises what the first failed one raised, when all
-    have ended.
+    Each runs in a thread with the caller's streams. When all have ended, returns their reports or raises the error of
+    the first that failed.
     """
     devices = {lane.device for job in jobs for lane in job.lanes if lane.device.type == "cuda"}
     streams = [torch.cuda.current_stream(device) for device in devices]
@@ -485,7 +485,7 @@ def run_side_by_side(jobs: Sequence[Job]) -> list[Report]:
 
 
 def _drive(pipeline: Pipeline, queue: TaskQueue, index: int) -> None:
-    """A lane's thread. Whatever stops it, its unfinished pieces go back, after nothing of it can write any more."""
+    """Runs a lane in its thread. After an error its pieces return to the queue, once nothing of it can write."""
     try:
         pipeline.lane.enter_thread()
         pipeline.run(queue, index)
@@ -495,7 +495,7 @@ def _drive(pipeline: Pipeline, queue: TaskQueue, index: int) -> None:
 
 
 def _watch(queue: TaskQueue, threads: list[threading.Thread], progress: bool | None, predicted_s: float) -> None:
-    """Until the lanes are done: a bar on a terminal for what takes longer than a moment."""
+    """Waits for the lanes, with a progress bar on a terminal if the product takes longer than a moment."""
     if progress is None:
         import sys
 
@@ -515,7 +515,7 @@ def _watch(queue: TaskQueue, threads: list[threading.Thread], progress: bool | N
 
 
 def _checked_update(update: Update, a: Matrix, b: Matrix) -> torch.Tensor:
-    """The tensor whose tiles are updated: rows of host memory in the shape of the product."""
+    """Returns the tensor whose tiles are updated, after checking shapes and places."""
     shape = _logical_shape(a)[0], _logical_shape(b)[1]
     for tensor in (*update.updated, *update.copies):
         if tuple(tensor.shape) != shape or tensor.device.type != "cpu" or not tensor.is_contiguous():
@@ -534,7 +534,7 @@ def _logical_shape(matrix: Matrix) -> tuple[int, int]:
 
 
 def _by_rows(operand: Operand) -> Operand:
-    """D in C's orientation. A tensor of any strides is read by its view; a file has only the one it is stored in."""
+    """Returns D in C's orientation. Tensors of any strides are read through a view; files have one orientation."""
     if isinstance(operand.store, TensorStore):
         return Operand(TensorStore(operand.store.tensor.t()))
     raise TilingError("add is a transposed file and out is not; store both in one orientation")
@@ -545,9 +545,9 @@ def _default_devices() -> list[str]:
 
 
 def _budget(memory: int | str | None, lanes: Sequence[Lane], share: float) -> int:
-    """Bytes for slots on each lane, this job's share: of what the caller allows, or of 80 % of what is free there.
+    """Returns the bytes for slots on each lane: this job's share of `memory`, by default 80 % of what is free.
 
-    Of the host's memory a quarter.
+    On the CPU the default is a quarter of the available memory.
     """
     free = []
     for lane in lanes:
@@ -562,7 +562,7 @@ def _budget(memory: int | str | None, lanes: Sequence[Lane], share: float) -> in
 
 
 def slots_bytes(budget_bytes: int) -> int:
-    """What of a CUDA budget slots and tiles may take: all but the workspaces, of a small budget half."""
+    """Returns the part of a CUDA budget for slots and tiles: all but the workspaces, or half of a small budget."""
     return budget_bytes - min(WORKSPACE_BYTES, budget_bytes // 2)
 
 

@@ -1,4 +1,4 @@
-"""Lane -> Rates: what a device multiplies and moves per second, measured once per process."""
+"""Measures how fast a lane multiplies and moves data, once per process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNSETTLED_S = 0.5
 
 
 def measure_rates(lane: Lane, dtype: torch.dtype, budget_bytes: int) -> Rates:
-    """A lane's rates, measured once per process (about half a second on a GPU) and within the budget."""
+    """Returns a lane's rates, measured once per process (about half a second on a GPU) within the budget."""
     if isinstance(lane, CpuLane):
         return _measure_cpu(dtype)
     tf32 = torch.backends.cuda.matmul.allow_tf32
@@ -54,7 +54,7 @@ def _measure_cpu(dtype: torch.dtype) -> Rates:
 
 @cache
 def _measure_cuda(lane: CudaLane, dtype: torch.dtype, tf32: bool, side: int) -> Rates:
-    """Products on the lane's own stream. `tf32` is in the key because it changes what is measured."""
+    """Measures products on the lane's own stream. `tf32` is a key of the cache because it changes the result."""
     device = lane.device
     a = torch.randn(side, side, device=device).to(dtype)
     c = torch.empty_like(a)
@@ -85,11 +85,11 @@ def _measure_cuda(lane: CudaLane, dtype: torch.dtype, tf32: bool, side: int) -> 
 
 
 def sustained_s(run_once: Callable[[], float]) -> float:
-    """Seconds of a product the device has been at for a while.
+    """Returns the seconds of a product on a device that has been busy for a while.
 
-    The first few run at clocks the device does not keep: too low out of idle, too high before its power limit
-    answers (tf32 on an H200: 395 TFLOP/s in three quick 8192 cubed, 315 over seconds of 65536 cubed). So the later
-    half of the time counts.
+    The first products run at clocks that the device does not sustain: too low after idling, too high before its power
+    limit takes effect (tf32 on an H200: 395 TFLOP/s in three products of 8192 cubed, 315 over seconds of 65536 cubed).
+    Therefore only the later half counts.
     """
     run_once()
     times: list[float] = []
@@ -99,12 +99,12 @@ def sustained_s(run_once: Callable[[], float]) -> float:
 
 
 def settled_s(load_once: Callable[[], float], store_once: Callable[[], float]) -> tuple[float, float]:
-    """Best seconds of a load and of a store, tried in turn until neither has become faster for some rounds.
+    """Returns the best seconds of a load and of a store, tried alternately until neither has improved for some rounds.
 
-    Loads timed first, soon after 24 and 48 GiB had been freed, once showed half the link, the stores after them all of
-    it. The cause is not known (the driver clearing freed memory would fit). So the directions alternate, and while
-    they disagree by more than links do, the slower is not believed before `UNSETTLED_S` have passed: a link that is
-    really lopsided stays so.
+    Loads timed shortly after 24 and 48 GiB had been freed once showed half the link rate, and the stores after them the
+    whole. The cause is unknown (the driver clearing freed memory would explain it). Therefore the directions alternate,
+    and while they differ by more than usual, the slower result is not accepted before `UNSETTLED_S` have passed; an
+    asymmetric link stays asymmetric.
     """
     load_once(), store_once()
     best, spent_s, num_same = (math.inf, math.inf), 0.0, 0

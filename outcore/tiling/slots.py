@@ -1,10 +1,10 @@
-"""Block key -> slot of device memory, least recently used first, never one that somebody still reads.
+"""A cache of blocks in slots of device memory; evicts the least recently used slot that nobody reads.
 
-The tile cache of BLASX (arXiv 1510.05041): inputs only, results are never cached. It differs in what a reader is:
-there a count that falls when a batch of kernels is known to have ended; here a count only while work is being
-enqueued, and after that an event which the next writer of the slot waits for on its own stream. So eviction never
-stops the host. The planner's simulator and the executor use this same class: they cannot disagree about what is
-evicted.
+This is the tile cache of BLASX (arXiv 1510.05041), for inputs only; results are never cached. It differs in how readers
+are tracked. In BLASX a count falls when a batch of kernels is known to have ended. Here there is a count only while
+work is being enqueued, and afterwards an event for which the slot's next writer waits on its own stream, so that
+eviction never blocks the host. The planner's simulator and the executor use this same class and thus evict the same
+blocks.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from outcore.errors import TilingError
 
 @dataclass
 class Entry:
-    """One slot and what is in it. `ready` and `readers` are what the owner orders by: events, or simulated seconds."""
+    """One slot and its content. `ready` and `readers` are events, or simulated seconds."""
 
     slot: int
     key: Hashable = None
     ready: Any = None
     readers: list[Any] = field(default_factory=list)
     num_readers: int = 0
-    num_lent: int = 0  # readers on other lanes, each gone as soon as its copy is enqueued
+    num_lent: int = 0  # readers on other lanes, until their copies are enqueued
 
 
 class SlotCache:
-    """`num_slots` equal slots; safe to call from several threads (peers look in)."""
+    """`num_slots` equal slots. Thread-safe, because peers read the cache."""
 
     def __init__(self, num_slots: int) -> None:
         self._entries: OrderedDict[Hashable, Entry] = OrderedDict()
@@ -41,7 +41,7 @@ class SlotCache:
         self.num_misses = 0
 
     def acquire(self, key: Hashable) -> tuple[Entry, bool]:
-        """The entry for `key`, held by one more reader, and whether it already holds the block."""
+        """Returns the entry for `key` with one more reader, and whether it already holds the block."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is not None:
@@ -56,14 +56,14 @@ class SlotCache:
             return entry, entry.ready is not None
 
     def release(self, entry: Entry, last_use: Any) -> None:
-        """One reader fewer; whoever writes the slot next must wait for `last_use`."""
+        """Removes a reader; the slot's next writer must wait for `last_use`."""
         with self._lock:
             entry.num_readers -= 1
             if last_use is not None:
                 entry.readers.append(last_use)
 
     def give_back(self, entry: Entry, last_use: Any) -> None:
-        """A peer's copy is enqueued: the slot may be taken again."""
+        """Ends a loan after the peer's copy is enqueued, so that the slot may be reused."""
         with self._lock:
             entry.num_lent -= 1
             if last_use is not None:
@@ -71,13 +71,13 @@ class SlotCache:
             self._lock.notify_all()
 
     def claim_readers(self, entry: Entry) -> list[Any]:
-        """What the new block's writer has to wait for: every use of the block it replaces."""
+        """Returns the uses of the previous block, for which the new block's writer has to wait."""
         with self._lock:
             readers, entry.readers = entry.readers, []
             return readers
 
     def lend(self, key: Hashable) -> Entry | None:
-        """An entry a peer may copy from, until it is given back; None unless the block has already arrived."""
+        """Returns an entry that a peer may copy from until it is given back; None unless the block has arrived."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None or entry.ready is None or not entry.ready.query():
@@ -86,7 +86,7 @@ class SlotCache:
             return entry
 
     def _evict(self) -> Entry:
-        """The oldest slot nobody reads. A slot that is only lent comes back in a moment and is waited for."""
+        """Frees the oldest slot without readers. Waits for slots that are only lent, as they are returned soon."""
         while True:
             idle = [(key, entry) for key, entry in self._entries.items() if entry.num_readers == 0]
             for key, entry in idle:

@@ -1,10 +1,9 @@
-"""Work in order, and order between works: one surface, a CUDA and a thread implementation.
+"""Streams, which run operations in order, and events between them: one interface for CUDA and for threads.
 
-The executor is written once against `Stream` and `Event`. On CUDA `run` enqueues kernels and copies at once and the
-device orders them; on CPU a stream is a thread that takes closures from a queue, so the same schedule, the same
-waits and the same races exist there. A thread stream can be slowed (`delay_s` per operation, `rate_per_s` for the
-stated work): tests use it to open races that speed hides, and the simulated-devices benchmark to make devices of any
-speed.
+The executor uses only `Stream` and `Event`. On CUDA, `run` enqueues kernels and copies and the device orders them. On
+the CPU, a stream is a thread that takes closures from a queue, so that the schedule, the waits and possible races are
+the same. A thread stream can be slowed down (`delay_s` per operation, `rate_per_s` for the given work): tests use this
+to provoke races, and the benchmark with simulated devices to make devices of any speed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 
 
 class Event(Protocol):
-    """A point on a stream."""
+    """A point in a stream."""
 
     def synchronize(self) -> None: ...
 
@@ -27,7 +26,7 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """Operations in order. `work` (bytes or flop) is what a slowed stream is slowed by; a device ignores it."""
+    """Runs operations in order. `work` (bytes or flop) determines the delay of a slowed stream; devices ignore it."""
 
     def run(self, operation: Callable[[], object], work: float = 0.0) -> None: ...
 
@@ -41,7 +40,7 @@ class Stream(Protocol):
 
 
 class ThreadEvent:
-    """Set when its thread stream gets there, also when the stream has failed: then waiting raises that failure."""
+    """Is set when its thread stream reaches it, also if the stream has failed; waiting then raises the failure."""
 
     def __init__(self) -> None:
         self._reached = threading.Event()
@@ -61,7 +60,7 @@ class ThreadEvent:
 
 
 class ThreadStream:
-    """A thread that runs closures in order. After a failure it runs nothing more and says so to every waiter."""
+    """A thread that runs closures in order. After a failure it runs nothing more, and every waiter gets the error."""
 
     def __init__(self, name: str, *, delay_s: float = 0.0, rate_per_s: float | None = None) -> None:
         self._delay_s = delay_s
@@ -102,7 +101,7 @@ class ThreadStream:
 
     def _put(self, operation: Callable[[], None]) -> None:
         with self._starting:
-            if self._thread is None:  # a product that is only planned needs no thread
+            if self._thread is None:  # started late, because planning needs no thread
                 self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
                 self._thread.start()
         self._queue.put(operation)
@@ -124,7 +123,7 @@ class ThreadStream:
             time.sleep(self._delay_s)
         self._guarded(operation)
         if self._rate_per_s is not None and self._error is None:
-            # What a sleep oversleeps is taken off the next one, so that the average speed is exact.
+            # A sleep that takes too long shortens the next one, so that the average speed is exact.
             self._debt_s += work / self._rate_per_s - (time.perf_counter() - started_s)
             if self._debt_s > 0:
                 slept_from_s = time.perf_counter()
@@ -133,7 +132,7 @@ class ThreadStream:
 
 
 class CudaStream:
-    """A torch CUDA stream behind the same surface; also a stream of a green context, wrapped as an external stream."""
+    """A torch CUDA stream with the same interface; also for a green context's stream, as an external stream."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self.stream: torch.cuda.Stream = stream or torch.cuda.Stream(device)
@@ -148,7 +147,7 @@ class CudaStream:
         return event
 
     def wait(self, event: Any, *, forgiving: bool = False) -> None:
-        if isinstance(event, ThreadEvent):  # a CPU lane's: the device cannot wait for a thread, so the host does
+        if isinstance(event, ThreadEvent):  # of a CPU lane; the host waits, as the device cannot
             event.synchronize()
             return
         try:

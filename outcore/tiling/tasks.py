@@ -1,11 +1,11 @@
-"""Tasks + lanes of unequal speed -> pieces, pulled from one counter.
+"""Distributes tasks over lanes of unequal speed.
 
-A lane (a device) takes whole C tiles while there is plenty, so faster lanes take more, as in BLASX (arXiv
-1510.05041). BLASX stops there; its last round waits for the slowest device's last tile. Here the last tiles are cut
-into row strips: a lane takes half of what it could do before the projected end, at its measured speed, and a lane
-too slow to help any more steps aside. What a failed lane had not finished goes back to the front of the queue.
+A lane (a device) takes whole C tiles while there are many, so faster lanes take more, as in BLASX (arXiv 1510.05041).
+In BLASX the last round waits for the slowest device's last tile. Here the last tiles are divided into row strips: a
+lane takes half of what it could do before the projected end at its measured speed, and a lane that is too slow to help
+takes nothing more. Unfinished pieces of a failed lane return to the front of the queue.
 
-Time is a parameter: the executor passes the clock, tests and the simulated-devices benchmark pass their own.
+Time is a parameter: the executor passes the clock; tests and the benchmark with simulated devices pass their own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from enum import Enum
 from outcore.tiling.tiles import Task
 
 NUM_STRIPS = 16
-NUM_LOOKED_AT = 16  # tasks ahead among which a lane's second one is chosen
+NUM_LOOKED_AT = 16  # tasks among which a lane's second one is chosen
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Answer(Enum):
 
 @dataclass
 class LaneState:
-    """What the queue knows of a lane. Its speed, area per second, is measured once `done_area` is above zero."""
+    """The state of a lane. Its speed, in area per second, is measured once `done_area` is above zero."""
 
     hint: float
-    trusted: bool = False  # the hint was measured for just such products
+    trusted: bool = False  # the hint was measured with such products
     started_s: float | None = None
     done_area: int = 0
     num_pieces: int = 0
@@ -62,7 +62,7 @@ class LaneState:
 
 
 class TaskQueue:
-    """One counter over the tasks, a lock around it, and the books of who holds what."""
+    """The tasks, a counter over them, and which lane holds which piece. Thread-safe."""
 
     def __init__(self, tasks: Sequence[Task], hints: Sequence[float], *, trusted: bool = False) -> None:
         self._tasks = list(tasks)
@@ -101,7 +101,7 @@ class TaskQueue:
             self._changed.notify_all()
 
     def fail(self, lane: int, error: BaseException) -> list[Piece]:
-        """The lane is gone; the pieces it held are for the others."""
+        """Marks the lane as failed and returns the pieces it held to the queue."""
         with self._changed:
             state = self.lanes[lane]
             state.error = error
@@ -112,19 +112,19 @@ class TaskQueue:
             return lost
 
     def cancel(self) -> None:
-        """Nobody gets another piece; after the end this changes nothing."""
+        """Stops handing out pieces; has no effect after the end."""
         with self._changed:
             self._cancelled = True
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> None:
-        """Until another lane finishes or fails."""
+        """Waits until another lane finishes or fails."""
         with self._changed:
             if self.done_area < self.total_area and not self._cancelled:
                 self._changed.wait(timeout_s)
 
     def missing(self) -> list[Piece]:
-        """What nobody has finished: returned pieces, held pieces, and everything after the counter."""
+        """Returns the unfinished pieces: returned ones, held ones, and everything after the counter."""
         with self._changed:
             held = [piece for state in self.lanes for piece in state.held]
             rest = [Piece(task, 0, task.num_rows) for task in self._tasks[self._next_task :]]
@@ -136,7 +136,8 @@ class TaskQueue:
         return [index for index, state in enumerate(self.lanes) if state.error is None]
 
     def _speed(self, state: LaneState, now_s: float) -> float:
-        """Measured up to the lane's last finished piece (less, if it is late since); before that the hint, rescaled."""
+        """Returns the speed up to the lane's last finished piece, or less if it is late; before that the scaled
+        hint."""
         if state.done_area and state.started_s is not None and state.last_done_s > state.started_s:
             at_most = (state.done_area + state.held_area) / (now_s - state.started_s)
             return min(state.done_area / (state.last_done_s - state.started_s), at_most)
@@ -148,7 +149,7 @@ class TaskQueue:
         return sum(self._speed(state, now_s) for state in known) / hints if hints else 1.0
 
     def _spare(self, lane: int, now_s: float) -> float:
-        """Area the lane could still take and be done when everybody is."""
+        """Returns the area that the lane could still take and finish when the others do."""
         alive = self._alive()
         open_area = self._unclaimed_area + sum(self.lanes[index].held_area for index in alive)
         speed = self._speed(self.lanes[lane], now_s)
@@ -156,7 +157,7 @@ class TaskQueue:
         return speed / total_speed * open_area - self.lanes[lane].held_area
 
     def _may_take(self, lane: int, now_s: float) -> bool:
-        """Whether the lane helps. Someone must: the lane with the most to spare may always take."""
+        """Whether the lane would help. The lane with the most to spare may always take a piece."""
         alive = self._alive()
         if len(alive) == 1:
             return True
@@ -177,11 +178,11 @@ class TaskQueue:
         return Piece(task, first, stop)
 
     def _bring_nearest(self, state: LaneState) -> None:
-        """A lane's second task becomes the one with least to load beside its first.
+        """Moves the task that shares most with the lane's first one to the front, for the lane's second task.
 
-        Both are claimed while all lanes wait for their first blocks over what may be one link. In the order of the
-        tasks four pieces of two lanes want three slabs of A and two of B; so they want two and two. Later on the order
-        is better: it serves every lane's cache, and there is a whole piece's time to load the next.
+        Both are claimed while all lanes wait for their first blocks, possibly over one link. In the order of the tasks
+        four pieces of two lanes need three slabs of A and two of B; this way they need two and two. Later on the order
+        of the tasks is better: it suits every lane's cache, and there is a whole piece's time to load the next.
         """
         if self._next_row or state.num_pieces or len(state.held) != 1 or len(self._alive()) == 1:
             return
@@ -195,11 +196,12 @@ class TaskQueue:
             return (task.cut if self._next_row < task.cut else task.num_rows) - self._next_row
         strip_rows = -(-task.num_rows // NUM_STRIPS)
         rows = int(self._spare(lane, now_s) / 2 / task.num_cols)
-        if not self.lanes[lane].done_area and not self.lanes[lane].trusted:  # a small piece first: hints may be far off
+        if not self.lanes[lane].done_area and not self.lanes[lane].trusted:  # hints may be far off
             rows = min(rows, 2 * strip_rows)
         return max(strip_rows, rows // strip_rows * strip_rows)
 
 
 def _num_new_lines(held: Task, task: Task) -> int:
-    """Rows of A and columns of B that `task` needs and `held` does not."""
+    """Returns how many rows of A and columns of B `task` needs and `held` does not."""
+
     return (task.num_rows if task.row != held.row else 0) + (task.num_cols if task.col != held.col else 0)

@@ -1,15 +1,16 @@
-"""Gemm + Rates + budget -> Tiles: which blocks of a product are held, in which order, and how long it should take.
+"""Plans a product: which blocks are held, in which order they are used, and how long it should take.
 
-A C tile is one task. Its full depth k is taken in panels; blocks of A and B pass through two pools of slots, C is
-written back once. One description covers the three classic cases: everything fits (every block has a slot), one
-operand fits (its pool holds all of it, the other streams), neither (a band of one operand stays while the other
-streams past it, or a wide C tile stays while panels of both stream). The planner proposes tile sides, depth and
-split of the budget, estimates each by its traffic, then plays the best of them through the very cache and order the
-executor uses and keeps the fastest.
+A C tile is one task. Its full depth k is processed in panels; blocks of A and B pass through two pools of slots, and C
+is written back once. One description covers the three classic cases: everything fits (every block has a slot), one
+operand fits (its pool holds all of it, the other is streamed), or neither (a band of one operand stays while the other
+is streamed past it, or a wide C tile stays while panels of both are streamed). The planner generates tile sides, depth
+and a division of the budget, estimates each candidate by its traffic, then simulates the best of them with the
+executor's own cache and order, and keeps the fastest.
 
 Follows Hong and Kung / Smith et al. (arXiv 1702.02017) for the traffic bound, BLASX (arXiv 1510.05041) for tasks and
-cache. It differs in that tile sides follow from bytes and rates: BLASX compiles in 2048, which caps bf16 at a few
-percent here. No torch in this file: a product can be planned for a card that is not in the machine.
+cache. Unlike in BLASX, which has a fixed tile side of 2048 (which would limit bf16 to a few percent here), tile sides
+follow from bytes and rates. This file does not use torch, so that a product can be planned for a device of another
+machine.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from typing import Any
 from outcore.errors import BudgetTooSmall
 from outcore.tiling.slots import Entry, SlotCache
 
-MAX_STEPS_SIMULATED = 25_000  # one plan
-MAX_STEPS_PLAYED = 40_000  # all plans of a search: a fraction of a second
+MAX_STEPS_SIMULATED = 25_000  # per plan
+MAX_STEPS_PLAYED = 40_000  # in all plans of a search; takes a fraction of a second
 NUM_SIMULATED = 16
 NUM_STREAMING_SLOTS = 2
 SLOW_ROW_BYTES = 5400  # rows this short halve a strided copy: 4 KiB of every 128 KiB came at 20 GB/s on an H200
 SHORTEST_ROW_BYTES = 4096  # of a strided copy: shorter rows are gathered by the host first
 GATHER_SLOWDOWN = 4
-ENQUEUE_S = 5e-5  # the host's share of a block product: slots, two waits, a launch, an event (given, not measured)
-MAX_SLOTS = 512  # of one operand: more are small blocks, whose loads and products cost more than they save
+ENQUEUE_S = 5e-5  # host time of a block product: slots, two waits, a launch, an event (given, not measured)
+MAX_SLOTS = 512  # of one operand; more slots mean small blocks, which cost more than they save
 NUM_OPENING_PARTS = (2, 4, 8, 16)
-MOST_SHARED_PARTS = 8  # of lanes that begin together: shorter rows cost more link than their earlier start is worth
+MOST_SHARED_PARTS = 8  # for lanes that begin together; shorter rows would cost more than an earlier start gains
 
 
 @dataclass(frozen=True)
 class Gemm:
-    """C[m, n] = A[m, k] B[k, n] as the planner sees it: extents, bytes per element, and what lives where."""
+    """C[m, n] = A[m, k] B[k, n] for the planner: extents, bytes per element, and where each matrix is."""
 
     m: int
     n: int
@@ -48,10 +49,10 @@ class Gemm:
     out_element_bytes: int
     sum_element_bytes: int
     reads_c: bool = False
-    resident: str = ""  # which of "abc" already lie on the device: they cost neither slots nor traffic
+    resident: str = ""  # which of "abc" are already on the device and need neither slots nor traffic
     on_disk: str = ""  # which of "abc" are files
-    flipped: str = ""  # which of "ab" are stored as their transpose: that decides which blocks are contiguous
-    update_element_bytes: int = 0  # where C is not stored but used to update others: their bytes, read and written
+    flipped: str = ""  # which of "ab" are stored transposed, which determines the contiguous blocks
+    update_element_bytes: int = 0  # bytes read and written, if C is not stored but updates others
 
     @property
     def num_flop(self) -> float:
@@ -59,18 +60,18 @@ class Gemm:
 
     @property
     def c_read_bytes(self) -> int:
-        """Per element of C, brought to the device before it is complete."""
+        """Bytes per element of C that are copied to the device before it is complete."""
         return 0 if "c" in self.resident else self.update_element_bytes or self.reads_c * self.out_element_bytes
 
     @property
     def c_written_bytes(self) -> int:
-        """Per element of C, taken from the device."""
+        """Bytes per element of C that are copied from the device."""
         return 0 if "c" in self.resident else self.update_element_bytes or self.out_element_bytes
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What the machine does per second, measured or given."""
+    """The machine's rates per second, measured or given."""
 
     flop_per_s: float
     in_bytes_per_s: float
@@ -91,7 +92,7 @@ class Task:
     num_rows: int
     col: int
     num_cols: int
-    cut: int = 0  # a lane alone does rows [0, cut) first: their store then runs beside the rest's product
+    cut: int = 0  # a single lane computes rows [0, cut) first, to store them during the rest
 
     @property
     def strips(self) -> list[tuple[int, int]]:
@@ -106,12 +107,12 @@ class Prediction:
     out_s: float
     bytes_in: int
     bytes_out: int
-    bound: str  # the resource that decides: "compute", "link in", "link out" or "disk"
+    bound: str  # the bottleneck: "compute", "link in", "link out" or "disk"
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """The plan: a pure value. `tasks()` is the order, `panels()` the depth steps of a task."""
+    """The plan, an immutable value. `tasks()` is the order, `panels()` the depth steps of a task."""
 
     gemm: Gemm
     budget_bytes: int
@@ -121,11 +122,11 @@ class Tiles:
     num_a_slots: int
     num_b_slots: int
     num_c_slots: int
-    keeps: str = "a"  # the operand whose band stays while the other streams
-    band: int = 1  # how many block rows (columns) of it stay
-    ramp: int = 1  # how many of the other's blocks the first band opens with, so that the first loads feed many tiles
-    opening: int = 1  # parts of each panel of a lane's first pieces: a product begins when its first part is there
-    closing: int = 0  # rows of the last task that are multiplied after the others have begun to be stored
+    keeps: str = "a"  # the operand with a band that stays while the other is streamed
+    band: int = 1  # the number of its block rows (columns) that stay
+    ramp: int = 1  # how many of the other's blocks the first band begins with, so that early loads serve many tiles
+    opening: int = 1  # parts of each panel of a lane's first pieces; a product begins with the first part
+    closing: int = 0  # rows of the last task that are computed while the others are stored
     num_lanes: int = 1
     prediction: Prediction | None = None
 
@@ -148,7 +149,7 @@ class Tiles:
 
     @property
     def has_sums(self) -> bool:
-        """Whether partial sums are wider than the result and so need a tile of their own."""
+        """Whether partial sums are wider than the result and need a tile of their own."""
         wider = self.gemm.sum_element_bytes > self.gemm.out_element_bytes
         return wider and (self.num_panels > 1 or self.gemm.slot_element_bytes > self.gemm.out_element_bytes)
 
@@ -168,8 +169,8 @@ class Tiles:
 
     @property
     def square_tiles_bytes(self) -> float:
-        """What square tiles that fill the memory would move: 2mnk / sqrt(M) words for M words, plus each matrix once.
-        No bound: where an operand fits, a plan may move less."""
+        """The traffic of square tiles that fill the memory: 2mnk / sqrt(M) words for M words, plus each matrix once. It
+        is not a bound: if an operand fits, a plan may move less."""
         gemm = self.gemm
         num_words = max(1.0, self.budget_bytes / gemm.host_element_bytes)
         compulsory_bytes = (gemm.m * gemm.k + gemm.k * gemm.n) * gemm.host_element_bytes
@@ -208,15 +209,15 @@ class Tiles:
         return Task(index, row, num_rows, col, num_cols)
 
     def panels(self, task: Task, first: int = 0) -> list[tuple[int, int]]:
-        """Depth ranges of a task's strip; every second one runs backwards: the last panels are still in their slots."""
+        """Returns the depth ranges of a task's strip; every second one is reversed, as the last panels are cached."""
         panels = [(start, min(start + self.depth, self.gemm.k)) for start in range(0, self.gemm.k, self.depth)]
         return panels[::-1] if (task.index + (first > 0)) % 2 else panels
 
     def parts(self, turn: int, start: int, stop: int) -> list[tuple[int, int]]:
-        """The steps in which a panel is loaded and multiplied: one, but for the pieces a lane begins with.
+        """Returns the steps in which a panel is loaded and multiplied: one, except for a lane's first pieces.
 
         `turn` counts the lane's pieces. Lanes that share the work claim two each before any block has arrived, and
-        load them over a link that the others use as well: both go in parts.
+        load them over a link that others use as well, so both are divided.
         """
         num_opened = 1 if self.num_lanes == 1 else 2
         step = -(-self.depth // self.opening) if turn < num_opened else self.depth
@@ -227,10 +228,10 @@ class Tiles:
 
 
 def visit(num_kept: int, num_streamed: int, band: int, ramp: int) -> Iterator[tuple[int, int]]:
-    """Grid places (kept, streamed) in order: bands of the kept operand, the other passing to and fro like a serpentine.
+    """Yields grid places (kept, streamed) in order: bands of the kept operand, with the other alternating in direction.
 
-    The first band opens with a growing square over `ramp` streamed blocks: each load then serves as many tiles as
-    possible, which shortens the time until the products, not the loads, are the slower side.
+    The first band begins with a growing square over `ramp` streamed blocks. Each load then serves as many tiles as
+    possible, which shortens the time until products and not loads are the bottleneck.
     """
     for band_index, first in enumerate(range(0, num_kept, band)):
         kept = list(range(first, min(first + band, num_kept)))
@@ -256,7 +257,7 @@ def _grow(kept: list[int], streamed: list[int]) -> Iterator[tuple[int, int]]:
 
 
 class _Clocks:
-    """Loads, products and stores, each in its own order: when each is done, and how long it has been busy."""
+    """Clocks of loads, products and stores: when each is done, and how long it has been busy."""
 
     def __init__(self) -> None:
         self.done_s = dict.fromkeys(("in", "mm", "out"), 0.0)
@@ -274,7 +275,7 @@ class _Clocks:
 
 
 def simulate(tiles: Tiles, rates: Rates) -> Prediction:
-    """Play the plan with three clocks (loads, products, stores) and the executor's own cache."""
+    """Simulates the plan with three clocks (loads, products, stores) and the executor's own cache."""
     gemm, caches = tiles.gemm, {"a": SlotCache(tiles.num_a_slots), "b": SlotCache(tiles.num_b_slots)}
     link, clocks = _link_rates(tiles, rates), _Clocks()
     c_free_s = [0.0] * tiles.num_c_slots
@@ -285,7 +286,7 @@ def simulate(tiles: Tiles, rates: Rates) -> Prediction:
         done_s = read_s = c_free_s[c_slot]
         if gemm.c_read_bytes:
             read_s = clocks.move("in", done_s, area * gemm.c_read_bytes, link["c"])
-        if not gemm.update_element_bytes:  # the product adds to it; what is updated is needed after the product
+        if not gemm.update_element_bytes:  # the product adds to C; updated tensors are needed only after it
             done_s = read_s
         for panel in tiles.panels(task, first):
             parts = tiles.parts(turn, *panel)
@@ -313,7 +314,7 @@ def _play_panel(
     parts: list[tuple[int, int]],
     ready_s: float,
 ) -> float:
-    """The loads of a panel's missing blocks and its products; when the last product is done."""
+    """Simulates the loads and products of a panel; returns when the last product is done."""
     held: list[tuple[str, Entry, int, bool]] = []
     for name, place, extent in (("a", task.row, task.num_rows), ("b", task.col, task.num_cols)):
         if name not in tiles.gemm.resident:
@@ -341,7 +342,7 @@ def _bound(gemm: Gemm, compute_s: float, in_s: float, out_s: float) -> str:
 
 
 def _link_rates(tiles: Tiles, rates: Rates) -> dict[str, float]:
-    """Bytes a second of loading A, B and C and of storing C ("out"): link or disk, less where a block is strided."""
+    """Returns bytes per second of loading A, B and C and of storing C ("out"), reduced for strided blocks."""
     gemm = tiles.gemm
     a_run = (tiles.num_rows, gemm.m) if "a" in gemm.flipped else (tiles.depth, gemm.k)
     b_run = (tiles.depth, gemm.k) if "b" in gemm.flipped else (tiles.num_cols, gemm.n)
@@ -360,9 +361,9 @@ def _link_rates(tiles: Tiles, rates: Rates) -> dict[str, float]:
 
 
 def wave_excess(num_rows: int, num_cols: int, num_sms: int) -> float:
-    """Time of a product over what its arithmetic needs, from a last wave of 128 x 256 blocks that is not full.
+    """Returns the time of a product over that of its arithmetic, due to a partial last wave of 128 x 256 blocks.
 
-    Half of what is empty counts, a guess from one run on an H200: all of it made bf16 five percent too slow.
+    Half of the empty part counts, a guess from one run on an H200; with all of it bf16 was five percent too slow.
     """
     if not num_sms:
         return 1.0
@@ -371,10 +372,10 @@ def wave_excess(num_rows: int, num_cols: int, num_sms: int) -> float:
 
 
 def product_s(tiles: Tiles, rates: Rates, num_rows: int, num_cols: int, depth: int) -> float:
-    """Seconds of one block product: arithmetic in waves, its blocks read, the sums read and written again.
+    """Returns the seconds of one block product: arithmetic in waves, reading its blocks, reading and writing the sums.
 
-    Reading and arithmetic overlap but not perfectly: the cube root of their cubes, which leaves square blocks alone and
-    slows thin ones (256 rows of tf32 on an H200 by a seventh).
+    Reading and arithmetic overlap, but not perfectly: their times are combined as the cube root of the sum of cubes,
+    which hardly changes square blocks and slows thin ones (256 rows of tf32 on an H200 by a seventh).
     """
     flop_s = 2.0 * num_rows * num_cols * depth / rates.flop_per_s * wave_excess(num_rows, num_cols, rates.num_sms)
     read_s = (num_rows + num_cols) * depth * tiles.gemm.slot_element_bytes / rates.memory_bytes_per_s
@@ -386,7 +387,7 @@ def product_s(tiles: Tiles, rates: Rates, num_rows: int, num_cols: int, depth: i
 
 @lru_cache(maxsize=256)
 def plan_tiles(gemm: Gemm, rates: Rates, budget_bytes: int, num_lanes: int = 1) -> Tiles:
-    """The fastest plan within `budget_bytes` of device memory, by simulation; raises BudgetTooSmall where none fits."""
+    """Returns the fastest plan within `budget_bytes` of device memory, by simulation. Raises BudgetTooSmall."""
     candidates = list(_candidates(gemm, budget_bytes, num_lanes, fine=False))
     if not candidates:
         candidates = list(_candidates(gemm, budget_bytes, 1, fine=True))
@@ -394,7 +395,7 @@ def plan_tiles(gemm: Gemm, rates: Rates, budget_bytes: int, num_lanes: int = 1) 
         smallest = _smallest(gemm)
         raise BudgetTooSmall(smallest.device_bytes, budget_bytes, f"a {gemm.m} x {gemm.n} x {gemm.k} product")
     few = [tiles for tiles in candidates if tiles.num_tasks * tiles.num_panels <= MAX_STEPS_SIMULATED]
-    if not few:  # a very small budget: too many steps to play them all, trust the estimate
+    if not few:  # a very small budget has too many steps to simulate, so the estimate decides
         best = min(candidates, key=lambda tiles: _score(tiles, _estimate(tiles, rates)))
         return replace(best, prediction=_estimate(best, rates))
     few.sort(key=lambda tiles: _score(tiles, _estimate(tiles, rates)))
@@ -411,14 +412,14 @@ def plan_tiles(gemm: Gemm, rates: Rates, budget_bytes: int, num_lanes: int = 1) 
 
 
 def _score(tiles: Tiles, prediction: Prediction) -> float:
-    """Seconds, with traffic as the tie-break: a plan that moves twice the lower bound must be five percent faster, and
-    where others hardly move more than the bound, much faster: the link is not this product's alone."""
+    """Returns seconds with a penalty for traffic: a plan that moves twice the lower bound must be five percent faster,
+    and much faster where others hardly exceed the bound, because the link may be shared with other work."""
     ratio = (prediction.bytes_in + prediction.bytes_out) / tiles.square_tiles_bytes
     return prediction.seconds * (1 + 0.05 * ratio + 0.3 * max(0.0, ratio - 1.1))
 
 
 def _variants(tiles: Tiles, rates: Rates) -> Iterator[Tiles]:
-    """The plan, its other ways to begin, and each with its first loads and its last store hidden."""
+    """Yields the plan with several ways to begin, each also with its first loads and its last store hidden."""
     most, closing = _most_parts(tiles), _closing(tiles, rates)
     for ramp in range(1, _most_ramp(tiles) + 1):
         if ramp in (1, 2, 4):
@@ -435,7 +436,7 @@ def _most_ramp(tiles: Tiles) -> int:
 
 
 def _most_parts(tiles: Tiles) -> int:
-    """Into how many parts the first panels may go: rows of a strided copy need their length, half types full depth."""
+    """Returns into how many parts the first panels may be divided: strided rows need length, half types full depth."""
     gemm = tiles.gemm
     if gemm.on_disk or gemm.sum_element_bytes > gemm.out_element_bytes:
         return 1
@@ -443,7 +444,7 @@ def _most_parts(tiles: Tiles) -> int:
 
 
 def _closing(tiles: Tiles, rates: Rates) -> int:
-    """Rows to leave for last: the fewest that hide the store of the others, in waves that are nearly full."""
+    """Returns how many rows to compute last: the fewest that hide the store of the others, in nearly full waves."""
     if "c" in tiles.gemm.resident or tiles.num_c_slots < 2:
         return 0
     task, out_bytes = tiles.tasks()[-1], tiles.gemm.c_written_bytes
@@ -467,7 +468,8 @@ def _candidates(gemm: Gemm, budget_bytes: int, num_lanes: int, *, fine: bool) ->
 
 
 def _sides(extent: int, fine: bool) -> list[int]:
-    """Tile sides to try: the extent in ever more parts, rounded up to what matrix units like."""
+    """Returns tile sides to try: the extent in increasing numbers of parts, rounded to multiples that kernels
+    prefer."""
     granule = 256 if extent >= 4096 else 64 if extent >= 1024 else 1
     smallest = 1 if fine else min(extent, 256)
     sides: list[int] = []
@@ -488,14 +490,14 @@ def _sides(extent: int, fine: bool) -> list[int]:
 
 
 def _splits(gemm: Gemm, budget_bytes: int, num_rows: int, num_cols: int, depth: int) -> Iterator[Tiles]:
-    """Ways to divide the budget between the two pools, for each choice of the operand that stays."""
+    """Yields divisions of the budget between the two pools, for each choice of the operand that stays."""
     mt, nt = math.ceil(gemm.m / num_rows), math.ceil(gemm.n / num_cols)
     panels = math.ceil(gemm.k / depth)
     num_all = {"a": mt * panels, "b": nt * panels}
     least = {name: min(num_all[name], NUM_STREAMING_SLOTS) for name in "ab"}
     plain = Tiles(gemm, budget_bytes, num_rows, num_cols, depth, least["a"], least["b"], min(2, mt * nt))
     if plain.device_bytes > budget_bytes:
-        plain = replace(plain, num_c_slots=1)  # a wider tile for a store that nothing hides
+        plain = replace(plain, num_c_slots=1)  # a wider tile, whose store does not overlap
     if plain.device_bytes > budget_bytes:
         plain = replace(plain, num_a_slots=1, num_b_slots=1)
         if plain.device_bytes <= budget_bytes:
@@ -517,7 +519,7 @@ def _splits(gemm: Gemm, budget_bytes: int, num_rows: int, num_cols: int, depth: 
 
 
 def _with_slots(plain: Tiles, keeps: str, num_kept: int, num_streamed: int, num_all: dict[str, int]) -> Tiles:
-    """A band is as many slabs of the kept operand as have slots, less one for the next band's first loads."""
+    """Returns the plan with these slots. A band has as many slabs as fit, less one for the next band's first loads."""
     panels = plain.num_panels
     num_slabs = num_kept // panels
     holds_slab = num_streamed >= panels
@@ -530,7 +532,7 @@ def _with_slots(plain: Tiles, keeps: str, num_kept: int, num_streamed: int, num_
 
 @lru_cache(maxsize=65536)
 def _estimate(tiles: Tiles, rates: Rates) -> Prediction:
-    """Traffic and seconds by formula: good enough to choose which plans to play."""
+    """Estimates traffic and seconds by formula, to choose the plans to simulate."""
     gemm, panels = tiles.gemm, tiles.num_panels
     mt, nt = tiles.grid
     slots = {"a": tiles.num_a_slots, "b": tiles.num_b_slots}
@@ -559,7 +561,7 @@ def _estimate(tiles: Tiles, rates: Rates) -> Prediction:
 
 
 def _lag_s(tiles: Tiles, rates: Rates, task_s: float) -> float:
-    """How far the products fall behind the loads while the first band arrives, a growing square of tiles at a time."""
+    """Returns how far products fall behind loads while the first band arrives, a growing square of tiles at a time."""
     gemm, slabs = tiles.gemm, {"a": tiles.num_rows, "b": tiles.num_cols}
     kept, streamed = ("a", "b") if tiles.keeps == "a" else ("b", "a")
     slab_s = {

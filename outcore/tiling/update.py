@@ -1,9 +1,9 @@
-"""A finished tile of a gradient -> the tiles of a weight and its optimizer state, updated on the device.
+"""Updates a weight and its optimizer state on the device with each finished tile of the gradient.
 
-Instead of storing dW and reading it again, a product may use each of its tiles at once: the tiles of the weight and of
-the optimizer's state at the same place come to the device while the product runs, are updated there, and go back. Every
-element is updated by exactly one tile. A product that fails halfway leaves a weight that is updated in part: it is not
-run again, and says so.
+Instead of storing dW and reading it again, a product can use each of its tiles immediately: the corresponding tiles of
+the weight and the optimizer's state are copied to the device during the product, updated there, and copied back. Every
+element is updated by exactly one tile. A product that fails halfway leaves a weight that is updated in part; it is not
+run again, and raises an error.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 
 from outcore.tiling.operands import TensorStore
 
-Apply = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]  # tile of the gradient, tiles of what is updated
+Apply = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]  # tile of the gradient, tiles to update
 
 
 @dataclass(frozen=True)
 class Update:
-    """Host tensors of the gradient's shape. `updated` are read, changed and written; `copies` are written, with the
-    numbers of the first of these in their own type."""
+    """Host tensors with the gradient's shape. `updated` are read, changed and written. `copies` are written with the
+    elements of the first of `updated`, in their own dtype."""
 
     updated: tuple[torch.Tensor, ...]
     apply: Apply
