@@ -222,6 +222,6 @@ def _no_update(layer: TiledLinear) -> Update | None:
 MakeUpdate = Callable[[TiledLinear], Update | None]
 
 
-def _on_one_device(dy: torch.Tensor, x: torch.Tensor) -> bool:
+def on_one_device(dy: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether both tensors are on one device. Host activations use the same link as the weight, with no gain."""
     return dy.is_cuda and dy.device == x.device
