@@ -364,8 +364,7 @@ def explain(
     as_json: bool,
 ) -> None:
     """Show what a plan does with every saved value: decision, bytes, seconds and reason, and the sums per module."""
-    from outcore.planning.preparing import prepare
-    from outcore.planning.rewrites.common_ops import as_planned
+    from outcore.planning.preparing import as_planned, prepare
     from outcore.reporting.explanation import by_module
     from outcore.reporting.explanation import explain as explain_values
     from outcore.reporting.text import module_table, value_table

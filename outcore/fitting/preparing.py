@@ -24,11 +24,9 @@ from outcore.memory.store import Store
 from outcore.planning import AS_IT_IS, plan, plans
 from outcore.planning.allocator.fragmentation import Placement, has_room, search_placement
 from outcore.planning.allocator.hints import AllocatorHints
-from outcore.planning.planners.scoring import lean_bytes
-from outcore.planning.planners.simple import swap_all
-from outcore.planning.preparing import at_pace, prepare, prepare_planned, with_times
+from outcore.planning.planners.scoring import lean_bytes, swap_all
+from outcore.planning.preparing import as_planned, at_pace, prepare, prepare_planned, with_times
 from outcore.planning.residency import beside_state, choose_residency, with_gradients
-from outcore.planning.rewrites.common_ops import as_planned
 from outcore.planning.rewrites.gradient_sums import sums_in_place
 from outcore.planning.rewrites.workspaces import less_workspace
 from outcore.planning.trace_index import index_of
@@ -182,7 +180,7 @@ class Preparer:
     ) -> list[Plan]:
         trace = less_workspace(trace, spare_bytes) if spare_bytes else trace
         budget = replace(self.budget, device_bytes=size_bytes)
-        machine = beside_state(self.machine, self.residency)
+        machine = self.machine if self.residency is None else beside_state(self.machine, self.residency)
         if search is not None:
             part = ("plans", size_bytes, most, spare_bytes)
             return search.ask(part, plans, trace, machine, budget, planner=planner, most=most, starts=known)
@@ -201,7 +199,7 @@ class Preparer:
 
     def as_run(self, trace: Trace, *, in_place: bool) -> Trace:
         """Returns the step to plan for, where autograd adds gradients in place if `in_place`."""
-        step = with_gradients(trace, self.residency)
+        step = trace if self.residency is None else with_gradients(trace, self.residency)
         return sums_in_place(step) if in_place else step
 
     def make_ready(

@@ -16,8 +16,7 @@ from functools import partial
 from itertools import product
 
 from outcore.errors import BudgetTooSmall
-from outcore.planning.planners.scoring import lean_bytes
-from outcore.planning.planners.simple import leanest
+from outcore.planning.planners.scoring import lean_bytes, leanest
 from outcore.planning.preparing import prepare
 from outcore.planning.settings import RESIDENCY, ResidencySettings
 from outcore.planning.trace_index import index_of
@@ -132,12 +131,12 @@ def spread(units: Sequence[StateUnit], num_bytes: int) -> frozenset[int]:
     return frozenset(chosen)
 
 
-def with_gradients(trace: Trace, residency: Residency | None) -> Trace:
+def with_gradients(trace: Trace, residency: Residency) -> Trace:
     """Returns the trace of a step in which some units are resident, from one in which all were streamed. The gradients
     of resident units stay on the device from where they are made or, if that was not observed, throughout the step."""
     made = [seen for seen in trace.state if seen.kind == "gradient"]
-    stay = [seen for seen in made if residency is not None and seen.unit in residency.resident]
-    if residency is None or not stay:
+    stay = [seen for seen in made if seen.unit in residency.resident]
+    if not stay:
         return trace
     last, numbers = max(trace.num_slots - 1, 0), {seen.storage for seen in stay}
     storages = tuple(
@@ -148,9 +147,9 @@ def with_gradients(trace: Trace, residency: Residency | None) -> Trace:
     return replace(trace, storages=storages, before_bytes=trace.before_bytes + unseen_bytes)
 
 
-def beside_state(machine: Machine, residency: Residency | None) -> Machine:
+def beside_state(machine: Machine, residency: Residency) -> Machine:
     """Returns the machine with the share of the links that the training state leaves to activations."""
-    if residency is None or residency.link_share >= 1:
+    if residency.link_share >= 1:
         return machine
     share = residency.link_share
     return replace(

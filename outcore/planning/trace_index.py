@@ -91,6 +91,30 @@ def index_of(trace: Trace) -> TraceIndex:
     return remembered(trace, _survey)
 
 
+def segments_of(trace_index: TraceIndex) -> dict[int, tuple[int, ...]]:
+    """Returns the segment of each recomputable evictable value: the ops that run again if every saved value is
+    available. These are its producer and, for inputs that were not saved, their producers. It is empty for a value that
+    is never unpacked.
+
+    Each op runs again at most once, so that a set of values costs the seconds of the union of their segments.
+    """
+    reads, producer, packs = trace_index.reads, trace_index.producer, trace_index.packs
+    segments = {}
+    for value in trace_index.evictable:
+        if not trace_index.recomputable[value]:
+            continue
+        segment_ops = {producer[value]} if trace_index.unpacks[value] else set()
+        pending = list(segment_ops)
+        while pending:
+            for read in reads[pending.pop()]:
+                maker = producer[read]
+                if read not in packs and maker not in segment_ops:
+                    segment_ops.add(maker)
+                    pending.append(maker)
+        segments[value] = tuple(sorted(segment_ops))
+    return segments
+
+
 def _survey(trace: Trace) -> TraceIndex:
     value_bytes = [trace.storages[value.storage].bytes for value in trace.values]
     packs, unpacks = _ticks_by_value(trace)

@@ -11,8 +11,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from outcore.errors import PlanMismatch
-from outcore.planning.program.lower import tiers_of
-from outcore.planning.program.unroll import unroll
+from outcore.planning.program.lower import tiers_of, unroll
 from outcore.planning.trace_index import TraceIndex, index_of
 from outcore.values import MADE_AGAIN, Machine, Plan, Trace
 

@@ -24,7 +24,7 @@ from outcore.memory.tensors import data_ptr
 
 PACKAGE = Path(outcore.__file__).parent
 SHAPE, NUM_BYTES = (512, 511), 512 * 511 * 4  # which no other tensor of the step has, but what it is made from
-MOST_RECORDED, MOST_PLANNED, MOST_LATER = 12, 28, 10
+MOST_RECORDED, MOST_PLANNED, MOST_LATER = 12, 20, 10
 
 
 class OneActivation(nn.Module):

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outcore
 from outcore.planning.planners import hybrid
-from outcore.planning.planners.registry import PURE
+from outcore.planning.preparing import PURE
 from outcore.planning.settings import HYBRID
 from tests.fuzz import pieces
 from tests.fuzz.program import Program, source

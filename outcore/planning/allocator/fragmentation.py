@@ -21,8 +21,8 @@ from outcore.planning.allocator.model import Event, Places, allocations, mapped,
 from outcore.planning.allocator.placeholders import arranged, best_share
 from outcore.planning.planners.hybrid import Flips
 from outcore.planning.planners.scoring import Scored, score, score_if_it_can_fit
+from outcore.planning.preparing import as_planned
 from outcore.planning.program.lower import as_schedule, lower
-from outcore.planning.rewrites.common_ops import as_planned
 from outcore.planning.settings import FRAGMENTATION
 from outcore.planning.trace_index import index_of
 from outcore.values import Machine, Plan, Trace

@@ -21,13 +21,11 @@ from itertools import product
 import numpy as np
 
 from outcore.errors import OutcoreError
-from outcore.planning.planners.costs import segments_of
 from outcore.planning.planners.hybrid import hybrid
 from outcore.planning.planners.pricing import LaneRoom, offer_of, segments_over
-from outcore.planning.planners.scoring import Decisions, Progress, better, lean_bytes, score
-from outcore.planning.planners.simple import keep_all
+from outcore.planning.planners.scoring import Decisions, Progress, better, keep_all, lean_bytes, score
 from outcore.planning.settings import EXACT
-from outcore.planning.trace_index import TraceIndex
+from outcore.planning.trace_index import TraceIndex, segments_of
 from outcore.values import Budget, Decision, Machine
 
 

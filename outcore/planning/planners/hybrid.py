@@ -18,18 +18,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from outcore.planning.planners.blocks import block_offers
-from outcore.planning.planners.bound import bound_step_s
 from outcore.planning.planners.pricing import Pricing
 from outcore.planning.planners.scoring import (
     Decisions,
     Progress,
     Scored,
     better,
+    bound_step_s,
+    keep_all,
     lean_bytes,
+    leanest,
     score,
     score_if_it_can_fit,
 )
-from outcore.planning.planners.simple import keep_all, leanest
 from outcore.planning.planners.swap import swap
 from outcore.planning.program.simulate import KIND, SUBJECT, TICK
 from outcore.planning.settings import HYBRID, INF

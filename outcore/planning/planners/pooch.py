@@ -13,11 +13,9 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from outcore.planning.planners.costs import segments_of
-from outcore.planning.planners.scoring import Decisions, Progress, Scored, better, score, score_if_it_can_fit
-from outcore.planning.planners.simple import swap_all
+from outcore.planning.planners.scoring import Decisions, Progress, Scored, better, score, score_if_it_can_fit, swap_all
 from outcore.planning.settings import PEERS
-from outcore.planning.trace_index import TraceIndex
+from outcore.planning.trace_index import TraceIndex, segments_of
 from outcore.values import Budget, Machine
 
 

@@ -14,17 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outcore.planning.planners.costs import remake_density, segments_of
 from outcore.planning.planners.scoring import Decisions
-from outcore.planning.program.lower import lean_of
+from outcore.planning.program.lower import Unrolled, lean_of
 from outcore.planning.program.simulate import HELD, KIND
-from outcore.planning.program.unroll import Unrolled
 from outcore.planning.settings import HYBRID, INF
-from outcore.planning.trace_index import Int64s, TraceIndex
+from outcore.planning.trace_index import Int64s, TraceIndex, segments_of
 from outcore.values import Budget, Machine
 
 NEVER_S = 1e12  # later than any step ends; finite, so that differences of it are numbers
@@ -284,3 +283,54 @@ class LaneRoom:
 
 def _least(room: NDArray[np.float64]) -> float:
     return float(room.min(initial=INF))
+
+
+def rerun_seconds(trace_index: TraceIndex, machine: Machine) -> list[float]:
+    """Returns the seconds by which a rerun of each op makes the step longer. On the CPU the host's part counts, too."""
+    ops, host = trace_index.trace.ops, machine.host
+    if host is None or not trace_index.trace.is_in_line:
+        return [op.rerun_s for op in ops]
+    return [op.rerun_s + host.captured_op_s + host.rerun_s for op in ops]
+
+
+def remake_density(trace_index: TraceIndex, machine: Machine, segments: dict[int, tuple[int, ...]]) -> dict[int, float]:
+    """Returns the seconds per byte of recomputing each value. Starting with the cheapest value, each one is charged
+    only for ops that no value before it was charged for.
+
+    Values that share ops are also considered as a group; otherwise the first of them would be charged for all ops.
+    """
+    seconds, value_bytes = rerun_seconds(trace_index, machine), trace_index.value_bytes
+    paid: set[int] = set()
+    found: dict[int, float] = {}
+
+    def density(values: tuple[int, ...]) -> float:
+        left = [value for value in values if value not in found]
+        needed = {op for value in left for op in segments[value]} - paid
+        return sum(seconds[op] for op in needed) / max(sum(value_bytes[value] for value in left), 1)
+
+    heap = [(density(bundle), bundle) for bundle in _bundles(segments)]
+    heapify(heap)
+    while heap:
+        before, bundle = heappop(heap)
+        left = tuple(value for value in bundle if value not in found)
+        if not left:
+            continue
+        now = density(left)
+        if now != before and heap and now > heap[0][0]:
+            heappush(heap, (now, left))
+            continue
+        found.update(dict.fromkeys(left, now))
+        for value in left:
+            paid.update(segments[value])
+    return found
+
+
+def _bundles(segments: dict[int, tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Returns each value alone, and each group of values that share an op."""
+    sharing: dict[int, list[int]] = {}
+    for value, segment in segments.items():
+        for op in segment:
+            sharing.setdefault(op, []).append(value)
+    bundles: set[tuple[int, ...]] = {(value,) for value in segments}
+    bundles |= {tuple(values) for values in sharing.values() if 1 < len(values) <= HYBRID.max_bundle}
+    return sorted(bundles)

@@ -8,8 +8,7 @@ swap hurts most is read from its stalls, going out and coming in.
 
 from __future__ import annotations
 
-from outcore.planning.planners.scoring import Decisions, Progress, Scored, better, lean_bytes, score
-from outcore.planning.planners.simple import swap_all
+from outcore.planning.planners.scoring import Decisions, Progress, Scored, better, lean_bytes, score, swap_all
 from outcore.planning.settings import PEERS
 from outcore.planning.trace_index import TraceIndex
 from outcore.values import Budget, Machine

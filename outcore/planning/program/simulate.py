@@ -18,8 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from outcore.planning.program.host import host_lane
-from outcore.planning.program.lanes import IN, OUT, Lanes
+from outcore.planning.program.lanes import IN, OUT, Lanes, host_lane
 from outcore.planning.program.traffic import Traffic
 from outcore.planning.trace_index import Int64s, TraceIndex, clock_seconds, index_of
 from outcore.values import MADE_AGAIN, Machine, Residency, Schedule, Span, Timeline, Trace

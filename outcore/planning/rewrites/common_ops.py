@@ -22,16 +22,11 @@ from dataclasses import replace
 
 from outcore.planning.settings import LOWERING
 from outcore.planning.trace_index import index_of, remembered
-from outcore.values import Plan, Schedule, Trace
+from outcore.values import Trace
 
 
 def merged(trace: Trace) -> Trace:
     return remembered(trace, _merge)
-
-
-def as_planned(trace: Trace, made: Plan | Schedule) -> Trace:
-    """The step that a plan or a schedule was made for, of a recorded one."""
-    return merged(trace) if made.merges_ops else trace
 
 
 def _merge(trace: Trace) -> Trace:

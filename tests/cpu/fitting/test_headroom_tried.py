@@ -26,8 +26,7 @@ from outcore.planning.allocator import fragmentation, placeholders
 from outcore.planning.allocator.hints import AllocatorHints, Placeholder
 from outcore.planning.allocator.model import Places
 from outcore.planning.planners import hybrid
-from outcore.planning.planners.scoring import lean_bytes
-from outcore.planning.planners.simple import swap_all
+from outcore.planning.planners.scoring import lean_bytes, swap_all
 from outcore.planning.settings import FRAGMENTATION, HYBRID
 from outcore.planning.trace_index import index_of
 from outcore.units import GIB, MIB

@@ -15,8 +15,8 @@ import outcore.planning.allocator.fragmentation as fragmentation
 from outcore.errors import BudgetTooSmall
 from outcore.planning import lower, plan, plans, simulate, verify
 from outcore.planning.allocator.fragmentation import search_placement
-from outcore.planning.planners.bound import bound_step_s
 from outcore.planning.planners.pricing import Pricing
+from outcore.planning.planners.scoring import bound_step_s
 from outcore.planning.program.lower import lean_of, lower_steps
 from outcore.planning.rewrites.gradient_sums import sums_in_place
 from outcore.planning.settings import FRAGMENTATION

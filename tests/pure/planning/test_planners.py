@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from outcore.errors import BudgetTooSmall, OutcoreError, PlanMismatch
 from outcore.planning import PLANNERS, lower, plan, plans, simulate, verify
 from outcore.planning.planners import hybrid as hybrid_planner
-from outcore.planning.planners.bound import bound_step_s
 from outcore.planning.planners.pricing import Pricing
-from outcore.planning.planners.scoring import score, score_if_it_can_fit, stored_fits
+from outcore.planning.planners.scoring import bound_step_s, score, score_if_it_can_fit, stored_fits
 from outcore.planning.settings import HYBRID
 from outcore.planning.trace_index import index_of
 from outcore.values import Budget, Decision, Machine, Op, Plan, Storage, Tick, Trace, Value

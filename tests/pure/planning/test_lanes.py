@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outcore.planning import lower, plan, simulate
-from outcore.planning.planners.simple import keep_all
+from outcore.planning.planners.scoring import keep_all
 from outcore.planning.program.simulate import clock_of
 from outcore.planning.trace_index import index_of
 from outcore.units import GIB
