@@ -338,7 +338,8 @@ def _clock_of(owner: Owner, call: Call, phase: Phase) -> Clock | None:
     memory = owner.memory
     if trace is None:
         return None
-    return Clock(memory.device, asks=asked_by_ops(trace), on_refused=memory.refusals.excuse)
+    asks = asked_by_ops(trace) if memory.has_caching_allocator else None
+    return Clock(memory.device, asks=asks, on_refused=memory.refusals.excuse)
 
 
 def _why_not_recorded(preparer: Preparer, stuck_bytes: int) -> str:
