@@ -7,13 +7,14 @@ all later ones follow the plan. `outcore.fitting` runs the steps; this file has 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from outcore.errors import BudgetTooSmall, OutcoreError
-from outcore.fitting.beside import beside
+from outcore.fitting.beside import beside, check_update
 from outcore.fitting.cache import default_folder
 from outcore.fitting.hooks import ACTIVE as _ACTIVE  # noqa: F401 (empty, unless a step is running)
 from outcore.fitting.loop import Loop, give_way, open_loops
@@ -21,6 +22,7 @@ from outcore.fitting.settings import FittingSettings
 from outcore.fitting.view import LoopView
 from outcore.memory.device import memory_of
 from outcore.memory.machine import device_of, granted_bytes, measure_machine, tiers_below, weight_bytes
+from outcore.memory.op_rates import measure_update_rate
 from outcore.memory.store import Store
 from outcore.planning import PLANNERS
 from outcore.values import Budget, Plan, Trace
@@ -39,6 +41,7 @@ def limit(
     measure: bool = False,
     cache: bool | str | Path = True,
     optimizer: torch.optim.Optimizer | None = None,
+    update: str = "device",
 ) -> Limited:
     """Makes the training steps of `model` fit into `memory` bytes of its device, with the same numbers.
 
@@ -51,7 +54,9 @@ def limit(
     first planned steps are. `cache` is the folder in which recorded steps and their plans are kept for later runs of
     the same training; True means `$OUTCORE_CACHE` or the user's cache folder, and False disables it. With `optimizer`,
     the optimizer of the loop, weights, gradients and optimizer state may leave the device, too: the part that stays is
-    planned with the rest, and the other part is brought when it is used. The cache is not used then.
+    planned with the rest, and the other part is brought when it is used. The cache is not used then. With
+    `update="cpu"`, PyTorch's fused CPU kernels update the parameters whose state is not on the device (SGD, Adam,
+    AdamW, Adagrad): fewer bytes are copied, and results differ in their last bits from those of the device's kernels.
 
     A model has one limit at a time; an earlier one is closed.
 
@@ -76,7 +81,7 @@ def limit(
     options: dict[str, Any] = {"planner": planner, "plan": plan, "measure": measure, "cache": folder}
     for loop in [loop for loop in earlier if loop.beside is not None]:
         loop.retire()  # two limits cannot fetch the same weights
-    limited = Limited(model, memory, host=host, disk=disk, optimizer=optimizer, **options)
+    limited = Limited(model, memory, host=host, disk=disk, optimizer=optimizer, update=update, **options)
     if optimizer is None and limited.budget.device_bytes < (there_bytes := weight_bytes(model)):
         limited.close()
         raise BudgetTooSmall.for_model(there_bytes, limited.budget.device_bytes, where=str(limited.device))
@@ -116,7 +121,9 @@ class Limited(LoopView):
         cache: Path | None = None,
         settings: FittingSettings | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        update: str = "device",
     ) -> None:
+        check_update(update, optimizer)
         if planner not in PLANNERS:
             raise OutcoreError(f"there is no planner {planner!r}; choose one of {', '.join(PLANNERS)}")
         given = Plan.load(plan) if isinstance(plan, str | Path) else plan
@@ -127,7 +134,9 @@ class Limited(LoopView):
         host_bytes, folder = tiers_below(device, host, disk)
         machine = measure_machine(device, folder)
         budget = Budget(memory_bytes, host_bytes, machine.disk_bytes)
-        state, budget = beside(model, optimizer, budget, folder)
+        state, budget = beside(model, optimizer, budget, folder, by_cpu=update == "cpu")
+        if update == "cpu":
+            machine = replace(machine, update_bytes_per_s=measure_update_rate())
         self.model, self.device, self.planner, self.budget, self.state = model, device, planner, budget, state
         self.store = Store(device, budget.host_bytes, budget.disk_bytes, folder)
         self.device_memory = memory_of(model, device, memory_bytes)

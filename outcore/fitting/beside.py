@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from outcore.errors import BudgetTooSmall
+from outcore.errors import BudgetTooSmall, OutcoreError
 from outcore.fitting.kinds import Kind
 from outcore.fitting.phases import Phase, Recorded, Timed
 from outcore.fitting.preparing import Preparer
@@ -88,10 +89,11 @@ class StateBeside:
 
     # -- what a user looks at -----------------------------------------------------------------------------------------
 
-    def stats(self) -> dict[str, int]:
-        """Bytes."""
-        residency = self.state.residency
-        return {
+    def stats(self) -> dict[str, float]:
+        """Bytes, numbers of updates, and seconds."""
+        residency, host = self.state.residency, self.state.host_updates
+        by_cpu = {} if host is None else {"state_by_cpu": host.num_done, "state_by_cpu_s": host.busy_s}
+        return by_cpu | {
             "state_early": self.state.num_early,
             "state_resident_bytes": residency.resident_bytes,
             "state_streamed_bytes": residency.streamed_bytes,
@@ -107,6 +109,7 @@ class StateBeside:
             ("stay on the device", _params(len(residency.resident), residency.resident_bytes)),
             ("come when they are used", _params(num_streamed, residency.streamed_bytes)),
             *([("of them updated in the backward", f"{len(residency.early)} parameters")] if residency.early else []),
+            *([("of them updated by the CPU", f"{residency.num_by_cpu} parameters")] if residency.by_cpu else []),
             ("at a time at most", format_bytes(residency.window_bytes)),
             ("a step brings, sends home", " and ".join(format_bytes(self.moved_bytes[way]) for way in ("in", "out"))),
             *((f"cannot leave it: {why}", f"{count} parameters") for why, count in cannot.items()),
@@ -151,8 +154,21 @@ def _params(count: int, num_bytes: int) -> str:
     return f"{count} parameters ({format_bytes(num_bytes)})"
 
 
+def check_update(update: str, optimizer: torch.optim.Optimizer | None) -> None:
+    """Raises OutcoreError for what `limit(update=...)` cannot be."""
+    if update not in ("device", "cpu"):
+        raise OutcoreError(f"update={update!r} is unknown; choose 'device' or 'cpu'")
+    if update == "cpu" and optimizer is None:
+        raise OutcoreError("update='cpu' is for training state that may leave the device; pass optimizer=, too")
+
+
 def beside(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, budget: Budget, folder: str | None
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    budget: Budget,
+    folder: str | None,
+    *,
+    by_cpu: bool = False,
 ) -> tuple[State | None, Budget]:
     """The training state with a home beside the device, and what that leaves of the budget for activations."""
     if optimizer is None:
@@ -160,7 +176,8 @@ def beside(
     on_host = kind_of(device_of(model)).home_tier == "host"
     home_bytes = budget.host_bytes if on_host else budget.disk_bytes
     may_stay = budget.device_bytes
-    state = State(model, optimizer, window_bytes=0, home_bytes=home_bytes, folder=folder, resident_bytes=may_stay)
+    options: dict[str, Any] = {"home_bytes": home_bytes, "folder": folder, "resident_bytes": may_stay, "by_cpu": by_cpu}
+    state = State(model, optimizer, window_bytes=0, **options)
     state.window.limit_bytes = state.least_window_bytes
     all_bytes = sum(size.all_bytes for size in state.sizes)
     if all_bytes > home_bytes:  # until some of it stays on the device; the first step has no optimizer state yet

@@ -86,7 +86,8 @@ class LoopView:
         - `recorded_s`, `planned_s`, `left_s`, `unplanned_s`: seconds of the host inside them, planning included;
         - `swapped_bytes` (one way), `recomputed_bytes`: by the planned ones;
         - `measured`: how many of them were measured closely; `waited_s`: how long these waited for copies;
-        - with `optimizer=`: `state_..._bytes` that stay, that do not, that are there at a time, and that are moved.
+        - with `optimizer=`: `state_..._bytes` that stay, that do not, that are there at a time, and that are moved;
+        - with `update="cpu"`: `state_by_cpu`, the updates that the CPU has run, and `state_by_cpu_s`, their seconds.
         """
         return self._loop.stats()
 

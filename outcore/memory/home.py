@@ -155,8 +155,12 @@ class Homes:
                 return
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # a kernel may still read the old content
-            whole = _host_bytes(home).view(home.dtype)
-            whole.as_strided(home.size(), home.stride()).copy_(source)
+            self.on_host(home).copy_(source)
+
+    def on_host(self, home: torch.Tensor) -> torch.Tensor:
+        """Returns a CPU tensor on the bytes of a tensor at home. Neither copies nor kernels are waited for."""
+        with below_everything(), torch.no_grad():
+            return _host_bytes(home).view(home.dtype).as_strided(home.size(), home.stride())
 
     def _copy(self, way: str, target: torch.Tensor, source: torch.Tensor) -> Done:
         self._let_go_of_done()

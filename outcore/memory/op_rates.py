@@ -12,7 +12,7 @@ from functools import cache
 import torch
 
 from outcore.memory.settings import MEMORY
-from outcore.values import OpRates
+from outcore.values import OpRates, StateUnit
 
 
 @cache
@@ -29,6 +29,16 @@ def measure_op_rates(device: torch.device) -> OpRates:
         memory = 2 * source.nbytes / _best_s(device, lambda: target.copy_(source))
         launch_s = _best_s(device, lambda: scalar.add_(1), repeats=MEMORY.num_launches)
     return OpRates(float64, float32, tf32, half, memory, launch_s)
+
+
+@cache
+def measure_update_rate() -> float:
+    """Measures how many bytes a second the CPU reads and writes in PyTorch's fused AdamW, once per process."""
+    parameter = torch.nn.Parameter(torch.zeros(MEMORY.num_updated))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    unit = StateUnit("", parameter.nbytes, parameter.nbytes, 2 * parameter.nbytes)
+    return unit.update_bytes / _best_s(parameter.device, optimizer.step)
 
 
 def _flops_per_s(device: torch.device, dtype: torch.dtype) -> float:

@@ -58,6 +58,7 @@ class MemorySettings:
     cuda_copy_bytes: int = 512 * MIB  # moved within a GPU's memory (guessed)
     cpu_copy_bytes: int = 64 * MIB  # moved within the host's memory (guessed)
     num_launches: int = 200  # of a tiny op, to measure what starting one costs (guessed)
+    num_updated: int = 4 * MIB  # numbers that are updated to measure how fast the CPU does that (guessed: some ms)
     num_tries: int = 5  # of each measurement; the fastest one counts (guessed)
 
 

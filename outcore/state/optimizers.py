@@ -61,6 +61,8 @@ def unwrapped(optimizer: Any) -> Optimizer:
 class Substep:
     """A recorded call of an optimizer's step, which can be run for some parameters at a time."""
 
+    device: torch.device | None = None  # where it runs; None: where the parameters are
+
     def __init__(self, optimizer: Optimizer, *, deep: bool = False) -> None:
         rest = _rest(optimizer)
         self.twin: Any = object.__new__(type(optimizer))
@@ -192,8 +194,8 @@ _Step = Callable[["_Rehearsal"], None]
 class _Rehearsal:
     """Small parameters in groups like the optimizer's, to test its step."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.substep = Substep(optimizer, deep=True)
+    def __init__(self, optimizer: Optimizer, substep: Substep) -> None:
+        self.substep = substep
         self.parts: list[tuple[int, nn.Parameter]] = []
         self.states: list[dict[str, Any]] = []
         self.changed_gradients = False
@@ -201,7 +203,8 @@ class _Rehearsal:
             examples = {(len(parameter.shape), parameter.dtype): parameter for parameter in group["params"]}
             for example in list(examples.values())[: STATE.num_examples]:
                 for scale in STATE.tried_scales:
-                    small = nn.Parameter(_numbers(STATE.tried_sides[: example.dim()], scale).to(example))
+                    numbers = _numbers(STATE.tried_sides[: example.dim()], scale)
+                    small = nn.Parameter(numbers.to(substep.device or example.device, example.dtype))
                     self.parts.append((number, small))
                     self.states.append(_like(optimizer.state.get(example) or {}, example, small))
 
@@ -227,17 +230,22 @@ def _like(state: dict[str, Any], example: torch.Tensor, small: torch.Tensor) -> 
         if not isinstance(kept, torch.Tensor) or kept.numel() == 1:
             found[name] = copy.deepcopy(kept)
         elif kept.shape == example.shape:
-            found[name] = kept.flatten()[:1].expand(small.numel()).reshape(small.shape).clone()
+            found[name] = kept.flatten()[:1].to(small.device).expand(small.numel()).reshape(small.shape).clone()
         else:
             return {}
     return found
 
 
-def _tried(optimizer: Optimizer, step: _Step) -> _Trial:
+def try_out(optimizer: Optimizer, substep: Substep) -> None:
+    """Raises what `substep` raises when it runs for small parameters like the optimizer's. `substep` is a deep one."""
+    _tried(optimizer, _together, substep)
+
+
+def _tried(optimizer: Optimizer, step: _Step, substep: Substep | None = None) -> _Trial:
     generators = _generators()
     with torch.no_grad():
-        rehearsal = _Rehearsal(optimizer)
-        substep = rehearsal.substep
+        substep = Substep(optimizer, deep=True) if substep is None else substep
+        rehearsal = _Rehearsal(optimizer, substep)
         rest, groups = copy.deepcopy(_rest(substep.twin)), copy.deepcopy(substep.groups)
         try:
             for number in range(STATE.num_tried_steps):

@@ -33,7 +33,7 @@ class Updates(Protocol):
     """The part of the updates that reading uses."""
 
     def run_due(self, units: Sequence[Unit]) -> None:
-        """Runs the updates of these units and leaves their weights on the device."""
+        """Runs the updates of these units and leaves their weights on the device, or at home if the CPU runs them."""
         ...
 
     def flush(self) -> None:
@@ -231,9 +231,13 @@ class Reading:
         is_backward = torch._C._current_autograd_node() is not None
         gradient_bytes = need.weight.num_bytes if isinstance(need, Unit) and is_backward else 0  # it is made next
         for other in following:
+            unit = other if isinstance(other, Unit) else other.unit
+            if unit.due is not None and unit.due.on_host is not None:
+                if not unit.due.on_host.done():
+                    break
+                self._updates.run_due([unit])
             if not self._window.has_room_ahead(other.missing_bytes() + gradient_bytes):
                 break
-            unit = other if isinstance(other, Unit) else other.unit
             if other.missing_bytes() and unit.reading is not None and unit.is_untouched:
                 other.fetch()
 

@@ -17,6 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from outcore.errors import OutcoreError
 from outcore.memory.home import Homes, is_at_home
 from outcore.memory.tensors import unseen
 from outcore.state.gradients import Gradients
-from outcore.state.optimizers import Splitting, splitting_of, unwrapped
+from outcore.state.host_updates import HostUpdates, check_host_updates
+from outcore.state.optimizers import splitting_of, unwrapped
 from outcore.state.reading import Handle, Reading
 from outcore.state.unit import TEMPORARIES, Unit, can_move
 from outcore.state.updates import Updates
@@ -51,18 +53,25 @@ class State:
         folder: str | Path | None = None,
         later: bool = True,
         resident_bytes: int = 0,
+        by_cpu: bool = False,
     ) -> None:
         """Moves the training state home.
 
         `window_bytes` limits the state's memory on the device at a time, and `home_bytes` its memory outside. `folder`
         holds it if the device is the CPU. With `later`, an update runs when its weight is read next. `resident_bytes`
-        of the state may be placed on the device later.
+        of the state may be placed on the device later. With `by_cpu`, PyTorch's fused CPU kernels update parameters
+        that have a home; they round differently.
         """
         self.model = model
         self.optimizer = unwrapped(optimizer)
         check_optimizer(model, self.optimizer)
+        if by_cpu:
+            check_host_updates(self.optimizer)
         device = next(model.parameters()).device
-        self.splitting: Splitting = splitting_of(self.optimizer)
+        splitting = splitting_of(self.optimizer)
+        self.splitting = (
+            replace(splitting, keeps_gradients=False) if by_cpu else splitting
+        )  # gradients are scaled at home
         self.window = Window(Homes(device, home_bytes, folder), window_bytes)
         self.kept_for: dict[str, str] = {}  # parameters that cannot leave the device -> the reason
         self._updated = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
@@ -75,7 +84,13 @@ class State:
         self.resident: frozenset[int] = frozenset()  # numbers of the parameters that are on the device
         self.is_late = later and self.splitting.later
         self._updates = Updates(
-            self.optimizer, self.units, self.window, self.splitting, later=later, order=lambda: self._reading.order
+            self.optimizer,
+            self.units,
+            self.window,
+            self.splitting,
+            later=later,
+            by_cpu=by_cpu,
+            order=lambda: self._reading.order,
         )
         self._reading = Reading(model, self.units, self.window, self._updates)
         self._updates.early.reached = self._reading.gradient_made
@@ -99,6 +114,11 @@ class State:
     def num_early(self) -> int:
         """The number of updates that had already run when `step()` requested them."""
         return self._updates.early.num_taken
+
+    @property
+    def host_updates(self) -> HostUpdates | None:
+        """The updates that the CPU runs, or None."""
+        return self._updates.host
 
     def _choose(self, device: torch.device) -> dict[str, nn.Parameter]:
         chosen: dict[str, nn.Parameter] = {}
@@ -176,7 +196,7 @@ class State:
             chains.append(sum(size.weight_bytes for size in own))
         largest = max(self.sizes, key=lambda size: size.all_bytes, default=StateUnit("", 0))
         spans = largest.weight_bytes
-        if not self.splitting.by_element:
+        if not self.splitting.by_element and self.host_updates is None:
             spans = largest.gradient_bytes + largest.kept_bytes + TEMPORARIES * largest.weight_bytes
         needed_bytes = max(chains) + max(spans, largest.gradient_bytes) + largest.weight_bytes
         return max(needed_bytes, self.window.peak_bytes if self.window.is_lean else 0)
@@ -190,6 +210,7 @@ class State:
             early=frozenset(unit.number for unit in self.units if unit.early is not None),
             is_late=self.is_late,
             tier=self.window.homes.tier,
+            by_cpu=self.host_updates is not None,
         )
 
     @property
@@ -201,7 +222,7 @@ class State:
     def coming_bytes(self) -> int:
         """The bytes of optimizer state that resident parameters do not have yet."""
         sizes = [self.sizes[number] for number in self.resident]
-        return sum(size.kept_bytes for size in sizes if not self._updates.has_state(self._movable[size.name]))
+        return sum(size.kept_bytes for size in sizes if not self._updates.kept.of(self._movable[size.name]))
 
     def place(self, residency: Residency) -> None:
         """Moves parameters to the device and off it, as `residency` says."""

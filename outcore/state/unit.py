@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -35,6 +36,7 @@ class Due(NamedTuple):
     group: int
     as_a_whole: bool  # not in spans of the parameter
     more_bytes: int  # bytes on the device while it runs, besides those fetched ahead
+    on_host: Future[dict[str, Any]] | None = None  # the CPU runs it at home; the optimizer's state afterwards
 
 
 class RanEarly(Protocol):

@@ -10,7 +10,7 @@ parameter, its gradient or its state runs the update first (`outcore.state.watch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +19,15 @@ from torch import nn
 from outcore.memory.device_kind import kind_of
 from outcore.memory.tensors import below_everything, unseen
 from outcore.state.early import EarlyUpdates
+from outcore.state.host_updates import HostUpdates
+from outcore.state.kept import KeptState
 from outcore.state.optimizers import ELEMENTWISE, Optimizer, Splitting, Substep
 from outcore.state.pieces import Piece, share_of, spans_of
 from outcore.state.reading import depart
 from outcore.state.settings import STATE
 from outcore.state.takeover import Takeover, call_post_hooks, call_pre_hooks
 from outcore.state.unit import Due, Unit
-from outcore.state.watched import WatchedState, unwatch, watch
+from outcore.state.watched import unwatch, watch
 from outcore.state.window import Window
 
 RESIDENT_BYTES, AHEAD = STATE.resident_bytes, STATE.pieces_ahead
@@ -45,6 +47,7 @@ class Updates:
         *,
         later: bool,
         order: Callable[[], list[Unit]] = list,
+        by_cpu: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self.splitting = splitting
@@ -54,8 +57,9 @@ class Updates:
         self._order = order
         self._due: dict[Unit, None] = {}
         self._begun: set[Unit] = set()  # units whose due update has begun
-        self._is_new: set[int] = set()  # ids of parameters that this step added to the optimizer's state
-        self.early = EarlyUpdates(optimizer, window, splitting, self.state_of)
+        self.kept = KeptState(optimizer)
+        self.host = HostUpdates(optimizer, window, self.kept, splitting) if by_cpu else None
+        self.early = EarlyUpdates(optimizer, window, splitting, self.kept.of)
         self._takeover = Takeover(optimizer, self)
 
     # -- the step -----------------------------------------------------------------------------------------------------
@@ -84,6 +88,7 @@ class Updates:
         substep = Substep(self.optimizer)
         resident: list[tuple[int, nn.Parameter]] = []
         now: list[Work] = []
+        by_host: list[tuple[Unit, int]] = []
         changed: list[nn.Parameter] = []
         self.early.begin_step(substep)
         is_calm = True
@@ -99,9 +104,11 @@ class Updates:
                 if self.early.accept(unit, group):
                     continue
                 is_calm = is_calm and _is_untouched(unit)
-                unit.take_over(self.state_of(parameter))
+                unit.take_over(self.kept.of(parameter))
                 own = unit.has_gradient_at_home
-                if own and self.later and not self._is_watched(unit):
+                if self.host is not None and self.host.takes(unit):
+                    by_host.append((unit, group))
+                elif own and self.later and not self._is_watched(unit):
                     self._put_off(unit, substep, group)
                 else:
                     odd = parameter.grad.stride() != unit.weight.home.stride()
@@ -109,7 +116,9 @@ class Updates:
                     now += self._work(unit, substep, group, None if own else parameter.grad, spans)
         self._update_resident(substep, resident)
         self._run(now)
-        self._put_in_order()
+        if self.host is not None and by_host:
+            self._run_on_host(self.host, substep, by_host)
+        self.kept.put_in_order(is_whole=not self._due)
         self._window.settle_all()
         self.early.finish_step(is_calm=is_calm)
         torch.autograd.graph.increment_version(changed)
@@ -117,41 +126,17 @@ class Updates:
             for group, left in substep.left.items():
                 self.optimizer.param_groups[group].update(left)
 
-    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        state: Any = self.optimizer.state
-        found = state.quiet(parameter) if isinstance(state, WatchedState) else state.get(parameter)
-        return found if isinstance(found, dict) else {}
-
-    def _keep(self, parameter: nn.Parameter, state: dict[str, Any], made: dict[str, Any]) -> None:
-        """Stores the state returned by an update in the optimizer's state."""
-        if made is not state:
-            state.clear()
-            state.update(made)
-        if state and parameter not in self.optimizer.state:
-            kept: Any = self.optimizer.state
-            kept[parameter] = state
-            self._is_new.add(id(parameter))
-
-    def _put_in_order(self) -> None:
-        """Restores the order of the groups among the entries that a step added to the optimizer's state."""
-        state: Any = self.optimizer.state
-        if self._is_new and not self._due:
-            parameters = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) in self._is_new]
-            self._is_new.clear()
-            for parameter in parameters:
-                state[parameter] = state.pop(parameter)
-
     def _update_resident(self, substep: Substep, resident: Sequence[tuple[int, nn.Parameter]]) -> None:
         for part in _parts(resident):
             with below_everything():
-                made = substep.run((group, parameter, self.state_of(parameter)) for group, parameter in part)
+                made = substep.run((group, parameter, self.kept.of(parameter)) for group, parameter in part)
             for (_, parameter), state in zip(part, made):
-                self._keep(parameter, self.state_of(parameter), state)
+                self.kept.keep(parameter, self.kept.of(parameter), state)
 
     def _work(
         self, unit: Unit, substep: Substep, group: int, gradient: torch.Tensor | None, spans: Sequence[slice | None]
     ) -> list[Work]:
-        known = self.state_of(unit.parameter)
+        known = self.kept.of(unit.parameter)
         new_bytes = 0 if known else self._kept_bytes(unit)
         new_bytes = share_of(unit, spans[0], new_bytes + unit.temporary_bytes(substep.groups[group]))
         return [(substep, group, Piece(unit, span, known, gradient, new_bytes)) for span in spans]
@@ -179,7 +164,7 @@ class Updates:
 
     def _update(self, substep: Substep, group: int, piece: Piece) -> None:
         unit, parameter = piece.unit, piece.unit.parameter
-        seen, state = parameter.grad, self.state_of(parameter)
+        seen, state = parameter.grad, self.kept.of(parameter)
         try:
             part, known = piece.parameter(), piece.state()
             self._begun.add(unit)
@@ -189,10 +174,25 @@ class Updates:
             parameter.grad = seen
         piece.take(made)
         if piece.is_last:
-            self._keep(
+            self.kept.keep(
                 parameter, state, {name: unit.kept[name].home if name in unit.kept else made[name] for name in made}
             )
             depart(unit)
+
+    def _run_on_host(self, host: HostUpdates, substep: Substep, units: Sequence[tuple[Unit, int]]) -> None:
+        """Updates that create state, or whose tensors somebody holds, run now. The others run during the next step, in
+        the order in which it reads the weights."""
+        host.begin([unit for unit, _ in units])
+        later: dict[Unit, int] = {}
+        for unit, group in units:
+            if self.later and unit.has_gradient_at_home and host.has_state(unit) and not self._is_watched(unit):
+                later[unit] = group
+            else:
+                host.take(unit, host.start(unit, group))
+        for unit in _in_order(self._order(), later):
+            self._wait(
+                unit, Due(substep, later[unit], as_a_whole=False, more_bytes=0, on_host=host.start(unit, later[unit]))
+            )
 
     # -- updates that wait --------------------------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class Updates:
         span, more_bytes = self._spans(unit)[0], unit.temporary_bytes(substep.groups[group])
         if span is not None:
             more_bytes = share_of(unit, span, more_bytes + unit.weight.num_bytes + self._kept_bytes(unit))
-        elif not self.state_of(unit.parameter):
+        elif not self.kept.of(unit.parameter):
             more_bytes += self._kept_bytes(unit)
         self._wait(unit, Due(substep, group, span is None, more_bytes))
 
@@ -216,7 +216,7 @@ class Updates:
     def _is_watched(self, unit: Unit) -> bool:
         """Whether somebody holds a view of a tensor that the update reads or changes, whose access is not reported."""
         assert unit.gradient is not None
-        return unit.gradient.is_held(num_own=1) or unit.is_held(self.state_of)  # that of parameter.grad
+        return unit.gradient.is_held(num_own=1) or unit.is_held(self.kept.of)  # that of parameter.grad
 
     def run_due(self, units: Sequence[Unit]) -> None:
         """Runs the updates of these units and leaves their weights on the device. After an error, updates that have not
@@ -228,8 +228,9 @@ class Updates:
         work: list[Work] = []
         waiting = {unit: unit.due for unit in units if unit.due is not None and unit.gradient is not None}
         for unit, asked in waiting.items():
-            spans = [None] if asked.as_a_whole else self._spans(unit)
-            work += self._work(unit, asked.substep, asked.group, None, spans)
+            if asked.on_host is None:
+                spans = [None] if asked.as_a_whole else self._spans(unit)
+                work += self._work(unit, asked.substep, asked.group, None, spans)
             unit.due = None
             del self._due[unit]
             unwatch(unit.parameter)
@@ -238,13 +239,17 @@ class Updates:
         self._begun.clear()
         try:
             with torch.inference_mode(False):
+                for unit, asked in waiting.items():
+                    if self.host is not None and asked.on_host is not None:
+                        self._begun.add(unit)
+                        self.host.take(unit, asked.on_host)
                 self._run(work)
         except BaseException:
             for unit, asked in waiting.items():
                 if unit not in self._begun:
                     self._wait(unit, asked)
             raise
-        self._put_in_order()
+        self.kept.put_in_order(is_whole=not self._due)
 
     def flush(self) -> None:
         """Runs every due update and discards early results, because somebody accesses the state."""
@@ -254,12 +259,8 @@ class Updates:
     def _run_all_due(self) -> None:
         if not self._due:
             return
-        waiting = dict.fromkeys(unit for unit in self._order() if unit in self._due)
-        self.run_due(list(waiting | self._due))
+        self.run_due(_in_order(self._order(), self._due))
         self._window.settle_all()
-
-    def has_state(self, parameter: nn.Parameter) -> bool:
-        return bool(self.state_of(parameter))
 
     def add(self, unit: Unit) -> None:
         self._units[id(unit.parameter)] = unit
@@ -269,7 +270,7 @@ class Updates:
         assert unit.due is None, "its update is due"
         self.early.forget(unit)
         del self._units[id(unit.parameter)]
-        state = self.state_of(unit.parameter)
+        state = self.kept.of(unit.parameter)
         for name, item in unit.kept.items():
             if state.get(name) is item.home:
                 state[name] = item.home if at_home else item.home.clone()
@@ -283,6 +284,11 @@ class Updates:
         self._takeover.close()
         for unit in list(self._units.values()):
             self.remove(unit, at_home=unit.was_at_home)
+
+
+def _in_order(known: Sequence[Unit], units: Collection[Unit]) -> list[Unit]:
+    """Returns the units in a known order, followed by units that it does not contain."""
+    return list(dict.fromkeys([*(unit for unit in known if unit in units), *units]))
 
 
 def _is_untouched(unit: Unit) -> bool:

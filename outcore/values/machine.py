@@ -67,6 +67,7 @@ class Machine(Saved):
     name: str = ""
     measured_at: str = ""  # date, or "" if nothing was measured
     given: tuple[str, ...] = ()  # fields that were given, not measured
+    update_bytes_per_s: float = 0.0  # that an optimizer's fused CPU kernels read and write; 0 if not measured
     op_rates: OpRates | None = None  # for estimates of ops that were not run
     host: HostCosts | None = None  # None if the host is taken to need no time
 
@@ -79,6 +80,10 @@ class Machine(Saved):
         """Returns the seconds to swap `num_bytes` in from `tier`."""
         rate = self.swap_in_bytes_per_s if tier == "host" else self.disk_read_bytes_per_s
         return self.copy_latency_s + num_bytes / rate
+
+    def update_s(self, num_bytes: int) -> float:
+        """Returns the seconds in which the CPU updates parameters, of which it reads and writes `num_bytes`."""
+        return num_bytes / self.update_bytes_per_s if self.update_bytes_per_s else 0.0
 
     def with_copies_at(self, share: float) -> Self:
         """Returns the machine with copies to and from the host at this share of their rates."""

@@ -26,6 +26,11 @@ class StateUnit:
     def all_bytes(self) -> int:
         return self.weight_bytes + self.gradient_bytes + self.kept_bytes
 
+    @property
+    def update_bytes(self) -> int:
+        """That its update reads and writes."""
+        return 2 * (self.weight_bytes + self.kept_bytes) + self.gradient_bytes
+
 
 @dataclass(frozen=True)
 class Residency:
@@ -36,6 +41,7 @@ class Residency:
     window_bytes: int = 0
     is_late: bool = True  # updates run when their weight is read next, else all of them inside `optimizer.step()`
     early: frozenset[int] = field(default_factory=frozenset)  # streamed ones that are updated in the backward
+    by_cpu: bool = False  # streamed ones are updated at home, by the CPU: their optimizer state never comes
     tier: str = "host"  # where streamed units are kept
     link_share: float = 1.0  # of the links' seconds, that the state leaves to activations
 
@@ -50,6 +56,12 @@ class Residency:
     @property
     def streamed_bytes(self) -> int:
         return sum(unit.all_bytes for unit in self.units) - self.resident_bytes
+
+    @property
+    def num_by_cpu(self) -> int:
+        """Units that the CPU updates."""
+        streamed = (unit for number, unit in enumerate(self.units) if number not in self.resident)
+        return sum(unit.gradient_bytes > 0 for unit in streamed) if self.by_cpu else 0
 
     @property
     def home_bytes(self) -> int:

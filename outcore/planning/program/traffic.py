@@ -35,6 +35,7 @@ class _Use:
     takes_weight: bool = False  # the weight that stayed goes home with it
     comes_bytes: int = 0  # of a gradient that is made next: nothing is fetched ahead into its place
     update_bytes: int = 0  # that an update reads and writes on the device
+    ready_s: float = 0.0  # when the CPU has updated it, in seconds of the step
 
 
 class Traffic:
@@ -49,7 +50,7 @@ class Traffic:
         self._clock_s = list(
             accumulate((seconds / machine.speed for seconds in clock_seconds(trace_index.trace)), initial=0.0)
         )
-        self._uses = deque(_uses(trace_index, residency))
+        self._uses = deque(_uses(trace_index, residency, machine))
         self.in_bytes = sum(use.in_bytes for use in self._uses)
         self.out_bytes = sum(use.out_bytes for use in self._uses)
         self.update_bytes = 0 if residency.is_late else _update_bytes(trace_index, residency)
@@ -90,7 +91,7 @@ class Traffic:
         lanes.advance(now_s)
         self._settle(lanes)
         if use.in_bytes and not (self._ahead and self._ahead[0] is use):
-            now_s = self._make_room(lanes, use.in_bytes, now_s)
+            now_s = self._make_room(lanes, use.in_bytes, max(now_s, use.ready_s))
             self._fetch(lanes, use, now_s)
         self._uses.popleft()
         if use.in_bytes:
@@ -133,7 +134,7 @@ class Traffic:
         for use in self._uses:
             if not use.in_bytes or use.key in known:
                 continue
-            if (
+            if use.ready_s > now_s or (
                 self._used_bytes + use.in_bytes + (use.comes_bytes if not use.stays_bytes else 0) + comes_bytes
                 > self._residency.window_bytes
             ):
@@ -141,13 +142,13 @@ class Traffic:
             self._fetch(lanes, use, now_s)
 
 
-def _uses(trace_index: TraceIndex, residency: Residency) -> list[_Use]:
+def _uses(trace_index: TraceIndex, residency: Residency, machine: Machine) -> list[_Use]:
     """In order. A weight that the backward reads twice in a row stays in between; after the forward of its module it
-    goes."""
+    goes. Where the CPU updates, it begins when the step before has ended, in the order in which weights are read."""
     found: list[_Use] = []
     updated: set[int] = set(residency.early)
     backward = next((op.slot for op in trace_index.trace.ops if op.phase == "backward"), trace_index.trace.num_slots)
-    last = -1
+    last, ready_s = -1, 0.0
     for seen in trace_index.trace.state:
         if seen.unit in residency.resident:
             continue
@@ -158,6 +159,11 @@ def _uses(trace_index: TraceIndex, residency: Residency) -> list[_Use]:
         elif seen.unit != last:
             updates = residency.is_late and unit.gradient_bytes > 0 and seen.unit not in updated
             updated.add(seen.unit)
+            if updates and residency.by_cpu:
+                ready_s += machine.update_s(unit.update_bytes)
+                found.append(_Use(key, seen.slot, unit.weight_bytes, 0, unit.weight_bytes, ready_s=ready_s))
+                last = -1
+                continue
             found.append(_weight(key, seen.slot, unit, updates=updates, in_backward=seen.slot >= backward))
             last = seen.unit if seen.slot >= backward else -1
     return found
@@ -168,15 +174,13 @@ def _weight(key: int, slot: int, unit: StateUnit, *, updates: bool, in_backward:
         comes_bytes = unit.gradient_bytes if in_backward else 0
         return _Use(key, slot, unit.weight_bytes, 0, unit.weight_bytes, comes_bytes=comes_bytes)
     out_bytes = unit.weight_bytes + unit.kept_bytes
-    moved_bytes = out_bytes + unit.all_bytes
-    return _Use(key, slot, unit.all_bytes, out_bytes, unit.weight_bytes, update_bytes=moved_bytes)
+    return _Use(key, slot, unit.all_bytes, out_bytes, unit.weight_bytes, update_bytes=unit.update_bytes)
 
 
 def _gradient(key: int, slot: int, unit: StateUnit, is_early: bool, is_here: bool) -> _Use:
     if not is_early:
         return _Use(key, slot, 0, unit.gradient_bytes, 0)
     in_bytes = unit.kept_bytes + (0 if is_here else unit.weight_bytes)
-    moved_bytes = 2 * (unit.weight_bytes + unit.kept_bytes) + unit.gradient_bytes
     return _Use(
         key,
         slot,
@@ -185,7 +189,7 @@ def _gradient(key: int, slot: int, unit: StateUnit, is_early: bool, is_here: boo
         0,
         takes_weight=is_here,
         comes_bytes=unit.gradient_bytes,
-        update_bytes=moved_bytes,
+        update_bytes=unit.update_bytes,
     )
 
 

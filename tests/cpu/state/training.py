@@ -130,10 +130,17 @@ def train(
     net: Callable[[], nn.Module] = Net,
     delay_s: float = 0.0,
     memory_bytes: int = 0,
+    by_cpu: bool = False,
 ) -> Result:
     """Trains plainly, or with a `folder` beside the device; in `memory_bytes` of it, activations included, or in the
     least that is said to succeed where those are too few."""
-    options: dict[str, Any] = {"folder": folder, "later": later, "window_bytes": window_bytes, "net": net}
+    options: dict[str, Any] = {
+        "folder": folder,
+        "later": later,
+        "window_bytes": window_bytes,
+        "net": net,
+        "by_cpu": by_cpu,
+    }
     while True:
         try:
             return _train(loop, make_optimizer, delay_s=delay_s, memory_bytes=memory_bytes, **options)
@@ -151,18 +158,27 @@ def _train(
     net: Callable[[], nn.Module],
     delay_s: float,
     memory_bytes: int,
+    by_cpu: bool,
 ) -> Result:
     model = make(net)
     optimizer = make_optimizer(model.parameters())
     training = Training(model, optimizer, Result())
     if folder is not None and memory_bytes:
-        limited = training.ooc = outcore.limit(model, memory_bytes, optimizer=optimizer, disk=folder)
+        limited = training.ooc = outcore.limit(
+            model, memory_bytes, optimizer=optimizer, disk=folder, update="cpu" if by_cpu else "device"
+        )
         assert limited.state is not None
         limited.state.window.homes.delay_s = delay_s
     elif folder is not None:
         window_bytes *= 3 if later == When.EARLY else 1
         state = training.ooc = State(
-            model, optimizer, window_bytes=window_bytes, home_bytes=GIB, folder=folder, later=bool(later)
+            model,
+            optimizer,
+            window_bytes=window_bytes,
+            home_bytes=GIB,
+            folder=folder,
+            later=bool(later),
+            by_cpu=by_cpu,
         )
         state.update_early(range(len(state.sizes)) if later == When.EARLY else ())
         state.window.homes.delay_s = delay_s
@@ -179,6 +195,8 @@ def _train(
         outcome.counts = training.ooc.stats()
     if isinstance(training.ooc, State):
         outcome.counts["early"] = training.ooc.num_early
+        if training.ooc.host_updates is not None:
+            outcome.counts["state_by_cpu"] = training.ooc.host_updates.num_done
     if training.ooc is not None:
         training.ooc.close()
         assert_equal(outcome.weights, dict(model.state_dict()))

@@ -94,6 +94,23 @@ def test_the_simulated_copies_are_those_of_an_update_that_waits() -> None:
     assert simulated(replace(LEAST, resident=frozenset(range(NUM))), 1e9).state_in_bytes == 0
 
 
+def test_weights_that_the_cpu_updates_come_when_it_has() -> None:
+    """Only weights come and only gradients go. The first layer waits for its own update, the last one for all."""
+    wide = replace(LEAST, window_bytes=64 * MIB, by_cpu=True)
+    at_once = simulated(wide, 1e9)
+    assert at_once.state_in_bytes == 2 * NUM * MIB
+    assert at_once.state_out_bytes == NUM * MIB
+    trace, budget = trace_with_state(), Budget(64 * MIB, 64 * MIB)
+    slow = replace(machine(), update_bytes_per_s=1e6)
+    step_s = prepare(trace, planned(trace, slow, budget), slow, residency=wide).predicted.step_s
+    all_updates_s = NUM * UNITS[0].update_bytes / 1e6
+    assert all_updates_s <= step_s <= all_updates_s + at_once.step_s
+    resident = replace(wide, resident=frozenset(range(NUM - 1)))
+    assert resident.num_by_cpu == 1
+    one_s = prepare(trace, planned(trace, slow, budget), slow, residency=resident).predicted.step_s
+    assert one_s < step_s / (NUM - 1)
+
+
 def test_the_step_takes_no_less_than_its_lanes_and_a_wider_window_hides_more() -> None:
     in_core_s = simulated(replace(LEAST, resident=frozenset(range(NUM))), 1e9).step_s
     for rate in (2e7, 1e8, 1e9):
