@@ -99,9 +99,7 @@ class Program:
     guard: str = ""  # the context manager around the launches, `torch.cuda._DeviceGuard(0)`
     setup: list[ast.stmt] = field(default_factory=list)  # statements at the beginning of the guarded part
     streams: dict[str, ast.expr] = field(default_factory=dict)  # name -> the call that returns the stream
-    numbers: dict[int, list[ast.stmt]] = field(
-        default_factory=dict
-    )  # launch -> statements that compute numbers before it
+    numbers: dict[int, list[ast.stmt]] = field(default_factory=dict)  # by launch: statements before it
     aligned: list[str] = field(default_factory=list)  # inputs that the source copies if they are misaligned
 
     @property

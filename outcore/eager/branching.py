@@ -1,14 +1,14 @@
-"""A step that turns out to be another one -> the program of that one, or room for what is saved from here on.
+"""Steps that do other work than expected: changing over to another program, or keeping what fits.
 
-Steps that are called alike may do different work: layers are skipped at random, experts are chosen, a loop trains two
-networks in turn. Nothing tells before their first op which one comes, so a step begins with the program that is the
-most likely. Where it does something else, it goes over to a program that begins with what happened so far and goes on
-as the step does (`Switch`). Both speak of the same saved tensors under other numbers; what the new program has put away
-by then is put away now.
+Steps with the same call may do different work: layers are skipped at random, experts are chosen, a loop trains two
+networks in turn. This is not known before their first op, so a step begins with the most likely program. If it does
+something else, it changes over to a program that begins in the same way and continues like the step (`Switch`). Both
+programs have the same saved tensors under different numbers; values that the new program would have swapped or dropped
+by then are moved now.
 
-Where no program is known, the step goes on without one. It then keeps the newest saved tensors on the device, as many
-bytes as the budget leaves beside everything else that a step needs (`Spare`), and swaps out the oldest: a backward asks
-for the newest first.
+If no program is known, the step continues without one. It then keeps the newest saved tensors on the device, as many
+bytes as the budget leaves besides everything else that a step needs (`Spare`), and swaps out the oldest, because a
+backward needs the newest first.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Spare:
         return self._find_bytes()  # takes a millisecond, and few steps need it
 
     def add(self, cell: Cell) -> None:
-        """A cell that holds its data. Call it below autograd."""
+        """Adds a cell that holds its data. Call it below autograd."""
         self._held.append(weakref.ref(cell))
         self._held_bytes += cell.num_bytes
         if self._held_bytes > self._spare_bytes:
@@ -55,8 +55,8 @@ class Spare:
 
 
 def put_away(cell: Cell, store: Store) -> None:
-    """Off the device, with nothing in flight afterwards. A cell stays where there is no room to swap it to, and where
-    it was written into since: autograd must see that."""
+    """Moves a cell off the device and waits. It stays if there is no room for it, or if it was written since, which
+    autograd must notice."""
     if cell.parcel is None and cell.recipe is None:
         is_as_saved = cell.data is not None and version_of(cell.data) == cell.held[0]
         if not is_as_saved or not cell.swap_out(store):
@@ -67,7 +67,7 @@ def put_away(cell: Cell, store: Store) -> None:
 
 
 class Switch:
-    """From one program to another that begins with the same packs and unpacks."""
+    """A change from one program to another that begins with the same packs and unpacks."""
 
     def __init__(self, before: Program, after: Program, num_ticks: int) -> None:
         self.program, self.num_ticks = after, num_ticks
@@ -77,16 +77,16 @@ class Switch:
 
     @property
     def is_exact(self) -> bool:
-        """Whether all ops so far are the same in both. Where they are not, what one program makes again from an op the
-        other cannot, and the step could take more memory than either was planned for."""
+        """Whether all ops so far are the same in both programs. If not, one program cannot recompute values from the
+        other's ops, and the step could need more memory than either was planned for."""
         return self._num_common_ops == self.num_ops
 
     def has_op(self, op: int) -> bool:
-        """Whether both programs know an op by the same number."""
+        """Whether both programs have an op under the same number."""
         return op < self._num_common_ops
 
     def renamed(self, cells: dict[int, weakref.ref[Cell]]) -> dict[int, weakref.ref[Cell]]:
-        """The cells that the new program can speak of, by its own values."""
+        """Returns the cells that the new program knows, by its own values."""
         by_new_value: dict[int, weakref.ref[Cell]] = {}
         pairs = [(value, value) for value in cells if 0 <= self._before.producers[value] < self._num_common_ops]
         packed = zip(self._before.ticks[: self.num_ticks], self.program.ticks, strict=False)
@@ -100,22 +100,22 @@ class Switch:
         return by_new_value
 
     def put_away(self, cells: dict[int, weakref.ref[Cell]], store: Store) -> None:
-        """What is on its way out gets there, and what the new program has off the device by now leaves it. Call it
-        below autograd."""
+        """Completes swap-outs in progress, and moves values off the device that the new program has moved by now. Call
+        it below autograd."""
         gone = self.program.gone_before(self.num_ticks)
         for value, mark in cells.items():
             cell = mark()
             if cell is not None and cell.data is not None and (cell.parcel is not None or value in gone):
                 if cell.fetched:
-                    continue  # it comes because somebody is about to read it
+                    continue  # it is brought because it is about to be read
                 put_away(cell, store)
 
 
 def find_switch(
     programs: Iterable[Program], before: Program, num_ticks: int, fits: Callable[[Program, int], bool]
 ) -> Switch | None:
-    """To the first program that begins with the first `num_ticks` of `before` and of which `fits(program, num_ticks)`
-    is true; an exact one, if there is one."""
+    """Returns the change to the first program that has the same first `num_ticks` as `before` and for which
+    `fits(program, num_ticks)` is true; preferably an exact one."""
     resembled: Switch | None = None
     for program in programs:
         if program is before or program.placeholders or len(program.ticks) <= num_ticks:

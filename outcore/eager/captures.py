@@ -1,4 +1,4 @@
-"""Ops of a planned step that the schedule reruns -> their recipes, captured as they run."""
+"""Captures the ops of a planned step that the schedule reruns, as recipes."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from outcore.eager.signatures import OpOverload, Signature, outputs_of, signatur
 from outcore.eager.switches import Switches, changed, switches
 from outcore.memory.tensors import PLAIN, source_of
 
-_UNKNOWN = Cell.__new__(Cell)  # the cell of a tensor that is not looked at any more
+_UNKNOWN = Cell.__new__(Cell)  # the cell of a tensor after the step left its plan
 
 
 class Captures:
-    """The captured ops of one step, and those whose result stands for later ones. `switches` are those that the step
-    began with."""
+    """The captured ops of one step, and those whose result is used for later ones. `switches` are those at the
+    beginning of the step."""
 
     def __init__(self, plan: FollowedPlan) -> None:
         self.switches: Switches = switches()
         self._plan = plan
-        self.calls: dict[int, Call] = {}  # of ops that later ops repeat
+        self.calls: dict[int, Call] = {}  # calls of ops that later ops repeat
 
     def run(self, index: int, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs op `index`, which is captured, or repeats another or is repeated."""
+        """Runs op `index`, which is captured, repeats another, or is repeated."""
         if index in self._plan.program.repeated or index in self._plan.program.merged_ops:
             return self._repeat(index, func, args, kwargs)
         return self._capture(index, func, args, kwargs)
@@ -79,14 +79,14 @@ class Captures:
         return self._plan.add_output(value, tensor, recipe, overwritten=True)
 
     def source(self, reads: Iterator[int], tensor: torch.Tensor) -> Cell | Held:
-        """What stands for the tensor that a captured op reads next. What is not known yet is held: it was made by
-        something that is no op, or will be saved later."""
+        """Returns the cell or held tensor for the next tensor that a captured op reads. An unknown tensor gets a new
+        cell: it was made without an op, or will be saved later."""
         return self.stand_in(next(reads, -1), tensor)
 
     def stand_in(self, value: int, tensor: torch.Tensor) -> Cell | Held:
-        """The same of a tensor that the plan knows as this value."""
+        """Returns the cell or held tensor for a tensor that has this value in the plan."""
         plan = self._plan
-        if type(tensor) not in PLAIN:  # whose alias may have a version counter of its own
+        if type(tensor) not in PLAIN:  # its alias may have a version counter of its own
             plan.leave(f"value {value} is a {type(tensor).__name__}, not a plain tensor as recorded")
             return _UNKNOWN
         if value in self._plan.program.held and (source := source_of(tensor)) is not None:
@@ -112,7 +112,7 @@ class Captures:
     # -- ops that repeat others ---------------------------------------------------------------------------------------
 
     def _repeat(self, index: int, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """A merged op, whose result an earlier op made, or the op that it repeats."""
+        """Runs a merged op, whose value an earlier op made, or the op that it repeats."""
         plan, program = self._plan, self._plan.program
         first = program.merged_ops.get(index, index)
         value, call = program.repeated[first], self.calls.get(first)
@@ -133,11 +133,11 @@ class Captures:
         return result
 
     def go_over(self, switch: Switch) -> None:
-        """From here on another program is followed."""
+        """Continues with another program."""
         self.calls = {op: call for op, call in self.calls.items() if switch.has_op(op)}
 
     def forget(self, signature: Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """An op whose arguments are written into is not repeated any more. Versions do not always tell: `x.data` has a
-        counter of its own."""
+        """Forgets calls whose arguments an op writes into. Versions are not sufficient, because `x.data` has a counter
+        of its own."""
         storages = {state_of(tensor)[1] for tensor in signature.written_of(args, kwargs)}
         self.calls = {first: call for first, call in self.calls.items() if not call.reads(storages)}

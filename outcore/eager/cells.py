@@ -1,16 +1,16 @@
-"""One value of the running step, wherever its bytes are: Cell. What autograd holds in a tensor's place: Handle.
+"""Cells, which represent the values of the running step, and handles, which autograd holds in place of tensors.
 
-`bring` gets the data of a cell whose bytes are elsewhere: it is fetched, or made again from what can be fetched. No
-schedule is needed for that, which is why a plan can be left at any point.
+`bring` gets the data of a cell whose bytes are elsewhere: it is fetched, or made again from fetched data. This needs no
+schedule, so a plan can be left at any point.
 
-Ownership is reference counting. A handle refers to its cell; a cell that was dropped refers to the recipe of the op
-that made it; a recipe refers to the cells it reads. When autograd frees a handle, everything only it needed dies. So a
-cell can always be brought back while anybody can ask for it, on plan or off it.
+Ownership is reference counting. A handle refers to its cell; a dropped cell refers to the recipe of the op that made
+it; a recipe refers to the cells it reads. When autograd frees a handle, everything that only it needed is freed. A cell
+can therefore be brought back as long as it can be needed, on plan or off it.
 
-A storage carries a mark that names its cell. The mark owns the cell as long as the cell does not hold the storage; once
-it does, the mark is a weak one, so that the two never keep each other alive. A mark goes when its storage is written
-into, for the cell is what was there before, and at the end of the step: a loss or a gradient that the user keeps must
-not keep the step's cells.
+A storage carries a mark that names its cell. The mark owns the cell as long as the cell does not hold the storage;
+afterwards it is a weak reference, so that the two never keep each other alive. A mark is removed when its storage is
+written into, because the cell has the content before the write, and at the end of the step, because a loss or a
+gradient that the user keeps must not keep the step's cells alive.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ SMALL_BYTES = EAGER.small_bytes
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Where its storage begins. Asked of the tensor: a storage that Python has once referred to counts one reference
-    more, and into such a one autograd adds no gradient in place."""
+    """Returns the address of a tensor's storage. It is computed from the tensor, because Python's reference to a
+    storage would prevent autograd from adding gradients to it in place."""
     return data_ptr(tensor) - int(tensor.storage_offset()) * tensor.element_size()
 
 
-Places = dict[int, "weakref.ref[torch.UntypedStorage]"]  # storages, by where they lie
+Places = dict[int, "weakref.ref[torch.UntypedStorage]"]  # storages by address
 
 
 def storage_at(places: Places, address: int) -> torch.UntypedStorage | None:
-    """The one that was noted there, if it still lies there: another may."""
+    """Returns the storage noted at an address, if it is still there; the address may have been reused."""
     storage = places[address]() if address in places else None
     return storage if storage is not None and storage_ptr(storage) == address else None
 
 
 class Marks:
-    """The storages of a step that stand for cells."""
+    """The marked storages of a step."""
 
     __slots__ = ("storages",)
 
@@ -53,25 +53,25 @@ class Marks:
         self.storages: Places = {}
 
     def set(self, storage: torch.UntypedStorage, mark: Cell | weakref.ref[Cell]) -> None:
-        """A mark on the storage, not its address alone: addresses are reused."""
+        """Marks the storage itself, because addresses are reused."""
         held = storage.__dict__
         before = cell_on(storage) if MARK in held else None
         held[MARK] = mark
-        address = storage_ptr(storage) or -storage._cdata  # all storages without bytes lie at 0
+        address = storage_ptr(storage) or -storage._cdata  # the address of all storages without bytes is 0
         self.storages[address] = weakref.ref(storage)
         if before is not None and before.is_saved and before is not cell_on(storage):
             self.note(storage, before)
 
     def note(self, storage: torch.UntypedStorage, cell: Cell) -> None:
-        """Handles of a cell were packed from it. It may not stand for the cell any more."""
+        """Notes a cell whose handles were packed from the storage, which may no longer be marked as the cell's."""
         storage.__dict__.setdefault(_OTHERS, []).append(weakref.ref(cell))
 
     def find(self, address: int) -> torch.UntypedStorage | None:
-        """The storage with a mark that lies there."""
+        """Returns the marked storage at an address."""
         return storage_at(self.storages, address) if address in self.storages else None
 
     def clear(self) -> None:
-        """Takes the marks off every storage that is still there."""
+        """Removes the marks from all storages that still exist."""
         for mark in self.storages.values():
             storage = mark()
             if storage is not None:
@@ -79,7 +79,7 @@ class Marks:
         self.storages.clear()
 
     def keep_saved(self) -> None:
-        """Takes the marks off whose cells autograd does not ask for: what they would be made from can go."""
+        """Removes the marks of cells that autograd does not need, so that their sources can be freed."""
         for mark in self.storages.values():
             storage = mark()
             cell = storage.__dict__.get(MARK) if storage is not None else None
@@ -102,7 +102,7 @@ class MakesAgain(Protocol):
 
 
 class Cell:
-    """A storage version. At least one of `data`, `parcel` and `recipe` is set while it can be asked for."""
+    """A storage version. At least one of `data`, `parcel` and `recipe` is set while it can be needed."""
 
     __slots__ = (
         "__weakref__",
@@ -128,11 +128,11 @@ class Cell:
         self.parcel: Parcel | None = None
         self.recipe: MakesAgain | None = None
         self.held = (0, 0)  # version and storage of `data` when it was held
-        self.follows = False  # it is whatever is there, not what was there
-        self.lent: weakref.ref[torch.UntypedStorage] | None = None  # autograd may have its content there at the moment
-        self.is_saved = False  # a handle refers to it
-        self.is_read = False  # a recipe refers to it
-        self.fetched = False  # data is being swapped in and was not waited for
+        self.follows = False  # it refers to the live memory, not to its earlier content
+        self.lent: weakref.ref[torch.UntypedStorage] | None = None  # a storage in which autograd may hold its content
+        self.is_saved = False  # whether a handle refers to it
+        self.is_read = False  # whether a recipe refers to it
+        self.fetched = False  # whether data is being swapped in and was not waited for
 
     def name(self, tensor: torch.Tensor, marks: Marks) -> None:
         """Marks the storage of `tensor` as this cell's."""
@@ -145,7 +145,7 @@ class Cell:
         marks.set(storage, weakref.ref(self))
 
     def let_go(self) -> None:
-        """Ends our hold on the device storage. A copy into it that nobody waited for is waited for first."""
+        """Releases the device storage, after waiting for a copy into it."""
         if self.fetched:
             self.arrive()
         self.data = None
@@ -156,7 +156,7 @@ class Cell:
         self.fetched = False
 
     def swap_out(self, store: Store, tiers: tuple[str, ...] = ("host", "disk")) -> bool:
-        """Starts the swap-out; False when there is no room, or nothing to swap."""
+        """Starts the swap-out; returns False if there is no room, or nothing to swap."""
         assert self.data is not None
         if not self.num_bytes:
             return False
@@ -178,20 +178,20 @@ def whole(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def cell_of(tensor: torch.Tensor) -> Cell | None:
-    """The cell whose storage and version this tensor has, if any."""
+    """Returns the cell with the storage and version of a tensor, or None."""
     cell = cell_on(tensor.untyped_storage())
     return cell if cell is not None and cell.version == version_of(tensor) else None
 
 
 def cell_on(storage: torch.UntypedStorage) -> Cell | None:
-    """The cell that a storage stands for, if any."""
+    """Returns the cell that a storage is marked with, or None."""
     mark = storage.__dict__.get(MARK)
     cell: Cell | None = mark() if isinstance(mark, weakref.ref) else mark
     return cell
 
 
 def cells_on(storage: torch.UntypedStorage) -> list[Cell]:
-    """Also those that were packed from it, and that it does not stand for any more."""
+    """Returns the cell of a storage, and others that were packed from it before."""
     marks = storage.__dict__.get(_OTHERS)
     cells = [cell_on(storage), *(mark() for mark in marks or ())]
     return [cell for cell in dict.fromkeys(cells) if cell is not None]
@@ -206,7 +206,7 @@ def unmark(storage: torch.UntypedStorage) -> None:
 
 
 def swap_out_now(cell: Cell, store: Store) -> bool:
-    """Swaps out with nothing in flight afterwards; False when there is no room (the cell then keeps its data)."""
+    """Swaps out and waits; returns False if there is no room (the cell then keeps its data)."""
     if not cell.swap_out(store):
         return False
     assert cell.parcel is not None
@@ -218,7 +218,7 @@ def swap_out_now(cell: Cell, store: Store) -> bool:
 def rerun(
     recipe: MakesAgain, values: Sequence[int], *, in_place: bool, see: Callable[[torch.Tensor | None], None]
 ) -> None:
-    """Runs an op again and hands the values wanted to their cells."""
+    """Reruns an op and stores the requested values in their cells."""
     fresh, overwritten = recipe.run(in_place=in_place)
     for marks, tensors in ((recipe.made, fresh), (recipe.overwrote, overwritten)):
         for mark, tensor in zip(marks, tensors):
@@ -229,7 +229,8 @@ def rerun(
 
 
 def bring(cell: Cell, see: Callable[[torch.Tensor | None], None] = lambda tensor: None) -> torch.Tensor:
-    """The data of a cell, whatever it takes. What is brought along the way is let go after its last reader."""
+    """Returns the data of a cell, whatever it takes. Sources that are brought for it are released after their last
+    use."""
     if cell.data is None and cell.lent is not None and (storage := cell.lent()) is not None:
         cell.data = whole(storage)
     if cell.data is not None:
@@ -258,13 +259,13 @@ def bring(cell: Cell, see: Callable[[torch.Tensor | None], None] = lambda tensor
 
 
 def _sources(cell: Cell) -> list[Cell]:
-    """What a cell must be made from, if it must be made."""
+    """Returns the cells that a cell must be made from, if it must be made."""
     must = cell.data is None and cell.parcel is None and cell.recipe is not None
     return cell.recipe.sources() if must and cell.recipe is not None else []
 
 
 def _makers(cell: Cell) -> list[Cell]:
-    """The cells to bring for one, sources first. Without recursion: a chain may be as long as the network."""
+    """Returns the cells to bring for one, sources first. Not recursive, as a chain may be as long as the network."""
     order: list[Cell] = []
     entered = {id(cell)}
     stack = [(cell, iter(_sources(cell)))]
@@ -292,11 +293,11 @@ def _make(wanted: Cell, see: Callable[[torch.Tensor | None], None]) -> None:
                 wanted.data = tensor
 
 
-# -- how tensors lie on cells, and what autograd holds of them ---------------------------------------------------------
+# -- views and handles ---------------------------------------------------------
 
 
 class View:
-    """How a tensor lies on its storage."""
+    """The layout of a tensor on its storage."""
 
     __slots__ = ("conj", "dtype", "neg", "offset", "size", "stride")
 
@@ -316,14 +317,14 @@ class View:
 
     @property
     def end_bytes(self) -> int:
-        """Where its last number ends, from where its storage begins."""
+        """The end of its last element, in bytes from the beginning of the storage."""
         if not self.size.numel():
             return 0
         last = int(self.offset) + sum(step * (length - 1) for step, length in zip(self.stride, self.size))
         return (last + 1) * self.dtype.itemsize
 
     def lies_like(self, other: View, *, anywhere: bool = False) -> bool:
-        """As many numbers, of whatever type, in the same order and at the same place of a storage."""
+        """Whether another view has the same shape, strides and (unless `anywhere`) offset, of whatever dtype."""
         return (
             self.size == other.size
             and self.stride == other.stride
@@ -332,7 +333,7 @@ class View:
         )
 
     def of(self, data: torch.Tensor) -> torch.Tensor:
-        """The same view on the storage of `data`. Call it below autograd."""
+        """Returns the same view of the storage of `data`. Call it below autograd."""
         if data.dtype is self.dtype and not data.is_conj() and not data.is_neg():
             view = data.as_strided(self.size, self.stride, self.offset)
         else:
@@ -344,7 +345,7 @@ class View:
 
 
 class Handle(View):
-    """What autograd holds in place of a saved tensor: a view of a cell."""
+    """The object that autograd holds in place of a saved tensor: a view of a cell."""
 
     __slots__ = ("__weakref__", "cell", "home", "pack", "run", "source")
 
@@ -353,13 +354,15 @@ class Handle(View):
         self.source = weakref.ref(tensor)
         self.cell = cell
         cell.is_saved = True
-        self.home: weakref.ref[torch.UntypedStorage] | None = None  # where several storages stand for its cell: its own
+        self.home: weakref.ref[torch.UntypedStorage] | None = (
+            None  # its own storage, if several are marked with its cell
+        )
         self.pack = pack
-        self.run = run  # the step that packed it: it may be unpacked after that step's end
+        self.run = run  # the step that packed it, which unpacks it even after its end
 
 
 class Kept:
-    """The handle of a tensor that simply stays: parameters, inputs, small ones."""
+    """The handle of a tensor that stays: parameters, inputs, small tensors."""
 
     __slots__ = ("__weakref__", "pack", "run", "source", "tensor", "version")
 
@@ -379,7 +382,7 @@ class Kept:
 
 
 class KeptAway(Kept):
-    """The handle of a weight that is on the device only while somebody reads it (`outcore.state`)."""
+    """The handle of a weight that is on the device only while it is read (`outcore.state`)."""
 
     __slots__ = ("handle",)
 
@@ -392,13 +395,13 @@ class KeptAway(Kept):
 
 
 def kept(tensor: torch.Tensor, pack: int, run: Any) -> Kept:
-    """The handle of a tensor that was there before the step."""
+    """Returns the handle of an external tensor."""
     source = source_of(tensor)
     return Kept(tensor, pack, run) if source is None else KeptAway(source.pack(tensor), pack, run)
 
 
 def is_packed_from(handle: Handle | Kept, tensor: torch.Tensor) -> bool:
-    """Was it this very tensor that autograd saved, and not another one on the same memory?"""
+    """Whether autograd saved this very tensor, and not another one on the same memory."""
     source: Any = handle.source()
     if source is not None:
         source._fix_weakref()  # its Python object may have been kept by C++ alone
@@ -406,7 +409,7 @@ def is_packed_from(handle: Handle | Kept, tensor: torch.Tensor) -> bool:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Its version counter; tensors made in inference mode have none and cannot be changed."""
+    """Returns the version counter; tensors made in inference mode have none and cannot be changed."""
     try:
         return tensor._version
     except RuntimeError:
@@ -414,7 +417,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def state_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """What tells whether a tensor still has the bytes it had: its version, and its storage (`p.data = ...`)."""
+    """Returns version and storage, which tell whether a tensor still has the same bytes (`p.data = ...`)."""
     return version_of(tensor), tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
 
 
@@ -423,14 +426,14 @@ _UNSEEN = torch._C.DispatchKeySet(torch._C.DispatchKey.Python) | torch._C.Dispat
     torch._C.DispatchKey.PythonTLSSnapshot
 )
 
-_GUARDS: list[Any] = []  # not in use: making one takes longer than what it guards
+_GUARDS: list[Any] = []  # guards for reuse, because creating one takes longer than the guarded call
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its graph: holding it must not hold the graph that holds us.
+    """Returns the tensor without its graph, which would hold the step.
 
-    It shares the version counter, wherever it is made: below autograd, where ops are captured, a plain `detach` would
-    get one of its own, and a change in place would never be noticed.
+    It shares the version counter. Below autograd, where ops are captured, a plain `detach` would create a new counter,
+    and changes in place would not be noticed.
     """
     return tensor if tensor.grad_fn is None else detached(tensor)
 
@@ -438,7 +441,7 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 def detached(tensor: torch.Tensor) -> torch.Tensor:
     """Another tensor on the same storage, with the same version counter."""
     if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
-        return tensor.detach()  # what lies below Python is not all of it
+        return tensor.detach()  # the part below Python is not the whole tensor
     guard = _GUARDS.pop() if _GUARDS else torch._C._ForceDispatchKeyGuard(_COUNTED, _UNSEEN)
     with guard:
         alone = tensor.detach()
@@ -447,7 +450,7 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_unchanged(version: int, tensor: torch.Tensor) -> None:
-    """The check autograd makes on its own saved tensors, and skips where hooks are set."""
+    """Raises like autograd's check of its own saved tensors, which is skipped if hooks are set."""
     if version_of(tensor) != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -456,5 +459,5 @@ def check_unchanged(version: int, tensor: torch.Tensor) -> None:
 
 
 def shape_of(tensor: torch.Tensor) -> torch.Size:
-    """Nested tensors have none."""
+    """Returns the shape; nested tensors have none."""
     return torch.Size() if tensor.is_nested else tensor.shape

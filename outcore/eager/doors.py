@@ -1,11 +1,11 @@
-"""Ways to a tensor's memory that are no operator -> the listener is told before one is used.
+"""Observes accesses to a tensor's memory other than operators, and informs the listener before each.
 
-Operators are seen by the dispatcher, also those that write through `x.data` (`intercept.py`). These are not: giving a
-tensor another storage, getting one with a version counter of its own, and giving its memory to somebody else (NumPy,
-DLPack, a pointer). Each is a Python function of PyTorch's, and is wrapped while a step runs.
+Operators are observed by the dispatcher, also those that write through `x.data` (`intercept.py`). The following are
+not: giving a tensor another storage, getting a tensor with a version counter of its own, and passing its memory to
+others (NumPy, DLPack, a pointer). Each of these is a Python function of PyTorch and is wrapped while a step runs.
 
-On a GPU a pointer is no such door. Kernels are launched with pointers all the time (Triton's), and take them only for
-as long as they run: the recorder compares what custom functions save with what their ops made.
+On a GPU, pointers are not observed. Kernels (Triton's) are launched with pointers all the time, and use them only while
+they run; the recorder compares tensors that custom functions save with the results of their ops.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from outcore.memory.tensors import PLAIN
 
 class Doorkeeper(Protocol):
     def opened(self, storage: torch.UntypedStorage) -> None:
-        """Somebody gets a tensor on this storage with a version counter of its own."""
+        """Called before somebody gets a tensor on this storage with a version counter of its own."""
 
     def exposed(self, storage: torch.UntypedStorage) -> None:
-        """Somebody gets its memory, and may write into it without any operator from now on."""
+        """Called before somebody gets its memory, and may write into it without any operator."""
 
     def replacing(self, tensor: torch.Tensor) -> Callable[[], None]:
-        """A tensor is about to get another storage. What is returned is called when it has it."""
+        """Called before a tensor gets another storage. The returned function is called afterwards."""
 
 
 _keeper: Doorkeeper | None = None
@@ -37,7 +37,7 @@ _data: Any = torch.Tensor.data
 
 
 def _storage_of(item: Any) -> torch.UntypedStorage | None:
-    """None where there is no memory to write into: a subclass, a sparse tensor, one that a compiler looks at."""
+    """Returns the storage; None if there is no memory to write into (a subclass, a sparse or traced tensor)."""
     if isinstance(item, torch.UntypedStorage):
         return item if item.device.type != "meta" else None
     if type(item) not in PLAIN or item.layout is not torch.strided or item.is_nested or item.is_meta:
@@ -61,7 +61,8 @@ def _expose_on_host(item: Any) -> None:
 
 
 class _Data:
-    """`x.data`, and `x.data = y`. Of the class, it is PyTorch's own: who overrides functions compares with that."""
+    """`x.data`, and `x.data = y`. Accessed on the class, it returns PyTorch's own, with which overrides are
+    compared."""
 
     def __get__(self, tensor: Any, owner: Any = None) -> Any:
         if tensor is None:
@@ -77,7 +78,7 @@ class _Data:
 
 
 class _Method:
-    """A method of tensors or storages that tells before it is called."""
+    """A method of tensors or storages that calls a function first."""
 
     def __init__(self, tell: Callable[[Any], None], original: Any) -> None:
         self._tell, self._original = tell, original
@@ -119,7 +120,7 @@ def _preserve(original: Any) -> Any:
 
 
 def _doors() -> list[tuple[Any, str, Any]]:
-    """Where each is, its name, and what is put in its place."""
+    """Returns the owner, the name and the replacement of each wrapped function."""
     doors: list[tuple[Any, str, Any]] = [(torch.Tensor, "data", _Data())]
     for where, names, tell in (
         (torch.Tensor, ("numpy", "__dlpack__"), _expose),
@@ -148,7 +149,7 @@ def watch(keeper: Doorkeeper) -> None:
 
 
 def leave() -> None:
-    """Puts everything back as it was. May be called twice."""
+    """Restores all wrapped functions. May be called twice."""
     global _keeper
     _keeper = None
     for where, name, door in _DOORS:

@@ -1,13 +1,12 @@
-"""Schedule + the user's step -> the same step in less memory.
+"""Runs a step that follows a schedule, and thus needs less memory.
 
-The hot path follows a schedule made ready (Program): packs count up the forward's clock, unpacks the backward's, and at
-each tick the schedule's actions run. Ops are seen up to the last one that the schedule reruns, or before which a
-placeholder is given back; those that will be rerun are captured.
+The hot path follows a prepared schedule (Program): packs are the clock of the forward, unpacks that of the backward,
+and the schedule's actions run at each tick. Ops are observed up to the last one that the schedule reruns, or before
+which a placeholder is freed; those that will be rerun are captured.
 
-Leaving the plan is always safe. Every handle can bring its tensor back by itself, so when a step turns out to be
-another one (a new branch, a new shape), it goes over to the program of that one, if there is one (`branching`). Else
-the rest of it runs unplanned: what is saved is swapped where it does not fit, what is asked for is brought back on the
-spot.
+Leaving the plan is always safe, because every handle can bring its tensor back by itself. If a step does other work (a
+new branch, a new shape), it changes over to the program for that work, if there is one (`branching`). Otherwise the
+rest of it runs unplanned: saved tensors that do not fit are swapped, and brought back when they are needed.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ from outcore.memory.tensors import has_memory
 
 
 def is_distributed() -> bool:
-    """Whether there may be collectives, which write into what they are given without saying so. Every op of a step is
-    looked at then."""
+    """Whether there may be collectives, which write into their arguments without declaring it. All ops of a step are
+    then observed."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
@@ -63,13 +62,15 @@ class Execution:
         others: Callable[[], Iterable[Program]] = tuple,
         spare_bytes: Callable[[], int] = int,
     ) -> None:
-        """`meter` counts bytes where no allocator does. `log` notes each action, and has them timed; `clock` times each
-        op. `outside`: storages that were there before the step. `asked_late` grows by values that autograd asks for
-        after it. `others`: what it may turn out to follow. `spare_bytes`: of saved tensors that stay where it follows
-        no program."""
+        """`meter` counts bytes where no allocator does. `log` receives each action, and has actions timed; `clock`
+        times ops. `outside` returns the storages that exist before the step. `asked_late` collects values that autograd
+        needs after it. `others` returns programs that it may change over to. `spare_bytes` returns the bytes of saved
+        tensors that may stay on the device without a program."""
         self.asked_late = set() if asked_late is None else asked_late
         self.is_over = False
-        self.is_watched: bool | None = None  # a mode of the user's looked at the backward; None: no backward yet
+        self.is_watched: bool | None = (
+            None  # whether a mode of the user was active in the backward; None: no backward yet
+        )
         self.meter = meter
         self.times = OpTimes(clock) if clock is not None else None
         places = HeldPlaces(program.placeholders, store.device, on_refused)
@@ -87,7 +88,7 @@ class Execution:
 
     @property
     def switches(self) -> Switches:
-        """Those that the step began with."""
+        """The switches at the beginning of the step."""
         return self.captures.switches
 
     @switches.setter
@@ -95,21 +96,21 @@ class Execution:
         self.captures.switches = given
 
     def look_away(self) -> None:
-        """Looks at no write where none can harm what the program does: it keeps everything in place. Writes are looked
-        at again from where the step leaves the program, or a custom function saves something: that may make a gradient
-        of what it gets back. This cannot begin later than in the forward: autograd puts threads back as they were."""
+        """Stops observing writes if none can affect the program, because it keeps everything in place. Observation
+        continues when the step leaves the program, or when a custom function saves a tensor, which it may return as a
+        gradient. It cannot begin later than in the forward, because autograd restores the state of its threads."""
         plan = self.plan
         if self._stops_watching and plan.program.keeps_everything:
             self._looks_away = plan.position.looks_away = True
             watch(ops=False, writes=False)
 
     def close(self) -> None:
-        """The step is over. Handles that outlive it still work."""
+        """Ends the step. Handles that outlive it still work."""
         self.is_over = True
         self.plan.close()
 
     def was_left(self) -> None:
-        """What the plan kept may go, but for the backward of a step that looked at no write."""
+        """Allows values that the plan kept to be swapped, except in the backward of a step without observed writes."""
         if not (self._looks_away and in_backward()):
             if self._stops_watching:
                 watch(ops=False, writes=True)
@@ -125,7 +126,7 @@ class Execution:
         plan = self.plan
         index, program = plan.position.num_ops, plan.program
         if index > program.last_watched or not plan.on_plan:
-            if self._stops_watching:  # again: what is switched off inside a vmap or a backward is on when that is over
+            if self._stops_watching:  # repeated, because a vmap or a backward restores the state at its end
                 watch(ops=False, writes=True)
             if signature.writes:
                 plan.write(func, args, kwargs)
@@ -167,7 +168,7 @@ class Execution:
                 plan.leave(f"op {first} begins another compiled graph than recorded")
         return PlannedLaunches(plan, self.captures, self.times, self.meter, first, kernels)
 
-    # -- what may change a tensor -------------------------------------------------------------------------------------
+    # -- changes of tensors -------------------------------------------------------------------------------------
 
     def write(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.plan.write(func, args, kwargs)
@@ -220,7 +221,7 @@ class Execution:
         return self._unplanned.pack(tensor, self)
 
     def follow(self, tick: PlannedTick) -> None:
-        """Does what the schedule has at a tick."""
+        """Performs the schedule's actions at a tick."""
         plan = self.plan
         if tick.moves is not None and plan.on_plan:
             plan.places.move(tick.moves)
@@ -230,19 +231,19 @@ class Execution:
                     self.actions.perform(action)
 
     def unpack(self, handle: Handle | Kept) -> torch.Tensor:
-        """Two threads may run backwards over one graph."""
+        """Returns a saved tensor. Locked, because two threads may run backwards over one graph."""
         with self._lock:
             return self._unpack(handle)
 
     def open(self, handle: Handle | Kept) -> tuple[torch.Tensor, Claim]:
-        """Unpacks for a compiled backward, which says itself what it overwrites."""
+        """Unpacks a value for a compiled backward, which declares what it overwrites."""
         return self.unpack(handle), Claim(handle.cell if isinstance(handle, Handle) else None)
 
     def _unpack(self, handle: Handle | Kept) -> torch.Tensor:
         plan, tick = self.plan, None
         if self.is_watched is None:
             self.is_watched = torch._C._len_torch_dispatch_stack() > 0
-        if plan.on_plan and not self.is_over:  # a later step's plan does not know what is brought ahead by this one
+        if plan.on_plan and not self.is_over:  # fetched-ahead values of this step are unknown to a later step's plan
             tick = next(plan.ticks, None)
             if tick is None or tick.is_pack or tick.pack != handle.pack:
                 switch = plan.switch_at_tick(tick, lambda other: not other.is_pack and other.pack == handle.pack)
@@ -282,13 +283,13 @@ class Execution:
             if absent:
                 self.plan.contents.lend(cell)
             elif not cell.follows:
-                # Autograd may make a gradient of it, which is written into then: others must not see that.
+                # Autograd may make it a gradient and write into it, which must not affect others.
                 self.plan.contents.marks.set(data.untyped_storage(), weakref.ref(cell))
                 self.plan.contents.hand(tensor)
         return tensor
 
     def _has_switched(self, switch: Switch | None) -> bool:
-        """Whether the step follows another program from here on."""
+        """Changes over to another program if there is one; returns whether it did."""
         if switch is None:
             return False
         self.captures.go_over(switch)

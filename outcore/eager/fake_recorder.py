@@ -1,12 +1,12 @@
-"""A step on fake tensors -> Trace, with no memory, no device and no time.
+"""Records a step on fake tensors as a trace, without memory, device or run time.
 
-A `FakeTensorMode` runs the step: every op says which shapes it would return, and none of them computes. This mode looks
-on and writes down the same trace that `outcore.eager.recorder` writes of a real step: ops, storages and how long the
-program itself holds them, and what autograd saves. Nothing is held for autograd here either: what it saves is described
-(`_Saved`), and a fake tensor is made anew when autograd asks for it, so that the lifetimes are the program's own.
+A `FakeTensorMode` runs the step: every op returns the shapes of its results without computing. This mode observes it
+and writes the same trace that `outcore.eager.recorder` writes for a real step: ops, storages with the lifetimes of the
+program itself, and what autograd saves. Nothing is held for autograd here either: saved tensors are described
+(`_Saved`), and a fake tensor is created when autograd needs one, so that the lifetimes are the program's own.
 
-Seconds are estimated from what each op computes and moves and from a machine's rates. What only a run can tell is not
-in the trace: workspaces inside kernels, and ops that a rerun does in one pass.
+Seconds are estimated from each op's computation and memory traffic and from a machine's rates. The trace does not
+contain what only a run can measure: workspaces inside kernels, and ops that a rerun fuses.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ _PRODUCTS = ("aten.mm.default", "aten.bmm.default")
 
 _SavedTensorsHooks: Any = torch.autograd.graph.saved_tensors_hooks
 
-# Of an op, from its arguments and its result: seconds, and seconds of making it again with its statistics at hand.
+# From an op's arguments and result: its seconds, and the seconds of a norm replay.
 Seconds = Callable[[Any, Sequence[Any], dict[str, Any], Any], tuple[float, float]]
 
 
 def fake_on(mode: FakeTensorMode, like: torch.Tensor, device: torch.device) -> FakeTensor:
-    """A fake tensor of this shape on `device`, wherever `like` is (on `meta`, too)."""
+    """Returns a fake tensor of this shape on `device`, wherever `like` is (also on `meta`)."""
     with _disable_current_modes():
         empty = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
         return FakeTensor(mode, empty, device)
 
 
 class _Storage:
-    """A storage as it is being recorded."""
+    """A storage being recorded."""
 
     __slots__ = ("born", "bytes", "current", "dies", "external", "is_models", "num_bytes", "num_versions", "there")
 
@@ -69,21 +69,21 @@ class _Storage:
         self.dies = -1
         self.current = -1  # the value of its newest version
         self.num_versions = 0
-        self.is_models = False  # a parameter's, or a buffer's
+        self.is_models = False  # whether it is a parameter's or a buffer's
 
 
 class _Storages:
-    """The storages and values of the step. `slot` is its clock: the op or tick that runs."""
+    """The storages and values of the step. `slot` is its clock: the running op or tick."""
 
     def __init__(self, grain_bytes: int) -> None:
         self.slot = -1
         self.values: list[Value] = []
         self.all: list[_Storage] = []
         self._grain_bytes = grain_bytes
-        self._watched: list[Any] = []  # weak references, which call back as long as they are held
+        self._watched: list[Any] = []  # weak references, whose callbacks run as long as they are held
 
     def value_of(self, tensor: torch.Tensor) -> int:
-        """The value that a fake tensor is a view of. What no op of the step made was there before."""
+        """Returns the value that a fake tensor is a view of. Tensors that no op made existed before the step."""
         number: int | None = tensor.untyped_storage().__dict__.get(_MARK)
         storage = self.all[number] if number is not None else self.add(tensor, producer=-1, external=True)
         return storage.current
@@ -103,7 +103,7 @@ class _Storages:
         return added
 
     def add_version(self, tensor: torch.Tensor, producer: int) -> int:
-        """The storage of a fake tensor is written into: the value of its next version."""
+        """Returns the value of the next version of a fake tensor's storage, which is written into."""
         return self._add_value(self.values[self.value_of(tensor)].storage, producer)
 
     def _add_value(self, number: int, producer: int) -> int:
@@ -114,11 +114,11 @@ class _Storages:
         return storage.current
 
     def watch(self, held: Any, note: Callable[[int], None]) -> None:
-        """Tells the slot in which it dies."""
+        """Calls `note` with the slot in which an object dies."""
         self._watched.append(weakref.ref(held, lambda _: note(self.slot)))
 
     def unmark(self) -> None:
-        """A user's fake tensors outlive the recording: the next one must find no marks of this one on them."""
+        """Removes the marks, because a user's fake tensors may outlive this recording."""
         for storage in self.all:
             if (there := storage.there()) is not None:
                 there.__dict__.pop(_MARK, None)
@@ -128,7 +128,7 @@ class _Storages:
 
 
 class _Saved:
-    """What autograd holds in a tensor's place. `tensor`: it is held after all; it was there before, or it is small."""
+    """What autograd holds in place of a tensor. `tensor` is set if it is external or small, and thus held."""
 
     __slots__ = ("__weakref__", "device", "dtype", "offset", "pack", "shape", "stride", "tensor", "value")
 
@@ -158,13 +158,13 @@ class FakeRecorder(TorchDispatchMode):
         self._storages = _Storages(grain_bytes)
         self._ops: list[Op] = []
         self._ticks: list[RecordedTick] = []
-        self._given: dict[int, torch.UntypedStorage] = {}  # of the user's tensors
+        self._given: dict[int, torch.UntypedStorage] = {}  # storages for the user's tensors
         self._num_packs = 0
-        self._unsaid: set[int] = set()  # values written by what does not say so: running statistics
-        self._calls: dict[Hashable, int] = {}  # what was called on which values -> the op that did it first
+        self._unsaid: set[int] = set()  # values written without declaration: running statistics
+        self._calls: dict[Hashable, int] = {}  # operator and values of a call -> the first op with it
         self._sums = EngineSums()
         self._modules = ModuleNames(model)
-        self._has_begun = False  # a step begins with the forward of its model; what was made before it is an input
+        self._has_begun = False  # a step begins with its model's forward; tensors made before are inputs
         self._undo = ExitStack()
         self._undo.callback(self._modules.close)
         self._undo.callback(self._storages.unmark)
@@ -189,7 +189,7 @@ class FakeRecorder(TorchDispatchMode):
         return self._storages.value_of(self._faked(tensor))
 
     def know(self, model: torch.nn.Module) -> None:
-        """The model's parameters and buffers, fake by now, were there before the step."""
+        """Records the model's fake parameters and buffers as existing before the step."""
         for tensor in (*model.parameters(), *model.buffers()):
             self._storages.of_value(self._value_of(tensor)).is_models = True
 
@@ -239,7 +239,7 @@ class FakeRecorder(TorchDispatchMode):
         return result
 
     def _faked(self, leaf: Any) -> Any:
-        """Tensors of the user's that the step closes over: each becomes one fake tensor."""
+        """Returns a fake tensor for a tensor of the user that the step closes over: the same one every time."""
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
             return leaf
         real = leaf.untyped_storage()
@@ -251,11 +251,11 @@ class FakeRecorder(TorchDispatchMode):
         return fake
 
     def _content(self, asked: torch.Tensor) -> torch.Tensor | None:
-        """What is in a tensor, where that is known."""
+        """Returns the content of a tensor, if it is known."""
         return content_of(asked) if isinstance(asked, FakeTensor) else asked
 
     def _view(self, storage: torch.UntypedStorage, like: torch.Tensor | _Saved, device: torch.device) -> FakeTensor:
-        """A fake tensor on a storage."""
+        """Returns a fake tensor on a storage."""
         with _disable_current_modes(), torch.no_grad():
             empty = torch.empty(0, dtype=like.dtype, device="meta")
             offset, stride = (
@@ -264,7 +264,7 @@ class FakeRecorder(TorchDispatchMode):
             return FakeTensor(self._mode, empty.set_(storage, offset, like.shape, stride), device)
 
     def _as_run(self, func: Any, args: Sequence[Any]) -> Any:
-        """A linear layer adds its bias in place, and only where a mode looks on it makes another tensor."""
+        """Returns the in-place addition for the bias of a linear layer, which is out of place only under a mode."""
         if func is not _ADD or not isinstance(args[1], torch.Tensor) or args[1].dim() != 1 or not self._ops:
             return func
         producer = self._storages.values[self._value_of(args[0])].producer
@@ -275,13 +275,13 @@ class FakeRecorder(TorchDispatchMode):
         return torch.ops.aten.add_.Tensor if is_layer and args[0].dtype is args[1].dtype else func
 
     def _rewrite(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Their content changes, and no op says so."""
+        """Records that content changes without an op that declares it."""
         for tensor in tensors:
             self._unsaid.add(self._value_of(tensor))
             self._storages.add_version(self._faked(tensor), -1)
 
     def _first_call(self, index: int, func: Any, args: Any, kwargs: dict[str, Any]) -> int:
-        """The op that called the same on the same values, if any did, else -1."""
+        """Returns the first op with the same call on the same values; -1 if there is none."""
         leaves = tree_leaves((args, kwargs))
         try:
             call = (
@@ -294,7 +294,7 @@ class FakeRecorder(TorchDispatchMode):
                 ),
             )
             first = self._calls.setdefault(call, index)
-        except TypeError:  # an argument that has no hash
+        except TypeError:  # an argument is not hashable
             return -1
         return first if first != index else -1
 
@@ -344,7 +344,7 @@ class FakeRecorder(TorchDispatchMode):
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def input_bytes(self) -> int:
-        """Bytes of what the step used, did not make, and is not the model's."""
+        """Returns the bytes of tensors that the step used but did not make, and that are not the model's."""
         return sum(storage.bytes for storage in self._storages.all if storage.external and not storage.is_models)
 
     def finish(self, before_bytes: int, *, device: str, name: str) -> Trace:
@@ -371,8 +371,8 @@ def _strided(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def recurrent_workspace_bytes(args: Sequence[Any]) -> int:
-    """What oneDNN notes down of a recurrent layer for its backward. Only oneDNN knows how much that is, so it is asked,
-    with two short sequences: it grows by as much with every step of a sequence."""
+    """Returns the workspace that oneDNN saves in a recurrent layer for its backward. Its size is measured with two
+    short sequences, because only oneDNN knows it, and it grows linearly with the length."""
     inputs, weights = args[0], args[1:5]
     num_steps, num_sequences = inputs.shape[:2]
     shapes = tuple(tuple(weight.shape) for weight in weights)
@@ -401,9 +401,11 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], *, is_cuda: boo
     result = func(*args, **kwargs)
     if is_cuda and func is _CPU_ATTENTION and (args[0].dtype is torch.float32 or kwargs.get("attn_mask") is not None):
         rows = torch.empty_like(args[0].transpose(1, 2), memory_format=torch.contiguous_format)
-        return rows.transpose(1, 2), *result[1:]  # CUDA's memory-efficient kernel, which these take, writes row by row
+        return rows.transpose(1, 2), *result[
+            1:
+        ]  # CUDA's memory-efficient kernel, which is used here, writes row by row
     if func is torch.ops.aten.add_.Tensor and result is args[0] and torch._C._current_autograd_node() is None:
-        return torch.ops.aten.alias.default(result)  # for autograd it is another tensor
+        return torch.ops.aten.alias.default(result)  # a different tensor for autograd
     if func is _RECURRENT and args[-1]:
         num_bytes = recurrent_workspace_bytes(args)
         workspace = torch.empty(num_bytes, dtype=torch.uint8, device=args[0].device)

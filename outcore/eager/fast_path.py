@@ -1,8 +1,8 @@
-"""A program -> what the library in C++ needs to follow it, so that ordinary ops and saved tensors never reach Python.
+"""Prepares a program for the C++ library, which follows ordinary ops and saved tensors without calling Python.
 
-An op is ordinary if the plan asks nothing of it, or only its capture, and if it writes into nothing. A saved tensor is
-ordinary if one storage stands for its value. Everything else comes to `Execution`, as without the library, and the
-library does nothing that `Execution` would not do: it makes the same cells, recipes and handles.
+An op is ordinary if the plan at most captures it, and if it writes into nothing. A saved tensor is ordinary if one
+storage has its value. All others are handled by `Execution`, as without the library. The library makes the same cells,
+recipes and handles as `Execution`.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _CLASSES = {
     "compiler": intercept.compiler_near,
     "between": intercept.BETWEEN,
 }
-_knowing: list[Any] = []  # the library, once it knows these
+_knowing: list[Any] = []  # the library, once it has received these
 
 
 class Follower(Protocol):
-    """What the library asks of an execution."""
+    """The part of an execution that the library uses."""
 
     plan: FollowedPlan
     captures: Captures
@@ -51,7 +51,7 @@ class Follower(Protocol):
 
 
 def follow(run: Follower) -> None:
-    """From here on the library follows what is ordinary of the step in this thread, if it is there."""
+    """Lets the library follow the ordinary part of the step in this thread, if it is loaded."""
     library, plan = native.library(), run.plan
     if library is None or intercept.sees_all_ops():
         return
@@ -83,7 +83,7 @@ def _table(library: Any, program: Program) -> Any:
 
 
 def _of_op(program: Program, index: int) -> tuple[Any, ...] | None:
-    """None: such an op goes to Python."""
+    """Returns the library's data of an op; None for ops that Python handles."""
     func = find_operator(program.names[index])
     if func is None or index in program.moves or index in program.norm_replays:
         return None
@@ -107,7 +107,7 @@ def _of_op(program: Program, index: int) -> tuple[Any, ...] | None:
 
 
 def _of_tick(tick: PlannedTick) -> tuple[Any, ...] | None:
-    """None: what is saved or asked for there goes to Python."""
+    """Returns the library's data of a tick; None for ticks that Python handles."""
     if not tick.is_pack or tick.is_shared:
         return None
     is_made_again = tick.decision in MADE_AGAIN
@@ -116,6 +116,6 @@ def _of_tick(tick: PlannedTick) -> tuple[Any, ...] | None:
 
 
 def _full_name(func: OpOverload) -> str:
-    """As the dispatcher writes it: `aten::add.Tensor`, `aten::relu`."""
+    """Returns the dispatcher's name: `aten::add.Tensor`, `aten::relu`."""
     schema = func._schema
     return f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name

@@ -1,7 +1,6 @@
-"""The plan that a step follows, for as long as it does: the cells of its values, the recipes that make them again, and
-what the schedule's actions do with both.
+"""The plan that a step follows: the cells of its values, their recipes, and the schedule's actions on both.
 
-Leaving the plan is always safe: every handle can bring its tensor back by itself.
+Leaving the plan is always safe, because every handle can bring its tensor back by itself.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ from outcore.memory.store import Store
 from outcore.units import format_bytes
 from outcore.values import MADE_AGAIN, Action, Span
 
-NOBODY: weakref.ref[Cell] = weakref.ref(Cell.__new__(Cell))  # the cell of a value that nobody will ask for
+NOBODY: weakref.ref[Cell] = weakref.ref(Cell.__new__(Cell))  # the cell of a value that is never needed
 
 
 class Position(Protocol):
-    """How far a step is in its program. The library in C++ has another one (`outcore.eager.fast_path`)."""
+    """The position of a step in its program. The C++ library has another class (`outcore.eager.fast_path`)."""
 
-    num_ops: int  # that ran, as far as the program looks at them
-    looks_away: bool  # at writes, until a custom function saves something
+    num_ops: int  # ops that ran, as far as the program observes them
+    looks_away: bool  # whether writes are not observed until a custom function saves a tensor
 
     def stop(self) -> None:
-        """From here on Python follows every op and every saved tensor."""
+        """Lets Python follow every op and every saved tensor from now on."""
 
 
 class _InPython:
-    """Python follows everything anyway."""
+    """The position of a step that is followed in Python."""
 
     __slots__ = ("looks_away", "num_ops")
 
@@ -53,8 +52,8 @@ class _InPython:
 
 
 class FollowedPlan:
-    """Where the values of a step are while it follows a program. `on_plan` is False once it turned out to be another
-    step; `left_because` says why."""
+    """Where the values of a step are while it follows a program. `on_plan` becomes False when it does other work;
+    `left_because` is the reason."""
 
     def __init__(
         self,
@@ -64,12 +63,12 @@ class FollowedPlan:
         spare: Spare,
         others: Callable[[], Iterable[Program]],
     ) -> None:
-        """`others`: the programs that the step may turn out to follow."""
+        """`others`: returns the programs that the step may change over to."""
         self.program, self.contents, self.places, self.spare = program, contents, places, spare
-        self.ticks = iter(program.ticks)  # those to come
+        self.ticks = iter(program.ticks)  # the next ticks
         self.position: Position = _InPython()
         self.has_switched = False
-        self.resembled: Program | None = None  # what the step does, though it cannot go over to it
+        self.resembled: Program | None = None  # a program that the step resembles but cannot change over to
         self._others = others
         self.on_plan = True
         self.left_because = ""
@@ -80,8 +79,8 @@ class FollowedPlan:
         self.on_the_way_out: dict[int, Cell] = {}
 
     def leave(self, because: str) -> None:
-        """From here on the step runs unplanned: whatever was on its way out has to get there, and the rest stays as far
-        as it fits."""
+        """Leaves the plan: the step continues unplanned. Transfers in progress are completed, and other values stay as
+        far as they fit."""
         if not self.on_plan:
             return
         self.on_plan = False
@@ -104,14 +103,14 @@ class FollowedPlan:
         self.contents.tell_left()
 
     def switch_at_tick(self, tick: PlannedTick | None, is_next: Callable[[PlannedTick], bool]) -> Switch | None:
-        """Goes over to a program that begins as the step did, and whose tick in the place of `tick` fits; None where
+        """Changes over to a program that begins like this step, and whose tick in place of `tick` fits; returns None if
         there is none."""
         num_ticks = tick.number if tick is not None else len(self.program.ticks)
         switch = find_switch(self._others(), self.program, num_ticks, lambda other, at: is_next(other.ticks[at]))
         return self._go_over(switch, switch.num_ops) if switch is not None else None
 
     def switch_at_op(self, op: int, name: str) -> Switch | None:
-        """The same before an op."""
+        """Changes over to another program before an op."""
         num_ticks = len(self.program.ticks) - length_hint(self.ticks)
         switch = find_switch(self._others(), self.program, num_ticks, lambda other, at: other.has_op_at(op, name, at))
         return self._go_over(switch, op + 1) if switch is not None else None
@@ -133,7 +132,7 @@ class FollowedPlan:
         return switch
 
     def close(self) -> None:
-        """The step is over. Handles that outlive it still work."""
+        """Ends the step. Handles that outlive it still work."""
         self.position.stop()
         self.packed_again.clear()
         self.on_the_way_out.clear()
@@ -143,8 +142,8 @@ class FollowedPlan:
     # -- values and their cells ---------------------------------------------------------------------------------------
 
     def put_away_unforeseen(self, cell: Cell) -> None:
-        """The program counts on making this value again, from ops that ran before the step went over to it and were not
-        captured: it is swapped instead."""
+        """Swaps out a value that the program would recompute from ops that were not captured, because they ran before
+        the step changed over to it."""
         if self.has_switched and self.on_plan:
             with below_everything():
                 put_away(cell, self.spare.store)
@@ -164,7 +163,7 @@ class FollowedPlan:
     def add_output(
         self, value: int, tensor: torch.Tensor, recipe: MakesAgain, *, overwritten: bool = False
     ) -> weakref.ref[Cell]:
-        """An op or launch made this value, or wrote it into a storage that was there."""
+        """Adds the cell of a value that an op or launch made, or wrote into an existing storage."""
         if value not in self.program.cells:
             return NOBODY
         cell = Cell(value, tensor, overwritten=overwritten)
@@ -173,8 +172,8 @@ class FollowedPlan:
         return self.add(cell)
 
     def pack(self, tick: PlannedTick, tensor: torch.Tensor, run: Any) -> Handle | None:
-        """The handle of a value that is put away or read again; None where the step has left the plan. `run`: the
-        execution, which the handle will ask for its tensor."""
+        """Returns the handle of a value that is swapped, dropped or read again; None if the step has left the plan.
+        `run`: the execution, which unpacks the handle."""
         value = tick.value
         cell = self.find(value)
         if cell is not None and cell_of(tensor) is not cell:
@@ -200,10 +199,10 @@ class FollowedPlan:
             handle.home = weakref.ref(tensor.untyped_storage())
         return handle
 
-    # -- what may change a tensor that was saved, or is to be read again ----------------------------------------------
+    # -- writes to tensors that were saved, or that are read again ----------------------------------------------
 
     def write(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """An op is about to write into its arguments."""
+        """Called before an op writes into its arguments."""
         signature = signature_of(func)
         if signature.sets:  # `x.set_(y)`: a tensor with its own version counter on the storage of another
             for source in args[1:2]:
@@ -211,15 +210,15 @@ class FollowedPlan:
                     self.contents.open(source)
                 elif isinstance(source, torch.Tensor):
                     self.contents.open(source.untyped_storage())
-        for noise in signature.noise:  # where only writing ops are seen, it is saved after this call and then drawn
+        for noise in signature.noise:  # if only writing ops are observed, noise is saved after this call and then drawn
             self.exposed(args[noise].untyped_storage())
         if silent := signature.changed_silently_by(args):
             self.changing(silent, func, silent=True)
         self.changing(signature.changed_by(args, kwargs), func)
 
     def changing(self, tensors: Iterable[torch.Tensor], because_of: object, *, silent: bool = False) -> None:
-        """These are about to be written into. If the plan does not know of that, the step leaves it: what was needed is
-        not where it was."""
+        """Called before tensors are written into. If content was needed, the step leaves the plan, which does not
+        expect the content elsewhere."""
         if self.contents.before_write(tensors, silent=silent):
             self.leave(f"{because_of} wrote into a tensor that was saved, or that is read again")
 
@@ -238,18 +237,19 @@ class FollowedPlan:
 
 
 class ActionTimes:
-    """When the actions of some kinds ran. Read after the step, when nothing of the step is to be held any more."""
+    """The times of actions of some kinds, which are read after the step."""
 
     def __init__(self, device: torch.device, kinds: Sequence[str]) -> None:
         self.stopwatches = {kind: Clock(device, spin=False) for kind in kinds}
 
     def seconds(self) -> tuple[float, float]:
-        """Seconds the compute stream waited for copies, and seconds of reruns. Waits for the device."""
+        """Returns the seconds that compute waited for copies, and those of reruns. Waits for the device."""
         waits = self.stopwatches["wait_out"].seconds() + self.stopwatches["wait_in"].seconds()
         return sum(waits), sum(self.stopwatches["rerun"].seconds())
 
     def spans(self, began: Any) -> tuple[Span, ...]:
-        """The waits and the reruns on the clock of the step, which began with an event or at a time of that clock."""
+        """Returns the waits and reruns on the clock of the step, which began with an event or at a time of that
+        clock."""
         found = [
             Span("compute", start_s, end_s, "rerun" if kind == "rerun" else "stall")
             for kind, stopwatch in self.stopwatches.items()
@@ -259,8 +259,8 @@ class ActionTimes:
 
 
 class Actions:
-    """Performs the actions of one step. `log`: where each is noted, if the step is measured; waits and reruns are timed
-    then, too."""
+    """Performs the actions of one step. If the step is measured, `log` receives each action, and waits and reruns are
+    timed."""
 
     def __init__(self, plan: FollowedPlan, store: Store, log: list[str] | None) -> None:
         self._plan, self._store, self._log = plan, store, log
@@ -278,12 +278,12 @@ class Actions:
             stopwatch.stop(started)
 
     def note_unplanned(self, cell: Cell, tick: int) -> None:
-        """The schedule should have brought it: the log of what was done must not look like the plan then."""
+        """Logs a value that the schedule should have brought, so that the log differs from the plan."""
         if self._log is not None:
             self._log.append(f"{tick} unplanned {cell.value}")
 
     def _drop(self, action: Action) -> None:
-        """Nothing to do: the pack did not hold it."""
+        """Does nothing: the pack did not hold the value."""
 
     def _swap_out(self, action: Action) -> None:
         cell = self._plan.find(action.value)
@@ -304,7 +304,7 @@ class Actions:
 
     def _free(self, action: Action) -> None:
         cell = self._plan.find(action.value)
-        if cell is not None and (cell.parcel is not None or cell.recipe is not None):  # it can be brought back
+        if cell is not None and (cell.parcel is not None or cell.recipe is not None):  # if it can be brought back
             cell.let_go()
         self._plan.on_the_way_out.pop(action.value, None)
 

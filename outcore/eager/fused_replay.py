@@ -1,10 +1,10 @@
-"""Several ops of a rerun as one pass over memory, on CUDA, where Triton is: a norm, a sum, or both, rectified; a
-product, cast.
+"""Runs several ops of a rerun as one pass over memory with Triton on CUDA: a norm, a sum, or both, with a rectifier; or
+a product with a cast.
 
-Such ops only wait for memory, and each reads what the one before it wrote. Triton comes with PyTorch's wheels for CUDA;
-where it is missing or finds no compiler, nothing is fused. The same bits: batch normalisation fused with what rectifies
-it is compared on all elements of the recorded step and on drawn weights, like a norm replay; a sum or a product is
-rounded once whoever makes it, and a sample with every odd number in it is compared once for each type of number.
+Such ops are bound by memory, and each reads the previous one's result. Triton comes with PyTorch's wheels for CUDA; if
+it is missing or finds no compiler, nothing is fused. The bits are the same: batch normalisation with a rectifier is
+compared on all elements of the recorded step and with drawn weights, like a norm replay. A sum or a product is rounded
+once in any implementation, and is compared once per dtype on a sample of special values.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from outcore.memory.device_kind import kind_of
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TILE = EAGER.tile
-_MOST_TILES, _MOST_ROWS = (1 << 16) - 1, (1 << 31) - _TILE  # CUDA's limits: a grid's second side, 32-bit integers
+_MOST_TILES, _MOST_ROWS = (
+    (1 << 16) - 1,
+    (1 << 31) - _TILE,
+)  # CUDA's limits: the grid's second dimension, 32-bit integers
 
 
 def normalise(
     source: torch.Tensor, numbers: Sequence[Any], *, folded: bool, plus: Any = None, rectified: bool
 ) -> torch.Tensor | None:
-    """Batch normalisation from weight, bias, mean and deviation. Folded: weight and deviation are multiplied first.
-    None: not for these tensors."""
+    """Computes batch normalisation from weight, bias, mean and deviation. `folded`: weight and deviation are multiplied
+    first. Returns None if the tensors are not supported."""
     if not source.numel() or not is_ready(source.device, source.dtype):
         return None
     if plus is not None and not lie_alike(source, plus):
@@ -43,7 +46,7 @@ def normalise(
         return None
     num_rows, num_columns, last = matrix
     out = torch.empty_like(source)
-    right = source if plus is None else plus  # where nothing is added it is not read
+    right = source if plus is None else plus  # not read if nothing is added
     given = (source, right, out, *numbers, num_rows, num_columns, source.shape[1])
     how = {"LAST": last, "FOLDED": folded, "ADDED": plus is not None, "RECTIFIED": rectified}
     signed = _keeps_minus_zero(source.device, source.dtype)
@@ -51,12 +54,13 @@ def normalise(
 
 
 def is_folded(func: Any, source: torch.Tensor) -> bool:
-    """cuDNN multiplies weight and deviation first where channels lie last: another number, often."""
+    """Whether cuDNN multiplies weight and deviation first, as it does with channels last; results may then differ."""
     return func is torch.ops.aten.cudnn_batch_norm.default and not source.is_contiguous()
 
 
 def multiply(left: Any, right: Any, between: torch.dtype, like: View) -> torch.Tensor | None:
-    """The product, rounded to one type and then to that of `like`, which says how it lies. None: not for these."""
+    """Returns the product, rounded to `between` and then to the dtype of `like`, with its layout; None if
+    unsupported."""
     factors = as_factors(left, right)
     if factors is None or torch.promote_types(left.dtype, right.dtype) is not between:
         return None
@@ -70,7 +74,7 @@ def multiply(left: Any, right: Any, between: torch.dtype, like: View) -> torch.T
 
 
 def as_factors(left: Any, right: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """A tensor whose rows lie one after the other, and one like it, one row, or a column. None: they are not."""
+    """Returns a contiguous tensor, and one of the same shape, a row, or a column; None if they are something else."""
     for first, second in ((left, right), (right, left)):
         if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and _kind_of(first, second):
             return first, second
@@ -105,7 +109,7 @@ def _launch_tiles(name: str, num_rows: int, num_columns: int, given: Sequence[An
 
 
 def add_relu(left: torch.Tensor, right: Any, *, in_place: bool) -> torch.Tensor | None:
-    """The sum, rectified, in a tensor of its own or in the first one. None: not for these, and nothing was done."""
+    """Returns the rectified sum, in a new tensor or in the first one; None, without any effect, if unsupported."""
     if not can_add(left, right):
         return None
     out = left if in_place else torch.empty_like(left)
@@ -117,7 +121,7 @@ def can_add(left: torch.Tensor, right: Any) -> bool:
 
 
 def lie_alike(left: torch.Tensor, right: Any) -> bool:
-    """Two tensors that can be added element by element, in the order in which they lie?"""
+    """Whether two tensors have the same dense layout, so that they can be added in the order of memory."""
     return (
         isinstance(right, torch.Tensor)
         and right.dtype is left.dtype
@@ -135,7 +139,7 @@ def _add(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> bool:
 
 
 def _as_matrix(source: torch.Tensor) -> tuple[int, int, bool] | None:
-    """Rows, columns, and whether columns are the channels; else rows are, over and over."""
+    """Returns rows, columns, and whether columns are the channels; otherwise the rows are, repeatedly."""
     num_channels = source.shape[1]
     if source.is_contiguous() and source.dim() > 2:
         num_rows = source.shape[0] * num_channels
@@ -153,7 +157,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 @cache
 def is_ready(device: torch.device, dtype: torch.dtype) -> bool:
-    """Are there kernels for this device, and do they add such numbers like PyTorch's own? Asked once."""
+    """Whether there are kernels for this device that add such numbers like PyTorch's own. Tested once."""
     return kind_of(device).has_kernels and dtype in TYPES and _adds_alike(device, dtype)
 
 
@@ -164,7 +168,7 @@ def _adds_alike(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def multiplies_alike(device: torch.device, left: torch.dtype, right: torch.dtype, out: torch.dtype) -> bool:
-    """Do kernels multiply numbers of two types, and cast the product to a third, like PyTorch's own?"""
+    """Whether kernels multiply two dtypes, and cast the product to a third, like PyTorch's own."""
     return _multiplies_alike(device, (*sorted((left, right), key=str), out))
 
 
@@ -179,7 +183,7 @@ def _multiplies_alike(device: torch.device, types: tuple[torch.dtype, ...]) -> b
 
 @cache
 def adds_to_norms_alike(device: torch.device, dtype: torch.dtype, folded: bool) -> bool:
-    """Does a kernel that adds something to a norm and rectifies it do what one after the other does? Asked once."""
+    """Whether the fused kernel of norm, sum and rectifier gives the same result as one after the other. Tested once."""
     if not is_ready(device, dtype):
         return False
     orders = (torch.channels_last,) if folded else (torch.contiguous_format, torch.channels_last)
@@ -205,25 +209,25 @@ def _sample() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _is_same(out: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """What is no number may be any."""
+    """Whether results are equal; any NaN equals any other."""
     numbers = ~wanted.isnan()
     return torch.equal(out.isnan(), ~numbers) and not bool(differ(out[numbers], wanted[numbers]))
 
 
 @cache
 def _keeps_minus_zero(device: torch.device, dtype: torch.dtype) -> bool:
-    """Does PyTorch's own rectifying? A CPU's does."""
+    """Whether PyTorch's rectifier keeps negative zeros; the CPU's does."""
     return bool(torch.full((1,), -0.0, device=device, dtype=dtype).relu_().signbit())
 
 
 def differ(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Does any bit of them? Not waited for."""
+    """Returns whether any bit differs, as a tensor that is not synchronized."""
     whole = torch.int32 if left.element_size() == 4 else torch.int16
     return (left.view(whole) != right.view(whole)).any()
 
 
 def _launch(name: str, grid: tuple[int, ...], given: Sequence[Any], **constants: Any) -> bool:
-    """False: it could not be run, and nothing was done."""
+    """Launches a kernel; returns False, without any effect, if it cannot be run."""
     try:
         from outcore.eager import kernels
 

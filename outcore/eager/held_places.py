@@ -1,6 +1,6 @@
-"""Placeholders of a plan, as blocks of device memory while they are held.
+"""The placeholders of a plan: empty blocks of device memory.
 
-A placeholder is an empty block of memory, held where a longer block is to lie later. It is given back just before that.
+A placeholder is held where a longer block will be allocated later, and freed just before that.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from outcore.planning.allocator.hints import Placeholder
 
 
 class HeldPlaces:
-    """The placeholders of one step. When memory is too short for one, the step needs what there is: it takes no more.
-    `on_refused` is told that the allocator refused memory that no op of the step asked for."""
+    """The placeholders of one step. If memory is too short for one, no more are taken, because the step needs it.
+    `on_refused` is called when the allocator refused memory that no op of the step requested."""
 
     def __init__(
         self, placeholders: Sequence[Placeholder], device: torch.device, on_refused: Callable[[], None]
@@ -25,7 +25,7 @@ class HeldPlaces:
         self.placeholders, self._device, self._on_refused = placeholders, device, on_refused
 
     def move(self, moves: Moves) -> None:
-        """Gives some placeholders back, and takes others."""
+        """Frees some placeholders, and takes others."""
         given, taken = moves
         for number in given:
             self.blocks.pop(number, None)
@@ -33,7 +33,7 @@ class HeldPlaces:
             for number in taken if not self.is_refused else ():
                 num_bytes = self.placeholders[number].num_bytes
                 self.blocks[number] = torch.UntypedStorage(num_bytes, device=self._device)
-        except torch.OutOfMemoryError:  # more lies around than was planned for
+        except torch.OutOfMemoryError:  # more memory is in use than planned
             self._on_refused()
             self.blocks.clear()
             self.is_refused = True

@@ -1,16 +1,16 @@
-"""How a step is hooked: the only file that knows.
+"""Hooks a step; the only file that knows how.
 
-Kernels of ours on two dispatch keys that PyTorch leaves unused see the ops of the thread, and saved-tensor hooks see
-what autograd keeps (pack) and asks back (unpack). They only pass on to a listener: the recorder, or the execution of a
-plan. Of the two keys one is on at a time: on the first every op is seen, as long as the listener needs that; on the
-second only ops that write into what is there, and no other op takes a nanosecond longer.
+Kernels registered on two dispatch keys that PyTorch does not use observe the ops of the thread, and saved-tensor hooks
+observe what autograd saves (pack) and needs again (unpack). They forward to a listener: the recorder, or the execution
+of a plan. One of the two keys is enabled at a time. With the first, every op is observed, as long as the listener needs
+it; with the second only ops that write into existing tensors, and all others run at full speed.
 
-This is no `TorchDispatchMode`, for two reasons. Autograd asks in some of its formulas whether a mode is active and then
-computes otherwise (`prod`, `max()` and others), so that a step that is looked at would round differently. And the stack
-of modes is the user's: what we push there may be taken off in the place of another.
+This is not a `TorchDispatchMode`, for two reasons. Some of autograd's formulas compute differently while a mode is
+active (`prod`, `max()` and others), so an observed step would round differently. And the stack of modes belongs to the
+user: a mode that is pushed here may be popped in place of another one.
 
-A key is switched on for a thread. Autograd takes that over into its own threads and puts it back when a node ends, so
-an op may still come here after the key was switched off; it is then passed on as it is.
+A key is enabled for a thread. Autograd copies that state into its own threads and restores it when a node ends, so an
+op may still arrive here after the key was disabled; it is then executed unchanged.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ T = TypeVar("T")
 _TORCH = Path(torch.__file__).parent
 _FUNCTIONS = str(_TORCH / "autograd" / "function.py")
 _BETWEEN = (str(Path(__file__).parents[1]), str(_TORCH / "_dynamo"), str(_TORCH / "_compile.py"))
-BETWEEN = (*_BETWEEN, _FUNCTIONS)  # files from which it takes a closer look to tell who saves a tensor
+BETWEEN = (*_BETWEEN, _FUNCTIONS)  # files whose frames do not tell who saves a tensor
 
 
 class Listener(doors.Doorkeeper, Protocol):
-    switches: Switches  # that the step began with
+    switches: Switches  # the switches at the beginning of the step
 
     def op(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs an op, while every op is watched."""
+        """Runs an op, while every op is observed."""
 
     def write(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """An op is about to write into its arguments, while only such ops are watched."""
+        """Called before an op writes into its arguments, while only such ops are observed."""
 
     def pack(self, tensor: torch.Tensor) -> Any: ...
     def unpack(self, handle: Any) -> torch.Tensor: ...
@@ -54,26 +54,29 @@ class Listener(doors.Doorkeeper, Protocol):
 _OPS: Any = torch._C._dispatch_key_parse(OPS_KEY)
 _WRITES: Any = torch._C._dispatch_key_parse(WRITES_KEY)
 _BELOW_WRITES = torch._C._dispatch_keyset_full_after(_WRITES)
-_listener: Listener | None = None  # of the step that is running
-_GUARDS: list[Any] = []  # not in use: to make one takes a tenth of what an op takes
+_listener: Listener | None = None  # of the running step
+_GUARDS: list[Any] = []  # guards for reuse, because creating one takes a tenth of the time of an op
 
 
 _DTYPE_OF = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 _NUMBERS = tuple(_DTYPE_OF)
-_stays_on = False  # until the step ends
+_stays_on = False  # whether all ops are observed until the step ends
 
 
 def watch(*, ops: bool, writes: bool) -> None:
-    """In this thread, and in those of autograd's that take over its state when `backward()` is called. A listener that
-    has seen all ops it needs goes on with those that write: each costs microseconds, and a backward has thousands. In a
-    step with compiled functions it sees all, because they are compiled for tensors with our keys or without."""
+    """Selects the observed ops in this thread, and in those that autograd starts in `backward()`.
+
+    A listener that has seen all ops it needs continues with those that write: each observed op costs microseconds, and
+    a backward has thousands. In a step with compiled functions all ops are observed, because functions are compiled for
+    tensors either with these keys or without.
+    """
     torch._C._dispatch_tls_set_dispatch_key_included(_OPS, ops or _stays_on)
     torch._C._dispatch_tls_set_dispatch_key_included(_WRITES, writes and not _stays_on)
 
 
 def _kernel_of(name: str) -> Callable[..., Any]:
-    """Our kernel of one operator, which is found by its name when it is first called: to look up thousands takes a
-    third of a second."""
+    """Returns the kernel of one operator, which is looked up by name in its first call, because looking up thousands
+    takes a third of a second."""
     func: Any = None
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -95,8 +98,8 @@ def _kernel_of(name: str) -> Callable[..., Any]:
 
 
 def _writer_of(name: str) -> Callable[..., Any]:
-    """The same on the other key, for an operator that writes. What it does inside itself is not looked at again, but
-    for what is no plain tensor: that writes into the plain ones that it is made of."""
+    """Returns the kernel on the second key, for an operator that writes. Ops inside it are not observed again, except
+    for tensors that are not plain, which write into the plain tensors that they consist of."""
     func: Any = None
 
     def writer(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +115,7 @@ def _writer_of(name: str) -> Callable[..., Any]:
 
 def _write(func: Any, keys: torch._C.DispatchKeySet, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if args and type(args[0]) in _NUMBERS and "out" in kwargs and 0 in signature_of(func).tensors:
-        # PyTorch's own call, from `2 ** x`: a number in a tensor's place, which no call from Python may have there.
+        # PyTorch's own call, from `2 ** x`: a number in place of a tensor, which calls from Python may not have.
         args = (torch.scalar_tensor(args[0], dtype=kwargs["out"].dtype), *args[1:])
     if not _are_plain(args):
         return func.redispatch(keys & _BELOW_WRITES, *_with_tensors(func, args), **kwargs)
@@ -126,8 +129,8 @@ def _write(func: Any, keys: torch._C.DispatchKeySet, args: Sequence[Any], kwargs
 
 
 def _with_tensors(func: Any, args: Sequence[Any]) -> list[Any]:
-    """The arguments with tensors in the place of numbers, which PyTorch hands over where the schema wants a tensor and
-    does not take back. A number with dimensions beside it takes part in an op as it would have."""
+    """Returns the arguments with tensors in place of numbers, which PyTorch passes although the schema has a tensor,
+    but does not accept. Beside tensors with dimensions, they take part in type promotion as numbers would."""
     places = signature_of(func).tensors
     return [
         torch.scalar_tensor(item, dtype=_DTYPE_OF[type(item)]) if at in places and type(item) in _NUMBERS else item
@@ -136,7 +139,7 @@ def _with_tensors(func: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def _are_plain(args: Sequence[Any]) -> bool:
-    """Have they memory of their own? Asked of the first, which is written into in most operators."""
+    """Whether the arguments have memory of their own. Checks the first, which most operators write into."""
     first = args[0] if args else None
     if type(first) is list and first:
         first = first[0]
@@ -162,8 +165,8 @@ def _find(name: str) -> Any:
 
 
 def _is_traced(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Does a compiler look at what this op would do? Then it runs on tensors without content, and is none of the
-    step's. Neither is what a compiler does for itself."""
+    """Whether a compiler traces this op, on tensors without content, or uses it itself; it is then not part of the
+    step."""
     if _compilation() is not None:
         return True
     if _num_modes() and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
@@ -184,28 +187,28 @@ _META = torch.device("meta")
 _num_modes = torch._C._len_torch_dispatch_stack
 _compilation = torch._guards.CompileContext.try_get
 
-# A function that is compiled in part runs the rest as it is, with the compiler near: it must not compile us. Keeping it
-# away costs an op two microseconds or more, and where it is not near there is nothing to keep away.
+# A partly compiled function runs its other parts while the compiler is active, which must not compile this code.
+# Preventing that costs an op two microseconds or more, and is not necessary while no compiler is active.
 _frames: Any = torch._C._dynamo.eval_frame
 _compiler_is_near: Any = getattr(_frames, "get_eval_frame_callback", None)
 if hasattr(_frames, "set_code_exec_strategy"):
     _strategy = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
 else:
     _strategy = _compiler_is_near = None
-compiler_near: Callable[[], Any] | None = _compiler_is_near  # tells what compiles the Python that runs now, if anything
+compiler_near: Callable[[], Any] | None = _compiler_is_near  # returns the compiler of the running code, if any
 
 
 _was_near = False
 
 
 def leave_as_it_is(function: Any) -> None:
-    """Where the compiler is near, it does not compile this function, but may compile what the function calls."""
+    """Excludes a function from compilation, but not the functions that it calls."""
     if _strategy is not None:
         _frames.set_code_exec_strategy(function.__code__, _strategy)
 
 
 def keep_from_compiler(function: Callable[..., T]) -> Callable[..., T]:
-    """The same function; the compiler compiles neither it nor what it calls."""
+    """Returns a function that the compiler does not compile, including the functions that it calls."""
     careful: Callable[..., T] = _disable_dynamo(function)
 
     def kept(*args: Any) -> T:
@@ -223,7 +226,7 @@ def keep_from_compiler(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def compiler_was_near() -> bool:
-    """Whether what runs now was called where the compiler is near, and is kept from it."""
+    """Whether the running code was called while the compiler was active, and is excluded from compilation."""
     return _was_near
 
 
@@ -232,19 +235,19 @@ for function in (_kernel_of(""), _writer_of(""), _find):
 _pass_on_carefully: Any = _disable_dynamo(_pass_on)
 _write_carefully: Any = _disable_dynamo(_write)
 
-# Views of all of a tensor. PyTorch makes a tensor of another class from what these return, and that must have come
-# through no Python: `nn.Parameter(...)`.
+# Views of a whole tensor. PyTorch changes the class of the tensors that these return (`nn.Parameter(...)`), which
+# fails if they have passed through Python.
 _FRESH = ("aten::alias", "aten::detach")
-_libraries: dict[str, Any] = {}  # by namespace: they hold our kernels
-_known: set[str] = set(_FRESH)  # operators that have one
+_libraries: dict[str, Any] = {}  # by namespace; they hold the kernels
+_known: set[str] = set(_FRESH)  # operators that have a kernel
 
 
 def _make_ready() -> None:
-    """Registers our kernels for every operator there is. One for all of them (a fallback) would do, but for this:
-    PyTorch does not find it while a dispatch mode is active.
+    """Registers kernels for every operator. A single fallback kernel would be simpler, but PyTorch does not use it
+    while a dispatch mode is active.
 
-    Operators that call functions (`torch.cond`, attention with a score function) choose their kernels in Python and
-    have none for our keys: what they call is seen by itself.
+    Higher-order operators (`torch.cond`, attention with a score function) choose their kernels in Python and have none
+    for these keys; the ops that they call are observed individually.
     """
     if not _libraries:
         everything = _libraries["_"] = torch.library.Library("_", "IMPL")
@@ -263,20 +266,22 @@ def _make_ready() -> None:
             space, _, rest = name.partition("::")
             if space not in _libraries:
                 _libraries[space] = torch.library.Library(space, "IMPL")
-            register = _libraries[space].m.impl  # `Library.impl` checks much, and takes a third of a second for all
+            register = _libraries[
+                space
+            ].m.impl  # faster than `Library.impl`, whose checks take a third of a second in all
             register(rest, OPS_KEY, _kernel_of(name), False)
             if may_write(torch._C._get_schema(*name.partition(".")[::2])):
                 register(rest, WRITES_KEY, _writer_of(name), True)
 
 
-# -- the library in C++ sees ops first, where it is there, and hands on to our kernels what it leaves ------------------
+# -- the C++ library, if there is one, gets ops first and passes others on to the kernels in Python ------------------
 
-_HANDED_ON_KEY = "TESTING_ONLY_GenericMode"  # another key that PyTorch leaves unused; nothing ever switches it on
-_handed_over: set[str] = set()  # operators
+_HANDED_ON_KEY = "TESTING_ONLY_GenericMode"  # another unused key, which is never enabled
+_handed_over: set[str] = set()  # operators that the C++ library gets first
 
 
 def hand_over(library: Any, names: Iterable[str]) -> None:
-    """From now on calls of these operators come to the library first."""
+    """Lets the library get calls of these operators first."""
     for name in names:
         if name in _known and name not in _FRESH and name not in _handed_over:
             _handed_over.add(name)
@@ -286,25 +291,25 @@ def hand_over(library: Any, names: Iterable[str]) -> None:
 
 
 def sees_all_ops() -> bool:
-    """Whether every op of this step comes to Python, because there may be compiled functions."""
+    """Whether every op of this step is observed in Python, because there may be compiled functions."""
     return _stays_on
 
 
 class Interception:
-    """Hooks set around a step. Of what was set, nothing is remembered in flags: `stop` looks what is on, and takes off
-    what is ours. So it undoes a `start` that an interrupt ended halfway, too, and may be called twice."""
+    """The hooks of a step. Their state is not stored in flags: `stop` checks what is set and removes it, so that it
+    also undoes an interrupted `start`, and may be called twice."""
 
     def __init__(self) -> None:
         self._on_first: Callable[[], None] | None = None
         self._listener: Listener | None = None
         self._switches = switches()
-        self.hook: Callable[[torch.Tensor], Any] = self._pack  # that autograd calls with what it saves
+        self.hook: Callable[[torch.Tensor], Any] = self._pack  # the function that autograd calls with tensors to save
         _make_ready()
 
     def start(self, on_first: Callable[[], None], *, compiles: bool = False) -> None:
-        """Sets the saved-tensor hooks. `on_first` is called when something is saved and nobody listens; it must
-        `listen`. `compiles`: there may be compiled functions, and that may happen inside one, which puts the thread
-        back to how it was."""
+        """Sets the saved-tensor hooks. `on_first` is called when the first tensor is saved before anybody listens; it
+        must call `listen`. `compiles`: there may be compiled functions, and `on_first` may be called inside one, which
+        restores the thread's state afterwards."""
         global _stays_on
         self._on_first = on_first
         self._switches = switches()
@@ -316,7 +321,7 @@ class Interception:
         watch(ops=compiles, writes=False)
 
     def listen(self, listener: Listener, *, ops: bool) -> None:
-        """From here on `listener` gets the packs and unpacks and the ops: all of them, or those that write."""
+        """Lets `listener` receive packs, unpacks and ops: all of them, or those that write."""
         global _listener
         listener.switches = self._switches
         _listener = self._listener = listener
@@ -324,7 +329,7 @@ class Interception:
         doors.watch(listener)
 
     def stop(self) -> None:
-        """Takes every hook away again, also in the middle of an exception."""
+        """Removes every hook, also after an exception."""
         global _listener, _stays_on
         if self._on_first is None:
             return
@@ -343,7 +348,7 @@ class Interception:
 
     def _pack_now(self, tensor: torch.Tensor) -> Any:
         if tensor.dtype is TOKEN_DTYPE and token_of(tensor) is not None:
-            return tensor  # what it stands for was packed before
+            return tensor  # the tensor that it represents was packed before
         if self._listener is None and self._on_first is not None:
             self._on_first()
         listener: Any = self._listener
@@ -351,20 +356,20 @@ class Interception:
 
 
 def _take_hooks_off(pack: Callable[[torch.Tensor], Any]) -> bool:
-    """Pops the saved-tensor hooks that begin with `pack`, also from below others. Whether they were set."""
+    """Pops the saved-tensor hooks that begin with `pack`, also from below others; returns whether they were set."""
     above, is_found = _pop_hooks_above(pack)
     _push_hooks(above)
     return is_found
 
 
 def _put_hooks_back(pack: Callable[[torch.Tensor], Any]) -> None:
-    """Pushes them again, below all others."""
+    """Pushes the hooks again, below all others."""
     above, _ = _pop_hooks_above(None)
     _push_hooks([*above, (pack, _unpack)])
 
 
 def _pop_hooks_above(pack: Callable[[torch.Tensor], Any] | None) -> tuple[list[Any], bool]:
-    """Pops saved-tensor hooks until those that begin with `pack` are popped, too."""
+    """Pops saved-tensor hooks up to and including those that begin with `pack`."""
     above: list[Any] = []
     while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
@@ -379,12 +384,12 @@ def _push_hooks(above: list[Any]) -> None:
         torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
 
 
-# -- transforms of torch.func refuse saved-tensor hooks: ours are off while one runs, and what it saves stays ----------
+# -- transforms of torch.func do not support saved-tensor hooks, which are removed while one runs ----------
 
 _autograd: Any = torch._C._autograd
 _own_disable, _own_enable = _autograd._saved_tensors_hooks_disable, _autograd._saved_tensors_hooks_enable
-_pack_in_transforms: Callable[[torch.Tensor], Any] | None = None  # of the step that is running
-_taken_off = threading.local()  # `pack`: of the hooks that a transform in this thread runs without
+_pack_in_transforms: Callable[[torch.Tensor], Any] | None = None  # of the running step
+_taken_off = threading.local()  # `pack` of the hooks that were removed for a transform in this thread
 
 
 def in_transform() -> bool:
@@ -392,7 +397,7 @@ def in_transform() -> bool:
 
 
 def _let_transforms_run(pack: Callable[[torch.Tensor], Any] | None) -> None:
-    """While a step runs, whose hooks begin with `pack`."""
+    """Lets transforms run in a step whose hooks begin with `pack`."""
     global _pack_in_transforms
     _pack_in_transforms = pack
     _autograd._saved_tensors_hooks_disable = _own_disable if pack is None else _disable_hooks
@@ -404,7 +409,7 @@ def _disable_hooks(message: str, fail_if_non_empty: bool = True) -> None:
     is_taken_off = fail_if_non_empty and pack is not None and _take_hooks_off(pack)
     try:
         _own_disable(message, fail_if_non_empty)
-    except RuntimeError:  # hooks of the user's
+    except RuntimeError:  # the user has set hooks
         if is_taken_off and pack is not None:
             _put_hooks_back(pack)
         raise
@@ -437,20 +442,20 @@ leave_as_it_is(_unpack)
 
 
 def called_by_engine() -> bool:
-    """Is the op that came to our kernel autograd's own, with no Python of anybody's between the two? On a GPU the
-    engine has threads of its own, and there is none at all; else there is the function that called it."""
+    """Whether autograd's engine called the op directly, without Python code in between. On a GPU the engine's threads
+    have no Python frame at all; otherwise the nearest frame is the function that started it."""
     frame = _caller()
     return frame is None or frame.f_code.co_name == "_engine_run_backward"
 
 
 def called_by_function() -> bool:
-    """Is what is being saved saved by a custom autograd function, not by an op? Then that is the nearest Python."""
+    """Whether a custom autograd function saves the tensor, and not an op; then its frame is the nearest."""
     frame = _caller()
     return frame is not None and frame.f_code.co_filename == _FUNCTIONS and frame.f_code.co_name == "apply"
 
 
 def _caller() -> FrameType | None:
-    """The nearest Python that is neither ours nor the compiler's."""
+    """Returns the nearest Python frame that is neither outcore's nor the compiler's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
         frame = frame.f_back
@@ -458,10 +463,10 @@ def _caller() -> FrameType | None:
 
 
 def in_backward() -> bool:
-    """Is autograd's engine running in this thread?"""
+    """Whether autograd's engine is running in this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def asked_by_function() -> bool:
-    """Is the node that the engine runs a custom function's?"""
+    """Whether the engine runs the node of a custom function."""
     return isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction)

@@ -1,4 +1,4 @@
-"""The kernels of fused_replay.py. Triton compiles what it reads here; without Triton this file cannot be imported."""
+"""The Triton kernels of fused_replay.py. Without Triton this file cannot be imported."""
 # mypy: ignore-errors
 
 import triton

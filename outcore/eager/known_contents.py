@@ -1,8 +1,8 @@
-"""Integers and booleans that a step on fake tensors works out from what is known -> their contents.
+"""Contents of integer and boolean tensors in a step on fake tensors, as far as they are known.
 
-A step may ask what is in a small tensor: whether a mask hides anything, whether positions begin anew in the middle of a
-row. What the answer follows from (a range, a constant, the user's own batch) is known before anything is run, so the
-same ops run on these contents beside the fake ones. Floating point numbers and what is drawn at random stay unknown.
+A step may read a small tensor: whether a mask hides anything, or whether positions restart within a row. Its content
+follows from known values (a range, a constant, the user's own batch), so the same ops run on these values beside the
+fake ones. Floating point and random numbers stay unknown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CONTENT, _WRITTEN = "_outcore_content", "_outcore_written"
 
 
 def content_of(leaf: Any) -> torch.Tensor | None:
-    """What is in a fake tensor; None if nobody knows. A tensor that was written into is not known any more."""
+    """Returns the content of a fake tensor; None if it is unknown, as after a write into it."""
     if not isinstance(leaf, FakeTensor) or _WRITTEN in leaf.untyped_storage().__dict__:
         return None
     found: torch.Tensor | None = leaf.__dict__.get(_CONTENT)
@@ -30,14 +30,14 @@ def content_of(leaf: Any) -> torch.Tensor | None:
 
 
 def know_content(fake: torch.Tensor, real: torch.Tensor) -> None:
-    """`fake` stands for `real`, a tensor of the user's."""
+    """Sets the content of `fake` to that of `real`, a tensor of the user."""
     if _is_followed(real) and not real.is_meta and not isinstance(real, FakeTensor):
         with _disable_current_modes():
             fake.__dict__[_CONTENT] = real.detach().to("cpu", copy=True)
 
 
 def follow_contents(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-    """The op ran on fake tensors: runs it on their contents, too, where all of them are known."""
+    """Called after an op on fake tensors: runs it on their contents, too, if all of them are known."""
     made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     for written in outputs_of(func, args, kwargs, result)[1]:
         written.untyped_storage().__dict__[_WRITTEN] = True

@@ -1,13 +1,13 @@
-"""Launches of compiled graphs as ops of a step: how the recorder and the execution of a plan see them.
+"""Launches of compiled graphs as ops of a step, for the recorder and the execution of a plan.
 
-A graph (`outcore.compiled`) tells of each launch which buffers it reads and writes. From there on a launch is an op
-like any other: it has a recipe, and its results have cells. Three things differ from an operator call:
+A graph (`outcore.compiled`) declares which buffers each launch reads and writes. Otherwise a launch is an op like any
+other: it has a recipe, and its results have cells. Three things differ from an operator call:
 
 - generated kernels move no version counter, and launches run below the layer that would, so marks are set by value;
-- a launch may write into inputs of its graph that are small and there before the step (running statistics): a rerun
-  gets copies of what they were;
-- a backward graph may overwrite a value that was saved for it. What was unpacked then goes over to what the launch
-  makes, after being copied if somebody else still reads it (`Claim`).
+- a launch may write into small external inputs of its graph (running statistics); a rerun gets copies of their earlier
+  content;
+- a backward graph may overwrite a value that was saved for it. The unpacked memory then passes to the launch's result,
+  after being copied if somebody else still reads it (`Claim`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Kernel(Protocol):
-    """What a launch calls (`outcore.compiled.graphs.Kernel`)."""
+    """The kernel of a launch (`outcore.compiled.graphs.Kernel`)."""
 
     @property
     def number(self) -> int: ...
@@ -54,7 +54,7 @@ class Kernel(Protocol):
 
 
 class LaunchRecipe:
-    """One launch, to be run again."""
+    """One launch that can be rerun."""
 
     __slots__ = (
         "__weakref__",
@@ -71,7 +71,7 @@ class LaunchRecipe:
     def __init__(self, kernel: Kernel, args: Sequence[Ref | Held], changes: Tensors, numbers: Sequence[Any]) -> None:
         self.kernel = kernel
         self.args = args
-        self.copies = [tensor.clone() for tensor in changes]  # as they were
+        self.copies = [tensor.clone() for tensor in changes]  # their content before the launch
         self.numbers = numbers
         self.switches: Switches = switches(few=kernel.is_generated)
         self.generator_state: tuple[torch.device, torch.Tensor] | None = None
@@ -92,11 +92,11 @@ class LaunchRecipe:
         return [arg.cell for arg in self.args if arg.cell is not None]
 
     def sources(self) -> list[Cell]:
-        """What must be there to run it."""
+        """Returns the cells that must be present to run it."""
         return self.reads
 
     def run(self, *, in_place: bool = False) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Runs the launch from its cells' data (all must be there): the fresh tensors and the overwritten ones."""
+        """Reruns the launch from its cells' data (all must be present); returns fresh and overwritten tensors."""
         if how := changed(self.switches, switches(few=self.kernel.is_generated)):
             raise ReplayError(
                 f"{self.func} cannot be recomputed: {how} since the forward; switch it before the step begins or after "
@@ -122,7 +122,7 @@ class LaunchRecipe:
 
 
 def replay_of(kernel: Kernel, reads: Tensors, changes: Tensors) -> Replay:
-    """`pure`, `random` or `no`: may this launch be run again?"""
+    """Returns whether this launch may be rerun: `pure`, `random` or `no`."""
     if kernel.rerun is None or sum(tensor.nbytes for tensor in changes) > EAGER.most_copied_bytes:
         return "no"
     if kernel.is_generated:
@@ -139,7 +139,7 @@ def recipe_of(
     *,
     is_random: bool,
 ) -> LaunchRecipe:
-    """The recipe of a launch that is about to happen. `find(tensor)` says what stands for a tensor that it reads."""
+    """Returns the recipe of a launch before it runs. `find(tensor)` returns the cell or held tensor of an input."""
     found = [(find(tensor), tensor) for tensor in reads]
     args = [source if isinstance(source, Held) else Ref(source, tensor) for source, tensor in found]
     recipe = LaunchRecipe(kernel, args, changes, numbers)
@@ -150,7 +150,7 @@ def recipe_of(
 
 
 class Claim:
-    """Whether what was unpacked is ours alone. It is not while a cell that somebody refers to holds the same bytes."""
+    """Tells whether unpacked memory may be overwritten. It may not while a referenced cell holds the same bytes."""
 
     __slots__ = ("_cell", "_released")
 
@@ -159,7 +159,7 @@ class Claim:
         self._released = released
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same tensor, or a copy of its whole storage: it is about to be overwritten."""
+        """Returns the tensor, or a copy on a new storage, before it is overwritten."""
         cell = self._cell() if self._cell is not None else None
         storage = tensor.untyped_storage()
         if cell is not None and cell.data is not None and cell.data.untyped_storage()._cdata == storage._cdata:

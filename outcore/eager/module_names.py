@@ -1,4 +1,4 @@
-"""A running step -> the name of the module that is at work, for `explain`."""
+"""The name of the running module, for `explain`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from outcore.eager.intercept import compiler_was_near, leave_as_it_is
 
 
 class ModuleNames:
-    """Which module is running, for `explain`. Quiet where the model or parts of it are compiled: hooks would break
-    their graphs, and a compiled function asks how many there are."""
+    """Tracks which module is running, for `explain`. Inactive if the model or parts of it are compiled: hooks would
+    break their graphs, and compiled functions depend on the number of hooks."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.current = ""
         self._stack: list[str] = []
         self._names = {id(module): name for name, module in model.named_modules()}
         hooks: list[Any] = []
-        # An interrupt may end a step before anybody has what it is to close: the hooks go with this object, too.
+        # An interrupt may end a step before `close` is possible, so the hooks are also removed with this object.
         self._detach = weakref.finalize(self, _remove, hooks)
         self._detach.atexit = False
         if compiler_was_near() or any(type(module).__name__ == "OptimizedModule" for module in model.modules()):
@@ -42,11 +42,13 @@ class ModuleNames:
 
 
 def _weakly(names: ModuleNames, act: Callable[..., None]) -> Callable[..., None]:
-    """A hook that does not hold the object whose method it calls."""
+    """Returns a hook that calls a method of an object without holding it."""
     mark = weakref.ref(names)
 
     def hook(*args: Any) -> None:
-        if torch.compiler.is_dynamo_compiling():  # as in a branch of `torch.cond`, which may change nothing outside
+        if (
+            torch.compiler.is_dynamo_compiling()
+        ):  # for example in a branch of `torch.cond`, which must have no side effects
             return
         found = mark()
         if found is not None:

@@ -1,7 +1,8 @@
-"""Does a cheaper op give the same bits as a batch normalisation that just ran, and one that rectifies its result along?
+"""Compares a batch normalisation that just ran with cheaper ways to make its result again, with and without a
+rectifier.
 
-Compared on all of its result, and once for each shape and layout on weights that are drawn for it: those of a new
-network are ones and zeros, with which every order of multiplying gives the same number, until the first update.
+The whole result is compared, and once for each shape and layout also a result with drawn weights: a new network has
+ones and zeros, with which every order of multiplication gives the same number until the first update.
 """
 
 from __future__ import annotations
@@ -18,14 +19,12 @@ from outcore.eager.settings import EAGER
 from outcore.eager.signatures import OpOverload, signature_of
 from outcore.memory.clock import Clock
 
-Differences = tuple[
-    torch.Tensor, torch.Tensor | None
-]  # of the replay, of the one that also rectifies; not synchronized
-Proofs = dict[Any, Differences]  # for drawn weights, of one recording
+Differences = tuple[torch.Tensor, torch.Tensor | None]  # of the replay, and of the rectified one; not synchronized
+Proofs = dict[Any, Differences]  # comparisons with drawn weights, of one recording
 
 
 class NormReplay:
-    """The comparisons of one op, read at the end. What has no room to be compared has no norm replay."""
+    """The comparisons of one op, read at the end. Without room for a comparison there is no norm replay."""
 
     def __init__(
         self,
@@ -51,7 +50,7 @@ class NormReplay:
         except torch.OutOfMemoryError:
             self._is_exact = False
             on_refused()
-        except (RuntimeError, IndexError, ValueError):  # types it does not take; no statistics of their own
+        except (RuntimeError, IndexError, ValueError):  # unsupported dtypes, or no statistics
             self._is_exact = False
 
     def _note(self, differences: Differences | None) -> None:
@@ -67,11 +66,11 @@ class NormReplay:
     def _proof(
         self, args: Sequence[Any], fresh: Sequence[torch.Tensor], free_bytes: float, proofs: Proofs
     ) -> Differences | None:
-        """The op itself once more, with drawn weights. Nothing where its result has no room beside the first one."""
+        """Runs the op once more with drawn weights and compares. Returns None if there is no room for its result."""
         given = [None if weight is None else (weight.dtype, weight.shape) for weight in args[1:3]]
         key = (self._func, args[0].shape, args[0].stride(), args[0].dtype, *given)
         if key not in proofs and self._is_exact:
-            piece_bytes = max(self._piece_bytes, fresh[0].nbytes // max(1, fresh[0].shape[0]))  # no less than a row
+            piece_bytes = max(self._piece_bytes, fresh[0].nbytes // max(1, fresh[0].shape[0]))  # at least a row
             if fresh[0].nbytes + EAGER.piece_copies * piece_bytes > free_bytes:
                 return None
             drawn = _with_drawn_weights(self._func, args, fresh[1], fresh[2])
@@ -82,7 +81,7 @@ class NormReplay:
         return proofs.get(key)
 
     def _compare(self, args: Sequence[Any], made: Sequence[torch.Tensor]) -> Differences | None:
-        """In pieces: recording must not need much more memory than the op."""
+        """Compares in pieces, because recording must not need much more memory than the op."""
         out, mean, deviation = made[:3]
         num_rows = min(out.shape[0], max(1, self._piece_bytes * out.shape[0] // max(out.nbytes, 1)))
         self._num_pieces = out.shape[0] / num_rows
@@ -111,19 +110,19 @@ class NormReplay:
         try:
             if self._can_fuse:
                 together = normalise_again(self._func, args, mean, deviation, rows, rectified=True)
-        except torch.OutOfMemoryError:  # one row may be as large as the op: then there is a norm replay all the same
+        except torch.OutOfMemoryError:  # one row may be as large as the op; the norm replay is still possible
             self._on_refused()
         self._can_fuse = together is not None
         return together
 
     def seconds(self) -> float | None:
-        """How long the norm replay takes; None: it does not give the same bits."""
+        """Returns the seconds of the norm replay; None if it does not give the same bits."""
         if not self._is_exact or any(bool(found) for found in self._differ):
             return None
         return self.seconds_on(self._clock)
 
     def fused_s(self) -> float:
-        """How long both together take; infinite: not to be done together."""
+        """Returns the seconds of the norm replay with a rectifier; infinite if they cannot be fused."""
         differences = [*self._differ, *self._fused_differ]
         if not self._is_exact or not self._can_fuse or any(bool(differs) for differs in differences):
             return math.inf
@@ -137,10 +136,10 @@ class NormReplay:
 def _with_drawn_weights(
     func: OpOverload, args: Sequence[Any], mean: torch.Tensor, deviation: torch.Tensor
 ) -> list[Any]:
-    """Numbers with all their digits, from no generator; running statistics that nobody reads.
+    """Returns arguments with weights that use all digits, without a random generator, and temporary running statistics.
 
-    Rounded to half precision a few thousand results look alike in whatever order they were multiplied. So a bias takes
-    away all of its channel's first number but what was rounded away on the way there: of that every digit shows."""
+    After rounding to half precision, a few thousand results look alike for every order of multiplication. So the bias
+    cancels the first element of each channel except for its rounding error, whose digits are all visible."""
     drawn, (_, weight, bias) = list(args), args[:3]
     numbers = torch.arange(1, mean.numel() + 1, device=mean.device, dtype=torch.float32).sin() * EAGER.drawn_scale
     if isinstance(weight, torch.Tensor):

@@ -1,20 +1,23 @@
-"""A tensor that is about to change -> what somebody still needs of it is put away first.
+"""Saves content that is still needed before a tensor changes.
 
-Readers of four kinds come back to memory that the program can change, and each must find what plain PyTorch would use:
+Four kinds of readers return to memory that the program can change, and each must find what plain PyTorch would use:
 
-- A rerun needs what was there when its op ran. Before a tensor that it reads is written into, the content goes to the
-  store, and the rerun reads that. Whether the write moves a version counter does not matter.
-- Autograd sees a saved tensor as it is when the backward asks for it. What was swapped out or dropped is a copy of what
-  was there when it was saved. A write that moves the tensor's version counter makes plain PyTorch refuse the backward,
-  and the copy is as good as that; one that does not, through `x.data`, is seen. So handles of a tensor that was opened
-  in this way are given the tensor itself before it changes, and no copy.
-- What a custom function gets back it may hand on as the gradient of a parameter, and autograd takes that over without a
-  copy where nobody else refers to the same tensor object. In plain PyTorch whoever saved it does; here every unpacked
-  tensor is an object of its own. So before such memory is written into, what was saved of it is copied.
-- Memory that was handed to somebody who writes without any op (NumPy, DLPack, a pointer) may change at any time from
-  then on: it counts as written at once, and what is saved of it later is kept as it is.
+- A rerun needs the content at the time of its op. Before a tensor that it reads is written into, the content goes to
+the
+  store, and the rerun reads it from there, whether or not the write moves a version counter.
+- Autograd reads a saved tensor as it is when the backward needs it, while a swapped or dropped value has the content at
+  the time when it was saved. If a write moves the tensor's version counter, plain PyTorch refuses the backward, so the
+  old content is sufficient. If it does not (through `x.data`), plain PyTorch uses the new content. Therefore handles of
+  a tensor that was accessed in this way refer to the tensor itself before it changes, and not to a copy.
+- A custom function may return an unpacked tensor as the gradient of a parameter, which autograd takes over without a
+copy
+  if nobody else refers to the same tensor object. In plain PyTorch the function that saved it does; here every unpacked
+  tensor is a new object. So before such memory is written into, the saved content is copied.
+- Memory passed to others who write without any op (NumPy, DLPack, a pointer) may change at any time afterwards. It
+counts
+  as written immediately, and values saved on it later stay as they are.
 
-Storages are told apart by their address, together with a weak reference to the storage that lay there: to ask a tensor
+Storages are identified by their address together with a weak reference to the storage that was there: asking a tensor
 for its storage makes autograd add gradients out of place, and most tensors that are written into are gradients.
 """
 
@@ -53,7 +56,7 @@ from outcore.memory.tensors import PLAIN, Source, as_bytes, below_everything, is
 
 
 class Contents:
-    """What a step will read again, by where it lies."""
+    """The content that a step will read again, by address."""
 
     def __init__(
         self,
@@ -62,19 +65,19 @@ class Contents:
         on_copy: Callable[[torch.Tensor], None] = see_brought,
         on_taken: Callable[[torch.Tensor], None] = lambda tensor: None,
     ) -> None:
-        """`on_copy` is told of each copy on the device. `on_taken`: of memory that a custom function got back and that
-        is about to be written into by others, where nothing saved lies in it."""
+        """`on_copy` receives each copy on the device. `on_taken` receives memory that a custom function unpacked and
+        that others are about to write into, without a saved value on it."""
         self.marks = Marks()
         self._store = store
-        self._run = weakref.ref(run)  # of which handles are: it refers to this
+        self._run = weakref.ref(run)  # the run of the handles; weak, because it refers to this object
         self._on_copy, self._on_taken = on_copy, on_taken
         self.held: dict[int, list[weakref.ref[Held]]] = {}
-        self._away: dict[int, list[weakref.ref[Away]]] = {}  # by the id of who brings them
-        self._opened: Places = {}  # there are tensors on these storages that have version counters of their own
-        self.exposed: Places = {}  # somebody may write into these without any op
-        self._lent: dict[int, weakref.ref[Cell]] = {}  # where autograd may have the content of a cell at the moment
+        self._away: dict[int, list[weakref.ref[Away]]] = {}  # by the id of their source
+        self._opened: Places = {}  # storages with tensors that have version counters of their own
+        self.exposed: Places = {}  # storages that may be written without any op
+        self._lent: dict[int, weakref.ref[Cell]] = {}  # addresses at which autograd may hold the content of a cell
         self.replaced = Replaced()
-        self._handed: Places = {}  # custom functions got these back, and may have made gradients of them
+        self._handed: Places = {}  # unpacked by custom functions, which may have returned them as gradients
 
     def clear(self) -> None:
         self.marks.clear()
@@ -86,34 +89,34 @@ class Contents:
         self._lent.clear()
 
     def tell_left(self) -> None:
-        """The step has left its plan."""
+        """Informs the run that the step has left its plan."""
         if (run := self._run()) is not None:
             run.was_left()
 
     def will_read(self, held: Held) -> bool:
-        """A rerun will read a tensor that was there before the step. False: it must not, because somebody may write
-        into it without any op: NumPy, say, or whoever the memory is from."""
+        """Registers an external tensor that a rerun will read; returns False if it must not, because the memory may be
+        written without any op, for example by NumPy."""
         address = storage_ptr(held.storage)
         self.held.setdefault(address, []).append(weakref.ref(held))
         return address not in self.exposed and held.storage.resizable()
 
     def will_bring(self, source: Source, tensor: torch.Tensor) -> Away:
-        """A rerun will read a weight that is not on the device all the time."""
+        """Registers a weight that is not always on the device and that a rerun will read."""
         away = Away(source.pack(tensor), tensor)
         self._away.setdefault(id(source), []).append(weakref.ref(away))
         return away
 
-    # -- what can happen to a tensor ----------------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------
 
     def before_write(self, tensors: Iterable[torch.Tensor], *, silent: bool = False) -> bool:
-        """These are about to be written into, without moving their version counters if the write is silent. True:
-        somebody needed what was there, and it was put away."""
+        """Called before tensors are written into; `silent` writes do not move their version counters. Returns whether
+        content was saved because somebody needs it."""
         needed = False
         for tensor in tensors:
             if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
                 continue
             if not (address := address_of(tensor)):
-                continue  # it has no bytes
+                continue  # without bytes
             if address in self._lent and (cell := self._lent.pop(address)()) is not None:
                 cell.lent = None
             if address in self.held:
@@ -129,17 +132,17 @@ class Contents:
         return needed
 
     def open(self, storage: torch.UntypedStorage) -> None:
-        """Somebody gets a tensor on it with a version counter of its own."""
+        """Called when somebody gets a tensor on the storage with a version counter of its own."""
         self._opened[storage_ptr(storage)] = weakref.ref(storage)
 
     def hand(self, tensor: torch.Tensor) -> None:
-        """It is unpacked. Who asks for it is looked up here."""
+        """Called when a tensor is unpacked; notes it if a custom function receives it."""
         if asked_by_function() and is_plain(tensor):
             self._handed[address_of(tensor)] = weakref.ref(tensor.untyped_storage())
 
     def lend(self, cell: Cell) -> None:
-        """What was brought for one node of the graph goes with it, and until then another one may have it, too. A
-        custom function has its own: it may write into that."""
+        """Releases a cell whose content was unpacked for one node of the graph; until that node releases it, other
+        nodes may have it, too. Custom functions do not share it, because they may write into it."""
         if not asked_by_function():
             assert cell.data is not None
             storage = cell.data.untyped_storage()
@@ -148,7 +151,7 @@ class Contents:
         cell.let_go()
 
     def expose(self, storage: torch.UntypedStorage) -> bool:
-        """Somebody may write into it without any op, from now on. True: something was put away for that."""
+        """Called before a storage may be written without any op. Returns whether content was saved for that."""
         address = storage_ptr(storage)
         needed = address in self.held and self._keep_for_reruns(address)
         if self.marks.find(address) is not None:
@@ -163,9 +166,13 @@ class Contents:
         return tensor is not None and storage_at(self._handed, address_of(tensor)) is not None
 
     def replacing(self, tensor: torch.Tensor) -> Callable[[], bool]:
-        """A tensor is about to get another storage (`x.data = ...`). Reruns go on reading the one it has. Autograd
-        saved the tensor itself where it was the input of an op, and sees the other one then; of an op's output it saved
-        what lay below. What is returned is called when the tensor has the other one. True: handles follow it."""
+        """Called before a tensor gets another storage (`x.data = ...`); the returned function must be called
+        afterwards.
+
+        Reruns still read the previous storage. If autograd saved the tensor as the input of an op, it saved the tensor
+        itself and then reads the new storage; an op's output was saved below autograd and keeps the previous one. The
+        returned function tells whether handles follow the tensor.
+        """
         self._keep_away(address_of(tensor), tensor)
         for mark in self.held.get(address_of(tensor), ()):
             held = mark()
@@ -196,7 +203,7 @@ class Contents:
 
         return finish
 
-    # -- what is done about it ----------------------------------------------------------------------------------------
+    # -- saving content ----------------------------------------------------------------------------------------
 
     def _keep_for_reruns(self, address: int) -> bool:
         helds = [held for held in (mark() for mark in self.held.pop(address)) if held is not None]
@@ -211,7 +218,7 @@ class Contents:
         return True
 
     def _keep_away(self, address: int, tensor: torch.Tensor) -> bool:
-        """A weight is about to change, wherever it is at the moment."""
+        """Saves the content of a weight before it changes, wherever it is."""
         source = source_at(address)
         marks = self._away.pop(id(source), ()) if source is not None else ()
         aways = [away for away in (mark() for mark in marks) if away is not None]
@@ -225,15 +232,15 @@ class Contents:
         return True
 
     def kept(self) -> list[Kept]:
-        """The handles of what stays, found by looking through all that Python holds, as below."""
+        """Returns the handles of tensors that stay, found among all of Python's objects (as in `_handles_of`)."""
         return [one for one in gc.get_referrers(self._run()) if type(one) is Kept]
 
     def _kept_at(self, address: int) -> list[Kept]:
         return [one for one in self.kept() if is_plain(one.tensor) and address_of(one.tensor) == address]
 
     def _copy_kept(self, address: int, written: torch.Tensor) -> None:
-        """What a function does to the memory it gets back is its own affair: plain PyTorch's check of versions decides
-        about that. What is done to a gradient is not. No plan is left for it: plain PyTorch has copied by now, too."""
+        """Copies kept tensors before others write into memory that a custom function received. What the function itself
+        does is decided by plain PyTorch's check of versions. The plan is not left, as plain PyTorch has copied, too."""
         if storage_at(self._handed, address) is None or asked_by_function():
             return
         del self._handed[address]
@@ -248,8 +255,8 @@ class Contents:
                     one.keep(View(one.tensor).of(copy))
 
     def _part(self, storage: torch.UntypedStorage, written: View | None, *, follow: bool) -> bool:
-        """A storage stops standing for its cells, which are what was there. Handles follow the storage if they shall,
-        and see what is written."""
+        """Detaches a storage from its cells, which have the content before a write. With `follow`, handles refer to the
+        storage from now on, and see the write."""
         cells = cells_on(storage)
         unmark(storage)
         needed, following = False, []
@@ -278,8 +285,8 @@ class Contents:
         return needed
 
     def _keep_content(self, cell: Cell) -> bool:
-        """Its data is about to change. Where autograd alone asks for it, plain PyTorch's check of versions decides; but
-        in a backward it may be what autograd made a gradient of without copying it, as it would in plain PyTorch."""
+        """Saves the content of a cell's data before it changes. If only autograd needs it, plain PyTorch's check of
+        versions decides; but in a backward, autograd may have made it a gradient without a copy."""
         if cell.parcel is not None:
             cell.parcel.wait_out()
             cell.let_go()
@@ -292,7 +299,7 @@ class Contents:
         return True
 
     def _put_away(self, cell: Cell) -> None:
-        """A copy in the store, or beside it where there is no room."""
+        """Copies a cell to the store, or on the device if the store has no room."""
         assert cell.data is not None
         with below_everything():
             if cell.swap_out(self._store):
@@ -305,7 +312,7 @@ class Contents:
 
 
 def _saved_by(node: Any) -> set[int]:
-    """The handles that a node of autograd's graph saved, by their ids."""
+    """Returns the ids of the handles that a node of autograd's graph saved."""
     names = [name for name in dir(node) if name.startswith("_raw_saved_")] if node is not None else []
     found: list[Any] = []
     for name in names:
@@ -315,8 +322,8 @@ def _saved_by(node: Any) -> set[int]:
 
 
 def _handles_of(cell: Cell, storage: torch.UntypedStorage | None, written: View | None) -> list[Handle]:
-    """Those that were packed from this storage, and see what is about to be written. Found by looking through all that
-    Python holds: a list of them would cost every step, and this happens in few."""
+    """Returns the handles packed from this storage that the write affects. They are searched among all of Python's
+    objects, because a list would cost time in every step, and this is rarely needed."""
     return [
         handle
         for handle in gc.get_referrers(cell)
@@ -327,7 +334,7 @@ def _handles_of(cell: Cell, storage: torch.UntypedStorage | None, written: View 
 
 
 def may_overlap(one: View, other: View) -> bool:
-    """May two views of a storage share a byte? The chunks of one tensor do not, though each spans nearly all of it."""
+    """Whether two views of a storage may share a byte. Chunks of one tensor do not, though each spans most of it."""
     first, second = sorted((one, other), key=lambda view: view.offset * view.dtype.itemsize)
     if first.end_bytes <= second.offset * second.dtype.itemsize:
         return False
@@ -338,8 +345,8 @@ def may_overlap(one: View, other: View) -> bool:
 
 
 def _is_sum(distance: int, axes: Sequence[tuple[int, int]]) -> bool:
-    """Is it a sum of strides, each taken less often (forwards or backwards) than there are numbers along it? Then two
-    views that lie alike, so far apart, share a number."""
+    """Whether a distance is a sum of strides, each taken (forwards or backwards) less often than its axis is long. If
+    so, two views with equal layouts at this distance share an element."""
     if not axes:
         return distance == 0
     *within, (stride, size) = axes

@@ -1,4 +1,4 @@
-"""Launches of compiled graphs in a step that follows a plan -> captured where the schedule reruns them."""
+"""Captures launches of compiled graphs that the schedule of a planned step reruns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outcore.memory.meter import LiveBytes
 
 
 class PlannedLaunches:
-    """A graph inside a step that follows a plan, whose first launch is op `first` of the step."""
+    """The launches of a graph in a planned step; its first launch is op `first` of the step."""
 
     def __init__(
         self,

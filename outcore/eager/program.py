@@ -1,4 +1,4 @@
-"""Trace + Schedule -> Program: a schedule made ready to be followed, all that the hot path asks of it looked up."""
+"""A schedule prepared for the hot path, with everything that it needs looked up in advance."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from outcore.planning.program.simulate import recipe_ops
 from outcore.planning.trace_index import index_of
 from outcore.values import Action, Schedule, Tick, Trace
 
-Moves = tuple[list[int], list[int]]  # placeholders to give back, then those to take, by number
+Moves = tuple[list[int], list[int]]  # numbers of placeholders to free, and of those to take
 
 
 class PlannedTick:
-    """What the hot path needs to know of one tick."""
+    """The properties of one tick that the hot path needs."""
 
     __slots__ = (
         "actions",
@@ -46,15 +46,15 @@ class PlannedTick:
         self.dtype = getattr(torch, tick.dtype, None)
         self.decision = decision
         self.needs_cell = self.is_busy = self.packed_again = False
-        self.is_outside = False  # its value was there before the step
-        self.is_shared = False  # several storages of the step stand for its value: those of merged ops
+        self.is_outside = False  # its value existed before the step
+        self.is_shared = False  # several storages have its value: those of merged ops
         self.actions: list[Action] = []
-        self.gives_at = -1  # the action at which what an unpack gives must be taken: it ends our hold on it
+        self.gives_at = -1  # the action before which an unpack must take its tensor, as it releases it
         self.moves: Moves | None = None
 
 
 class Program:
-    """A schedule made ready to be followed."""
+    """A schedule prepared for a step to follow."""
 
     def __init__(
         self,
@@ -66,14 +66,14 @@ class Program:
         exact_shapes: bool = True,
         may_switch: bool = False,
     ) -> None:
-        """`exact_shapes`: steps save tensors of exactly the planned shapes. `may_switch`: a step may turn out to be
-        another one, so that what is kept is held in a way in which it can still be put away."""
+        """`exact_shapes`: whether steps save tensors of exactly the planned shapes. `may_switch`: whether a step may
+        change over to another program, so that kept values must be held in a way in which they can still be swapped."""
         self._trace = trace
-        self.fast_path: Any = None  # what the library in C++ knows of it, once a step followed it
+        self.fast_path: Any = None  # the C++ library's data for it, once a step followed it
         self.ticks = [
             PlannedTick(number, tick, schedule.decisions.get(tick.value, "")) for number, tick in enumerate(trace.ticks)
         ]
-        if not exact_shapes:  # smaller tensors than planned for are saved in the same places
+        if not exact_shapes:  # smaller tensors than planned may be saved
             for planned in self.ticks:
                 planned.shape = None
         for action in schedule.actions:
@@ -100,7 +100,7 @@ class Program:
         self.names = [op.name for op in trace.ops[: self.last_watched + 1]]
         written = {trace.values[value].storage for op in self.captured.values() for value in op.writes}
         reads = {value for op in self.captured.values() for value in op.reads}
-        # Parameters, buffers and inputs that captured ops only read: they are there all along, and need no cell.
+        # Parameters, buffers and inputs that captured ops only read always exist, and need no cell.
         self.held = {v for v in reads if _is_outside(trace, v) and trace.values[v].storage not in written}
         self.cells = held_as_cells | (reads - self.held) | set(self.repeated.values())
         shared = set(self.repeated.values())
@@ -111,42 +111,42 @@ class Program:
             tick.needs_cell = tick.value in self.cells
             tick.is_shared = tick.value in shared
             tick.is_outside = _is_outside(trace, tick.value)
-            # To drop a value there is nothing to do: its pack does not hold it.
+            # Dropping a value needs no work, because its pack does not hold it.
             tick.is_busy = tick.moves is not None or any(action.kind != "drop" for action in tick.actions)
 
     @cached_property
     def looked_at(self) -> set[int]:
-        """The ops that are captured, repeat another, or are repeated."""
+        """The ops that are captured, that repeat another op, or that are repeated."""
         return {*self.captured, *self.merged_ops, *self.repeated}
 
     @cached_property
     def keeps_everything(self) -> bool:
-        """Whether nothing is put away or brought back, and nothing is remembered of any op."""
+        """Whether no value is swapped or recomputed, and no op is captured."""
         return not (self.cells or self.held or self.captured or self.merged_ops or self.moves)
 
     @cached_property
     def pack_values(self) -> list[int]:
         return [tick.value for tick in self.ticks if tick.is_pack]
 
-    # -- what tells it from other programs ----------------------------------------------------------------------------
+    # -- comparison with other programs ----------------------------------------------------------------------------
 
     @cached_property
     def events(self) -> list[Hashable]:
-        """What can be seen of each tick: a tensor of some shape is saved, or the one of some pack asked for."""
+        """The observable part of each tick: shape and dtype of a saved tensor, or the pack of an unpacked one."""
         return [(tick.shape, tick.dtype) if tick.is_pack else tick.pack for tick in self.ticks]
 
     @cached_property
     def op_keys(self) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-        """Per op its name and the values that it reads and writes."""
+        """The name of each op and the values that it reads and writes."""
         return [(op.name, op.reads, op.writes) for op in self._trace.ops]
 
     @cached_property
     def producers(self) -> list[int]:
-        """Per value the op that makes it; -1: it was there before the step."""
+        """The op that makes each value; -1 if it existed before the step."""
         return [value.producer for value in self._trace.values]
 
     def num_ops_before(self, num_ticks: int) -> int:
-        """How many ops ran when so many ticks were over, and the next one comes."""
+        """Returns how many ops run before the tick with this number."""
         if num_ticks < 0:
             return 0
         if num_ticks >= len(self.ticks):
@@ -154,12 +154,12 @@ class Program:
         return self._trace.ticks[num_ticks].slot - num_ticks  # every slot is an op or a tick
 
     def has_op_at(self, op: int, name: str, num_ticks: int) -> bool:
-        """Whether this is the op that runs when so many ticks are over, before the next one."""
+        """Whether this op runs after the previous tick and before the one with this number."""
         is_in_between = self.num_ops_before(num_ticks - 1) <= op < self.num_ops_before(num_ticks)
         return is_in_between and self.op_keys[op][0] == name
 
     def gone_before(self, num_ticks: int) -> set[int]:
-        """The values that are off the device after so many ticks."""
+        """Returns the values that are off the device after this many ticks."""
         gone: set[int] = set()
         for tick in self.ticks[:num_ticks]:
             for action in tick.actions:
@@ -171,19 +171,19 @@ class Program:
 
     @classmethod
     def empty(cls) -> Program:
-        """No plan: the first tick leaves it."""
+        """Returns a program without a plan; its first tick leaves it."""
         return cls(Trace((), (), (), (), 0), Schedule("", (), {}))
 
 
 def _gives_at(tick: PlannedTick) -> int:
-    """The last free of the value asked for, -1 where there is none. One that is freed and brought back in the same tick
-    is given as it is brought back: what is taken before would keep its old storage beside the new one."""
+    """Returns the index of the last free of the unpacked value; -1 if there is none. A value that is freed and brought
+    back in the same tick is taken after that; taken before, its old storage would exist beside the new one."""
     own = [at for at, action in enumerate(tick.actions) if action.value == tick.value or tick.value in action.values]
     return own[-1] if own and not tick.is_pack and tick.actions[own[-1]].kind == "free" else -1
 
 
 def _moves(placeholders: Sequence[Placeholder]) -> dict[int, Moves]:
-    """By slot; what is there before the step is nobody's."""
+    """Returns the moves by slot. Placeholders taken before the step have none."""
     found: dict[int, Moves] = {}
     for number, one in enumerate(placeholders):
         found.setdefault(one.until, ([], []))[0].append(number)
@@ -193,5 +193,5 @@ def _moves(placeholders: Sequence[Placeholder]) -> dict[int, Moves]:
 
 
 def _is_outside(trace: Trace, value: int) -> bool:
-    """Written into something that was there before the step: nothing we bring back."""
+    """Whether a value is on a storage that existed before the step, and is not brought back."""
     return trace.storages[trace.values[value].storage].external

@@ -1,4 +1,4 @@
-"""Launches of compiled graphs in a step that is being recorded -> ops of its trace."""
+"""Records launches of compiled graphs as ops of the trace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outcore.eager.switches import Switches, changed, switches
 
 
 class RecordedLaunches:
-    """A graph inside a step that is being recorded: the recorder's part for launches."""
+    """Records the launches of one graph in a recorded step."""
 
     busy: Collection[int] = ALL_LAUNCHES
 
@@ -29,7 +29,7 @@ class RecordedLaunches:
         switches: Switches,
         changing: Callable[[Tensors], None],
     ) -> None:
-        """`switches`: those that the step began with. `changing` is told what a launch is about to write into."""
+        """`switches`: those at the beginning of the step. `changing` is called before a launch writes into tensors."""
         self._storages, self._ops, self._cells, self._safety = storages, ops, cells, safety
         self._switches, self._changing = switches, changing
 
@@ -53,10 +53,10 @@ class RecordedLaunches:
         storages, ops, cells = self._storages, self._ops, self._cells
         ops.stop(running)
         unknown = [tensor for tensor in fresh if not storages.knows(tensor)]
-        if len(unknown) < len(fresh):  # an operator returned what it was given
+        if len(unknown) < len(fresh):  # an operator returned one of its arguments
             fresh, recipe, replay = unknown, None, "no"
         workspace_bytes = ops.workspace_bytes(running, fresh)
-        if kernel.is_generated:  # it allocates nothing itself; its first launch also tries out configurations
+        if kernel.is_generated:  # it allocates nothing; its first launch also tunes configurations
             workspace_bytes = 0
         writes = ops.add_results(fresh, overwritten)
         if recipe is not None:

@@ -1,4 +1,4 @@
-"""Ops of a step as they run -> what the trace says of them: seconds, workspace, module, and how they can run again."""
+"""The ops of a recorded step: seconds, workspace, module, and how they can be rerun."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from outcore.memory.clock import Clock, HostGaps, Looks
 from outcore.memory.device import DeviceMemory
 from outcore.values import Op, Replay, Value
 
-Pass = tuple[tuple[int, ...], float]  # the ops before its last one, and how long all of them take
+Pass = tuple[tuple[int, ...], float]  # the ops before its last one, and the seconds of all of them
 
 
 @dataclass(slots=True)
 class RecordedOp:
-    """An op in the making: the fields of `outcore.values.Op`, all but its seconds."""
+    """An op being recorded: the fields of `outcore.values.Op` except its seconds."""
 
     slot: int
     name: str
@@ -40,7 +40,7 @@ class RecordedOp:
     fused_s: float = 0.0
     repeats: int = -1
     joins: bool = False
-    gap: tuple[float, int] = (0.0, 0)  # seconds of the host before it, and the saved tensors looked at on the way
+    gap: tuple[float, int] = (0.0, 0)  # the host's seconds before it, and the number of saved tensors observed in them
 
     def finish(self, seconds: float, looks: Looks) -> Op:
         host_s, seconds = looks.apart(self.gap, seconds)
@@ -65,15 +65,15 @@ class RecordedOp:
 
 
 class Running(NamedTuple):
-    """An op that runs."""
+    """An op that is running."""
 
     live_bytes: int  # in known storages when it began
-    unseen_bytes: int  # the workspace of what ran since the op before, and is no op
+    unseen_bytes: int  # workspace of code other than ops since the previous op
     started: Any
 
 
 class RecordedOps:
-    """The ops of one recorded step, in the order they ran in."""
+    """The ops of one recorded step, in the order in which they ran."""
 
     def __init__(
         self,
@@ -100,11 +100,11 @@ class RecordedOps:
 
     @property
     def module(self) -> str:
-        """The name of the module that runs."""
+        """The name of the running module."""
         return self._modules.current
 
     def reset_peak(self) -> None:
-        """What the recorder itself allocated since the last op is not the step's."""
+        """Excludes memory that the recorder itself allocated since the last op."""
         self.workspaces.reset(self._storages.live_bytes)
 
     def start(self) -> Running:
@@ -115,13 +115,13 @@ class RecordedOps:
         self._clock.stop(running.started)
 
     def workspace_bytes(self, running: Running, fresh: Sequence[torch.Tensor]) -> int:
-        """What the op that ran allocated beyond every storage. `fresh`: the tensors that it made."""
+        """Returns the bytes that the op allocated beyond every storage. `fresh`: the tensors that it made."""
         live_bytes = self._storages.live_bytes
         made_bytes = sum(self._storages.count_bytes(tensor) for tensor in fresh)
         return self.workspaces.read(max(running.live_bytes, live_bytes) + made_bytes, live_bytes)
 
     def add_results(self, fresh: Sequence[torch.Tensor], overwritten: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """The values that the op which ran last made: new storages, then next versions."""
+        """Returns the values that the last op made: new storages, then next versions."""
         storages, index = self._storages, len(self.ops)
         writes = [storages.add_made(tensor, index) for tensor in fresh]
         writes += [storages.add_version(tensor, index) for tensor in overwritten]
@@ -129,7 +129,7 @@ class RecordedOps:
         return tuple(writes)
 
     def try_norm_replay(self, func: OpOverload, args: Sequence[Any], fresh: list[torch.Tensor]) -> None:
-        """Compares the norm that ran last, if it is one, with the same norm applied from its saved statistics."""
+        """If the last op is a norm, compares it with the same norm applied from its saved statistics."""
         if not has_norm_replay(func, args):
             return
         self._norm_replays[len(self.ops)] = NormReplay(
@@ -144,7 +144,7 @@ class RecordedOps:
         self.reset_peak()
 
     def see_for_passes(self, recipe: Recipe, args: Sequence[Any], made: torch.Tensor) -> None:
-        """The op that ran last may be part of a pass."""
+        """Considers the last op as a part of a pass."""
         index = len(self.ops)
         self._passes.see(index, recipe, args, made, is_norm=index in self._norm_replays)
 
@@ -159,8 +159,8 @@ class RecordedOps:
         lost: Iterable[int] = (),
         looks: Looks | None = None,
     ) -> tuple[Op, ...]:
-        """`saved`: the values that autograd saved. `written_into`: those that custom functions may write into.
-        `is_lost`: whether an op that reads and writes these values must never run again, as those in `lost`."""
+        """Returns the ops. `saved`: the values that autograd saved. `written_into`: those that custom functions may
+        write into. `is_lost`: whether an op with these reads and writes must never be rerun, as those in `lost`."""
         seconds = self._clock.seconds()
         for index, norm_replay in self._norm_replays.items():
             self.ops[index].norm_replay_s = norm_replay.seconds()
@@ -181,35 +181,38 @@ class Repeats:
     """Finds ops that call the same operator on the same values as an op before them."""
 
     def __init__(self) -> None:
-        self._calls: dict[Hashable, int] = {}  # what was called on which values -> the op that did it first
+        self._calls: dict[Hashable, int] = {}  # operator and values of a call -> the first op with it
 
     def first(self, index: int, recipe: Recipe, made: torch.Tensor) -> int:
-        """The op that made the same call first; -1: this one, or nobody can tell. The result is compared, too, because
-        a call does not say everything: the default dtype, for one."""
+        """Returns the op that made the same call first; -1 if there is none, or if it is unknown. The result's layout
+        is compared, too, because it may depend on more than the call, such as the default dtype."""
         try:
             first = self._calls.setdefault((recipe.call(), View(made).key()), index)
-        except TypeError:  # an argument that has no hash
+        except TypeError:  # an argument is not hashable
             return -1
         return first if first != index else -1
 
     def forget(self, ops: Sequence[RecordedOp], written_into: set[int]) -> None:
-        """Custom (and compiled) backwards may use what they saved as memory: no op that repeats it is merged."""
+        """Excludes ops whose result a custom (or compiled) backward may use as memory from being merged."""
         for op in ops:
             if op.repeats >= 0 and not written_into.isdisjoint((op.writes[0], ops[op.repeats].writes[0])):
                 op.repeats = -1
 
 
 class EngineSums:
-    """Finds the sums with which autograd's engine adds up the gradients of a value that is used several times."""
+    """Finds the additions with which autograd's engine accumulates the gradients of a value that is used repeatedly."""
 
     def __init__(self) -> None:
-        self._node = -1  # of autograd's graph, whose ops are running, by its number
-        self._node_values: set[int] = set()  # what they read and made
+        self._node = -1  # number of the node of autograd's graph whose ops run
+        self._node_values: set[int] = set()  # the values that they read and made
 
     def joins(self, func: OpOverload, args: Sequence[Any], reads: Sequence[int], writes: Sequence[int]) -> bool:
-        """Whether this op is a sum of the engine, if no Python (of a formula or of a hook) called it. The engine adds
-        after its node is done: the first gradient came from another node, and this one's formula has not looked at it.
-        Where nobody looks, it adds in place, but never into a view, whose base holds the storage too."""
+        """Whether this op is an addition of the engine, given that no Python code of a formula or a hook called it.
+
+        The engine adds after its node is done: the first gradient comes from another node, and this node's formula has
+        not read it. Without observation, the engine adds in place, but never into a view, whose base shares the
+        storage.
+        """
         node = torch._C._current_autograd_node()
         number = -1 if node is None else node._sequence_nr()
         if number != self._node:
@@ -221,7 +224,7 @@ class EngineSums:
 
 @dataclass(frozen=True)
 class _Part:
-    """An op that may be part of a pass, as it was recorded: what it was given, and the one tensor that it made."""
+    """An op that may be part of a pass: its arguments, and the one tensor that it made."""
 
     kind: str  # norm, sum, product, cast, rectifier
     given: tuple[View | None, ...]

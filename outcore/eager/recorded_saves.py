@@ -1,8 +1,8 @@
-"""What autograd saves in a step that is being recorded, and asks back -> the step's ticks; the cells of its values.
+"""The tensors that autograd saves in a recorded step: the step's ticks, and the cells of its values.
 
-What is saved leaves the device on the spot. On a GPU a value is dropped if a handful of ops make it again from what was
-swapped, else it is swapped: running ops again costs less than touching fresh host memory for the first time. When the
-host has no more room, whatever can be dropped is.
+Saved tensors leave the device at once. On a GPU a value is dropped if a few ops make it again from swapped values, and
+otherwise swapped: rerunning ops costs less than touching new host memory for the first time. When the host has no more
+room, every value that can be dropped is.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ H = TypeVar("H", Handle, Kept)
 
 
 class RecordedCells:
-    """The cells of one recorded step, by value. `reset_peak` is called after memory was used that is not the step's."""
+    """The cells of one recorded step, by value. `reset_peak` is called after using memory that is not the step's."""
 
     def __init__(
         self,
@@ -71,18 +71,18 @@ class RecordedCells:
         *,
         overwritten: bool = False,
     ) -> list[weakref.ref[Cell]]:
-        """New cells for what an op made, whose recipe they refer to."""
+        """Adds cells for the results of an op, with its recipe."""
         marks = []
         for value, tensor in zip(writes, made):
             if self._storages.storage_of(value).external:
-                continue  # a buffer or parameter: its mark would outlive the step
+                continue  # a buffer or parameter, whose mark would outlive the step
             cell = Cell(value, tensor, overwritten=overwritten)
             cell.recipe = recipe
             marks.append(self._name(cell, tensor))
         return marks
 
     def source_of(self, index: int, tensor: torch.Tensor) -> Cell | Held:
-        """What stands for a tensor that op `index` reads."""
+        """Returns the cell or held tensor for a tensor that op `index` reads."""
         source = source_of(tensor)
         if source is None:
             return self.cell_of(tensor)
@@ -91,41 +91,44 @@ class RecordedCells:
         return away
 
     def cell_of(self, tensor: torch.Tensor) -> Cell:
-        """The cell of the value that a tensor is a view of, which an op reads or autograd saves."""
+        """Returns the cell of a tensor that an op reads or autograd saves."""
         value = self._storages.value_of(tensor)
         mark = self._cells.get(value)
         cell = mark() if mark is not None else None
         if cell is not None and cell.version != version_of(tensor) and not self.can_be_made(cell, tensor):
-            self._safety.rewritten.add(value)  # a custom function's kernel wrote into it, and the function said so
+            self._safety.rewritten.add(value)  # written by a custom function's kernel, as the function declared
             cell = None
         if cell is None:
             cell = Cell(value, tensor)
             if self._storages.storage_of(value).external:
                 cell.hold(tensor, self._contents.marks)
                 self._cells[value] = weakref.ref(cell)
-            else:  # it cannot be made again; it can be brought back once it is swapped
+            else:  # it cannot be recomputed, but brought back once it is swapped
                 self._name(cell, tensor)
         return cell
 
     def replace(self, value: int, tensor: torch.Tensor) -> Cell:
-        """A custom function saves something else than the ops of the step made."""
+        """Replaces a cell, because a custom function saves other content than the ops of the step made."""
         self._safety.rewritten.add(value)
         cell = Cell(value, tensor)
         self._name(cell, tensor)
         return cell
 
     def can_be_made(self, cell: Cell, tensor: torch.Tensor) -> bool:
-        """Whether the program would get back what it saves. A kernel that is no op may have written into it: Liger's
-        cross entropy puts the gradient where the logits were. Asked of what custom functions save, or say they wrote
-        into."""
+        """Whether making the cell again gives the content of `tensor`. Checked for tensors that custom functions save
+        or declare as changed, because a kernel that is no op may have written into them: Liger's cross entropy stores
+        the gradient in place of the logits."""
         if cell.data is not None or (cell.parcel is None and cell.recipe is None):
-            return True  # it is what is there
+            return True  # it refers to the live memory
         if cell.parcel is None and not quickly_made(cell, 2 * self._budget_bytes, EAGER.few_ops):
-            return False  # nobody can tell
+            return False  # cannot be checked
         try:
             with below_everything():
                 same = has_same_bytes(bring(cell), tensor)
-        except (torch.OutOfMemoryError, ReplayError) as error:  # or the function was called under other switches
+        except (
+            torch.OutOfMemoryError,
+            ReplayError,
+        ) as error:  # ReplayError: the function was called under other switches
             if isinstance(error, torch.OutOfMemoryError):
                 self._on_refused()
             same = False
@@ -141,7 +144,7 @@ class RecordedCells:
 
 @dataclass(slots=True)
 class RecordedTick:
-    """A tick in the making: the fields of `outcore.values.Tick`. `dies` is -1 until what autograd holds dies."""
+    """A tick being recorded: the fields of `outcore.values.Tick`. `dies` is -1 until autograd's reference dies."""
 
     slot: int
     kind: Literal["pack", "unpack"]
@@ -155,15 +158,15 @@ class RecordedTick:
         self.dies = slot
 
     def finish(self, last_slot: int) -> Tick:
-        """What outlives the step dies with it: its graph is still there, or what it gave is, as a gradient say."""
+        """Returns the tick. References that outlive the step, such as a retained graph or a gradient, die with it."""
         dies = last_slot if self.dies < 0 else self.dies
         return Tick(self.slot, self.kind, self.value, self.pack, dies, self.shape, self.dtype)
 
 
 @dataclass(frozen=True)
 class Beside:
-    """Where a recorded step puts what it saves. `drops`: what is quickly made again is not swapped. `reruns`: nothing
-    is made again unless the user allows it."""
+    """Where a recorded step puts saved values. `drops`: values that are quickly recomputed are not swapped. `reruns`:
+    whether the user allows recomputation at all."""
 
     store: Store
     budget_bytes: int
@@ -171,8 +174,8 @@ class Beside:
     reruns: bool
 
     def is_dropped(self, cell: Cell) -> bool:
-        """To pin fresh host memory takes half a second per GiB, in which many ops run again. So a value that more than
-        a few ops would make is swapped only where about as much is pinned already as a plan would use."""
+        """Whether a value is dropped. Pinning new host memory takes half a second per GiB, in which many ops can run.
+        So a value that needs more than a few ops is swapped only if as much is pinned already as a plan would use."""
         if not (self.drops and self.reruns):
             return False
         if quickly_made(cell, self.budget_bytes):
@@ -182,7 +185,7 @@ class Beside:
 
 
 class RecordedSaves:
-    """What autograd saves in one recorded step, and asks back."""
+    """The tensors that autograd saves in one recorded step, and needs again."""
 
     def __init__(
         self,
@@ -194,9 +197,11 @@ class RecordedSaves:
         beside: Beside,
     ) -> None:
         self.ticks: list[RecordedTick] = []
-        self.stuck_bytes = 0  # no tier had room for them, and they cannot be made again
-        self.asked_late: set[int] = set()  # values that autograd wants after the step
-        self._taken: list[tuple[int, int]] = []  # (value, slot): what was given of it is written into there
+        self.stuck_bytes = 0  # bytes that no tier had room for and that cannot be recomputed
+        self.asked_late: set[int] = set()  # values that autograd needs after the step
+        self._taken: list[
+            tuple[int, int]
+        ] = []  # (value, slot) at which an unpacked tensor of the value is written into
         self._is_over = False
         self._storages, self._ops, self._cells = storages, ops, cells
         self._contents, self._safety, self._beside = contents, safety, beside
@@ -204,7 +209,7 @@ class RecordedSaves:
         self._handle_refs: list[weakref.ref[Handle] | weakref.ref[Kept]] = []
 
     def pack(self, tensor: torch.Tensor, run: Any) -> Handle | Kept:
-        """`run`: the recorder, which the handle will ask for its tensor."""
+        """Returns the handle of a saved tensor. `run`: the recorder, which unpacks the handle."""
         storages = self._storages
         storages.slot += 1
         strided = tensor.layout is torch.strided and not tensor.is_nested
@@ -219,7 +224,7 @@ class RecordedSaves:
         cell = self._cells.cell_of(tensor)
         if called_by_function() and not self._cells.can_be_made(cell, tensor):
             cell = self._cells.replace(value, tensor)
-        if cell not in cells_on(tensor.untyped_storage()):  # which was brought back: what is written into it is seen
+        if cell not in cells_on(tensor.untyped_storage()):  # brought back; the mark makes writes to it visible
             cell.name(tensor, self._contents.marks)
         handle = self._watch_handle(Handle(cell, tensor, pack, run), tick)
         if cell.parcel is None:
@@ -229,7 +234,7 @@ class RecordedSaves:
         return handle
 
     def _is_unfilled(self, value: int) -> bool:
-        """Whether its content comes later: RReLU saves the noise that it is about to draw."""
+        """Whether its content is written later: RReLU saves the noise before it draws it."""
         producer = self._storages.values[value].producer
         return producer >= 0 and "::".join(self._ops.ops[producer].name.split(".")[:2]) in UNFILLED
 
@@ -238,7 +243,7 @@ class RecordedSaves:
         return handle
 
     def _let_go(self, tick: RecordedTick, _: object) -> None:
-        """The handle that autograd held since this tick is gone."""
+        """Called when the handle that autograd held since this tick is gone."""
         tick.end(self._storages.slot)
 
     def _put_away(self, cell: Cell, tensor: torch.Tensor) -> None:
@@ -255,7 +260,7 @@ class RecordedSaves:
             self.stuck_bytes += tensor.untyped_storage().nbytes()
 
     def unpack(self, handle: Handle | Kept, function: Any = None) -> torch.Tensor:
-        """`function`: the custom function that asks, which may write into what it gets without saying so."""
+        """Returns a saved tensor. `function`: the custom function that needs it, which may write into it silently."""
         self._storages.slot += 1
         value = self._pack_values[handle.pack]
         if self._is_over:
@@ -276,7 +281,7 @@ class RecordedSaves:
         if function is not None:
             self._safety.see_given(function, value, tensor)
         if not present:
-            tick.dies = -1  # until it is seen to die
+            tick.dies = -1  # until it dies
             self._contents.hand(tensor)
             self._storages.watch_brought(data.untyped_storage(), value, tick.end)
             handle.cell.let_go()
@@ -294,8 +299,10 @@ class RecordedSaves:
         self._taken.append((value, self._storages.slot))
 
     def copies(self, last_slot: int) -> list[Storage]:
-        """Where a value stays on the device, it is copied before what was given of it is written into, and the copy is
-        there as long as somebody may ask for the value. Such a value stays (`planning.trace_index`)."""
+        """Returns the copies that are made when a value stays on the device and its unpacked tensor is written into.
+
+        A copy lives as long as the value may be needed. Such a value stays (`planning.trace_index`).
+        """
         found = []
         for value, slot in self._taken:
             ticks = [tick.finish(last_slot) for tick in self.ticks if tick.value == value]
@@ -306,13 +313,13 @@ class RecordedSaves:
         return found
 
     def close(self) -> None:
-        """The step is over: what is unpacked from now on is no part of its trace."""
+        """Ends the step: later unpacks are not part of its trace."""
         self._is_over = True
         self._handle_refs.clear()
 
 
 def _unpack_late(handle: Handle | Kept) -> torch.Tensor:
-    """The step is over, and its trace is made."""
+    """Unpacks after the end of the step, when its trace is complete."""
     if isinstance(handle, Kept):
         return handle.find()
     with below_everything():

@@ -1,7 +1,7 @@
-"""Tensors that a recorded step meets -> its storages and values, numbered, with their lifetimes in slots.
+"""The storages and values of a recorded step, numbered, with their lifetimes in slots.
 
-A storage carries a mark with its number. What was there before the step is marked in advance, without a number: a
-storage that has no mark when the recorder first meets it was made by something that is no op.
+A storage carries a mark with its number. Storages that exist before the step are marked in advance, without a number; a
+storage without a mark, when the recorder first sees it, was made by something other than an op.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MARK, _WATCH = "_outcore_recorded", "_outcore_watched"
 
 
 class RecordedStorage:
-    """A storage as it is being recorded."""
+    """A storage being recorded."""
 
     __slots__ = ("born", "bytes", "current", "dies", "external", "movable", "num_versions")
 
@@ -36,7 +36,7 @@ class RecordedStorage:
 
 
 class RecordedStorages:
-    """The storages and values of one recorded step. `slot` is the step's clock: the op or tick that runs."""
+    """The storages and values of one recorded step. `slot` is the step's clock: the running op or tick."""
 
     def __init__(
         self,
@@ -45,15 +45,15 @@ class RecordedStorages:
         is_exposed: Callable[[torch.Tensor], bool],
         beside: Callable[[], int],
     ) -> None:
-        """`there`: the storages that exist before the step. `is_exposed`: whether somebody may write into a tensor's
-        memory without any op. `beside`: bytes that others have on the device at the moment, and account for."""
+        """`there`: the storages that exist before the step. `is_exposed`: whether a tensor's memory may be written
+        without any op. `beside`: bytes on the device that others account for."""
         self.slot = -1
         self._beside = beside
         self._watched: dict[int, int] = {}  # storage -> the number of its reference
-        self._of_sources: dict[Source, int] = {}  # whose tensors come and go -> the number of the storage
+        self._of_sources: dict[Source, int] = {}  # source of tensors that come and go -> number of the storage
         self.values: list[Value] = []
         self._own_bytes = 0
-        self.exposed: set[int] = set()  # storages that somebody may write into without any op
+        self.exposed: set[int] = set()  # storages that may be written without any op
         self._memory, self._device_type = memory, memory.device.type
         self._is_exposed = is_exposed
         self._storages: list[RecordedStorage] = []
@@ -65,16 +65,16 @@ class RecordedStorages:
 
     @property
     def live_bytes(self) -> int:
-        """On the device, beyond what was there before the step."""
+        """The bytes on the device beyond those of before the step."""
         return self._own_bytes + self._beside()
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether its storage is one of the step's, or was there before."""
+        """Whether its storage is one of the step's, or existed before."""
         mark = tensor.untyped_storage().__dict__.get(_MARK)
         return mark is not None and mark[0] is self._serial
 
     def number_of(self, tensor: torch.Tensor) -> int:
-        """The number of a tensor's storage; an unknown one gets the next number."""
+        """Returns the number of a tensor's storage; an unknown storage gets the next number."""
         known = self.knows(tensor)
         if known and (number := tensor.untyped_storage().__dict__[_MARK][1]) is not None:
             return int(number)
@@ -89,7 +89,7 @@ class RecordedStorages:
                 self.number_of(tensor)
 
     def _number_from(self, source: Source, tensor: torch.Tensor) -> int:
-        """A weight has one number, wherever it is at the moment: it was there before the step."""
+        """Returns the number of a weight, which is the same wherever it is; it existed before the step."""
         number = self._of_sources.get(source)
         if number is None:
             number = self._of_sources[source] = len(self._storages)
@@ -100,30 +100,30 @@ class RecordedStorages:
         return number
 
     def value_of(self, tensor: torch.Tensor) -> int:
-        """The value that a tensor is a view of."""
+        """Returns the value that a tensor is a view of."""
         return self._storages[self.number_of(tensor)].current
 
     def storage_of(self, value: int) -> RecordedStorage:
         return self._storages[self.values[value].storage]
 
     def count_bytes(self, tensor: torch.Tensor) -> int:
-        """Bytes of its storage, as the allocator counts them."""
-        if tensor.device.type != self._device_type or tensor._is_zerotensor():  # which has bytes and no memory
+        """Returns the bytes of its storage, as the allocator counts them."""
+        if tensor.device.type != self._device_type or tensor._is_zerotensor():  # a zero tensor has bytes but no memory
             return 0
         return self._memory.block_bytes(tensor.untyped_storage().nbytes())
 
     # -- new storages, and new versions of known ones -----------------------------------------------------------------
 
     def add_made(self, tensor: torch.Tensor, producer: int) -> int:
-        """An op made this tensor, with a storage of its own: its value."""
+        """Returns the value of a tensor that an op made, on a new storage."""
         return self._storages[self._add(tensor, external=False, producer=producer)].current
 
     def add_version(self, tensor: torch.Tensor, producer: int) -> int:
-        """The storage of this tensor was written into: the value of its next version."""
+        """Returns the value of the next version of a tensor's storage, which was written into."""
         return self._add_value(self.number_of(tensor), producer)
 
     def add_without_storage(self) -> int:
-        """A sparse tensor, or another that has no storage: a value of its own, which nobody moves."""
+        """Returns a value for a tensor without storage, such as a sparse one, which is never moved."""
         self._storages.append(RecordedStorage(0, self.slot, external=True, movable=False))
         return self._add_value(len(self._storages) - 1, -1)
 
@@ -149,7 +149,7 @@ class RecordedStorages:
         storage.current = len(self.values) - 1
         return storage.current
 
-    # -- how long they live -------------------------------------------------------------------------------------------
+    # -- lifetimes -------------------------------------------------------------------------------------------
 
     def _watch(self, storage: torch.UntypedStorage, num_bytes: int, on_death: Callable[[], None]) -> int:
         number, self._next_ref = self._next_ref, self._next_ref + 1
@@ -166,8 +166,8 @@ class RecordedStorages:
         storage.dies = self.slot
 
     def watch_brought(self, storage: torch.UntypedStorage, value: int, on_death: Callable[[int], None]) -> None:
-        """The data of a value is on the device again, in another storage. `on_death` is told the last slot in which
-        that is there."""
+        """Tracks the data of a value that is on the device again, in another storage. `on_death` receives the last slot
+        in which it exists."""
         number = self.values[value].storage
         storage.__dict__[_MARK] = (self._serial, number)
         num_bytes = self._storages[number].bytes
@@ -175,17 +175,17 @@ class RecordedStorages:
         storage.__dict__[_WATCH] = watched, num_bytes, on_death
 
     def give_over(self, tensor: torch.Tensor) -> None:
-        """The memory of what was brought back becomes that of another value, which a launch is about to make."""
+        """Assigns the memory of a value that was brought back to the value that a launch is about to make."""
         marks = tensor.untyped_storage().__dict__
         marks.pop(_MARK, None)
         number, num_bytes, on_death = marks.pop(_WATCH, (-1, 0, None))
         if self._refs.pop(number, None) is not None:
             self._own_bytes -= num_bytes
-            on_death(self.slot - 1)  # that value begins with the launch
+            on_death(self.slot - 1)  # the new value begins with the launch
 
     def take(self, tensor: torch.Tensor) -> int:
-        """Others account for the memory of this tensor from now on: the number of its storage, -1 if the step did not
-        make it."""
+        """Stops counting a tensor's memory, which others account for from now on. Returns the number of its storage, or
+        -1 if the step did not make it."""
         mark: Any = tensor.untyped_storage().__dict__.get(_MARK)
         number = mark[1] if mark is not None and mark[0] is self._serial and mark[1] is not None else -1
         if self._refs.pop(self._watched.pop(number, -1), None) is not None:
@@ -194,7 +194,7 @@ class RecordedStorages:
         return int(number)
 
     def expose(self, storage: torch.UntypedStorage) -> None:
-        """Somebody may write into it without any op from now on, so it stays where it is."""
+        """Makes a storage immovable, because it may be written without any op from now on."""
         mark: Any = storage.__dict__.get(_MARK)
         if mark is not None and mark[0] is self._serial and mark[1] is not None:
             self._storages[mark[1]].movable = False

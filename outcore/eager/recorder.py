@@ -1,12 +1,12 @@
-"""The user's step -> Trace.
+"""Records a step as a trace.
 
-The step runs for real, in the leanest state: what autograd saves leaves the device on the spot, so recording needs the
-memory of no more than a few ops and their tensors. Because nothing is held for autograd, the lifetimes seen are the
-program's own.
+The step runs on real data with the leanest schedule: tensors that autograd saves leave the device at once, so recording
+needs the memory of only a few ops and their tensors. Because nothing is held for autograd, the observed lifetimes are
+those of the program itself.
 
-The recorder listens to the step and tells those who write it down: `recorded_storages` knows storages and versions,
+The recorder receives the events of the step and passes them on: `recorded_storages` tracks storages and versions,
 `recorded_ops` ops and their times, `recorded_saves` what autograd saves and where the values are, and `replay_safety`
-what must not be run again.
+what must not be rerun.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from outcore.values import Replay, StateUse, Trace
 
 
 class Recorder:
-    """One step, recorded."""
+    """Records one step."""
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class Recorder:
         reruns: bool = True,
         state_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`reruns`: whether values may be made again while recording; not where the user asked that each bit be
-        itself. `state_bytes`: that the training state has on the device at the moment, where it comes and goes."""
+        """`reruns`: whether values may be recomputed while recording, which a user who disabled recomputation does not
+        want. `state_bytes`: the training state's present bytes on the device, if it comes and goes."""
         self.before_bytes = before_bytes
         self.name = type(model).__name__
         self.device = memory.device
-        self.switches = switches()  # that the step began with
+        self.switches = switches()  # the switches at the beginning of the step
         mark = weakref.ref(self)
         self._contents = contents = Contents(store, self, partial(_see_copy, mark), partial(_see_taken, mark))
         self.storages = storages = RecordedStorages(
@@ -79,7 +79,7 @@ class Recorder:
     # -- ops and launches ---------------------------------------------------------------------------------------------
 
     def op(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs an op and writes it down."""
+        """Runs an op and records it."""
         gaps = self.ops.gaps
         gaps.arrive()
         result = self._op(func, args, kwargs)
@@ -107,7 +107,7 @@ class Recorder:
             replay, recipe = "no", None
         fresh, overwritten = outputs_of(func, args, kwargs, result)
         fresh = [tensor for tensor in fresh if tensor.layout is torch.strided]
-        if signature.is_view and not read:  # what a sparse tensor is made of: seen here for the first time
+        if signature.is_view and not read:  # the parts of a sparse tensor, which are seen here first
             storages.number_all(tensors_in((result,)))
         workspace_bytes = max(running.unseen_bytes, ops.workspace_bytes(running, fresh))
         if forward:
@@ -117,7 +117,7 @@ class Recorder:
         if recipe is not None:
             recipe.made = self.cells.own(recipe, writes, fresh)
             recipe.overwrote = self.cells.own(recipe, writes[len(fresh) :], overwritten, overwritten=True)
-            if recipe.outcome() is not None:  # not what was there before the step
+            if recipe.outcome() is not None:  # not an external value
                 ops.see_for_passes(recipe, args, (*fresh, *overwritten)[0])
             if replay == "pure" and len(writes) == len(fresh) == 1:
                 repeats = ops.repeats.first(len(ops.ops), recipe, fresh[0])
@@ -139,8 +139,8 @@ class Recorder:
         return result
 
     def _replay_of(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, forward: bool) -> Replay:
-        """Whether an op may be run again. What a forward makes with gradients off may not: that is the inside of a
-        custom function, where kernels of other makers write into what an op has just made, and nobody sees it."""
+        """Returns whether an op may be rerun. Ops that a forward runs with gradients off may not: they are inside a
+        custom function, where foreign kernels may write into their results without being observed."""
         if forward and not torch.is_grad_enabled():
             return "no"
         if not all(is_plain(tensor) for tensor in tensors_in((*args, *kwargs.values()))):
@@ -152,14 +152,15 @@ class Recorder:
         return RecordedLaunches(self.storages, self.ops, self.cells, self.safety, self.switches, self.changing)
 
     def open(self, handle: Handle | Kept) -> tuple[torch.Tensor, Claim]:
-        """Unpacks for a compiled backward, which says itself what it overwrites."""
+        """Unpacks a value for a compiled backward, which declares what it overwrites."""
         tensor = self.saves.unpack(handle)
         return tensor, Claim(handle.cell if isinstance(handle, Handle) else None, self.storages.give_over)
 
-    # -- what changes what was saved, or is read again ----------------------------------------------------------------
+    # -- writes to tensors that were saved, or that are read again
+    # ----------------------------------------------------------------
 
     def write(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """An op is about to write into its arguments."""
+        """Called before an op writes into its arguments."""
         signature = signature_of(func)
         if signature.sets and isinstance(args[1] if len(args) > 1 else None, torch.Tensor):
             self._contents.open(args[1].untyped_storage())
@@ -172,15 +173,15 @@ class Recorder:
                 self.storages.add_version(args[at], -1)
 
     def changing(self, tensors: Iterable[torch.Tensor], *, silent: bool = False) -> None:
-        """These are about to be written into."""
+        """Called before these tensors are written into."""
         if self._contents.before_write(tensors, silent=silent):
-            self.ops.reset_peak()  # what this took is not the step's
+            self.ops.reset_peak()  # this memory is not the step's
 
     def opened(self, storage: torch.UntypedStorage) -> None:
         self._contents.open(storage)
 
     def exposed(self, storage: torch.UntypedStorage) -> None:
-        """What lies there is kept, and nobody makes anything from it again."""
+        """Keeps the value of an exposed storage on the device, and excludes it as a source of reruns."""
         self._contents.expose(storage)
         self.storages.expose(storage)
 
@@ -196,7 +197,7 @@ class Recorder:
 
     @property
     def replaced_bytes(self) -> int:
-        """Of storages that were in use after their tensors had got other ones."""
+        """The bytes of storages that were still in use after their tensors had got other ones."""
         return self._contents.replaced.held_bytes
 
     # -- what autograd saves ------------------------------------------------------------------------------------------
@@ -208,7 +209,7 @@ class Recorder:
         return handle
 
     def unpack(self, handle: Handle | Kept) -> torch.Tensor:
-        """Two threads may run backwards over one graph."""
+        """Returns a saved tensor. Locked, because two threads may run backwards over one graph."""
         self.ops.gaps.arrive(1)
         node = torch._C._current_autograd_node()
         function = node if isinstance(node, torch.autograd.function.BackwardCFunction) else None
@@ -217,27 +218,27 @@ class Recorder:
         self.ops.gaps.leave()
         return tensor
 
-    # -- the training state, where it comes and goes (`outcore.state`) -----------------------------------------------
+    # -- training state that comes and goes (`outcore.state`) -----------------------------------------------
 
     def needs_weight(self, unit: int) -> None:
         self._state.append(StateUse(max(self.storages.slot, 0), "weight", unit))
 
     def takes_gradient(self, unit: int, gradient: torch.Tensor) -> None:
-        """It is on its way home: from here on it is counted there."""
+        """Records that a gradient is on its way home; from now on it is counted there."""
         storage = self.storages.take(gradient)
         self._state.append(StateUse(max(self.storages.slot, 0), "gradient", unit, storage))
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stops watching. Called also when the step failed."""
+        """Stops observing. Also called if the step failed."""
         self.storages.close()
         self.saves.close()
         self._contents.clear()
         self.ops.close()
 
     def finish(self, looks: Looks | None = None) -> Trace:
-        """`looks`: what the host's own seconds are too many by."""
+        """Returns the trace. `looks` corrects the host's seconds for the time that observing took."""
         self.close()
         last_slot = max(self.storages.slot, 0)
         saved = {tick.value for tick in self.saves.ticks}
@@ -256,14 +257,14 @@ class Recorder:
 
 
 def _see_copy(mark: weakref.ref[Recorder], copy: torch.Tensor) -> None:
-    """A copy that every step like this one makes, and no op: its storage is one of the step's."""
+    """Adds the storage of a copy, which every step like this one makes without an op."""
     recorder = mark()
     if recorder is not None:
         recorder.storages.number_of(copy)
 
 
 def _see_taken(mark: weakref.ref[Recorder], tensor: torch.Tensor) -> None:
-    """Autograd made a gradient of what it was given, and somebody writes into that."""
+    """Records that autograd used a tensor that it was given as a gradient, which is now written into."""
     recorder = mark()
     if recorder is not None:
         recorder.saves.was_taken(recorder.storages.value_of(tensor))

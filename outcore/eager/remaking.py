@@ -1,4 +1,4 @@
-"""What can be made again of what a recorded step saves, and from what."""
+"""What can be recomputed of the values that a recorded step saves, and from what."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from outcore.memory.tensors import as_bytes
 
 
 def has_same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """All of their storages, a piece at a time: comparing takes as much memory again."""
+    """Whether two tensors' storages are equal; compared piece by piece, because comparing needs as much memory
+    again."""
     a, b = as_bytes(first), as_bytes(second)
     pieces = zip(a.split(EAGER.compared_bytes), b.split(EAGER.compared_bytes))
     return a.shape == b.shape and all(torch.equal(x, y) for x, y in pieces)
@@ -32,9 +33,9 @@ def checksum(storage: torch.UntypedStorage) -> list[int]:
 
 
 def quickly_made(cell: Cell, budget_bytes: int, most_products: int = 1, most_ops: int = EAGER.few_ops) -> bool:
-    """Do a few ops make it from what is swapped or outside, all of them together in a quarter of the budget, and one
-    product (or convolution, or attention) among them at most? Each value is made by itself: with more, those at the
-    end of a chain would make its beginning again and again, up to eight times the forward in all."""
+    """Whether a few ops make the cell again from swapped or external values, in a quarter of the budget, with one
+    product (or convolution, or attention) at most. Each value is made separately: with more products, values at the end
+    of a chain would recompute its beginning repeatedly, up to eight times the forward in all."""
     todo, seen, products, num_bytes = [cell], set(), set(), 0
     while todo:
         wanted = todo.pop()
@@ -53,7 +54,7 @@ def quickly_made(cell: Cell, budget_bytes: int, most_products: int = 1, most_ops
 
 
 def rerunnable(cell: Cell) -> bool:
-    """Can it be rerun at all, from what is there now?"""
+    """Whether the cell can be recomputed at all, from values that are available now."""
     todo, seen = [cell], set()
     while todo:
         recipe = todo.pop().recipe
@@ -66,7 +67,7 @@ def rerunnable(cell: Cell) -> bool:
 
 
 def values_read(cell: Cell) -> set[int]:
-    """All that it would be made from, and what that would be made from."""
+    """Returns the values that the cell would be recomputed from, directly or indirectly."""
     todo, seen, values = [cell], set(), set()
     while todo:
         recipe = todo.pop().recipe
@@ -79,7 +80,7 @@ def values_read(cell: Cell) -> set[int]:
 
 
 def let_go_all(cell: Cell) -> None:
-    """What was brought to make it, in vain."""
+    """Releases values that were brought for recomputing a cell."""
     todo, seen = [cell], set()
     while todo:
         wanted = todo.pop()

@@ -1,7 +1,7 @@
-"""Tensors that get another storage (`x.data = y`, `swap_tensors`) -> bytes that the step holds besides its plan.
+"""Counts the bytes of storages that tensors had before they got other ones (`x.data = y`, `swap_tensors`).
 
-A plan counts a parameter once. After such an exchange there are two storages, for as long as autograd holds the one
-that it saved. An exchange after which the old storage dies at once takes nothing.
+A plan counts a parameter once. After such an exchange there are two storages, as long as autograd holds the one that it
+saved. An exchange after which the old storage dies at once takes no memory.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 
 
 class Replaced:
-    """The storages that tensors of one step had before they got other ones, and that somebody still held then."""
+    """The previous storages of tensors of one step that were still in use after an exchange."""
 
     def __init__(self) -> None:
         self._olds: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
-        self._given: list[weakref.ref[torch.UntypedStorage]] = []  # the storages that tensors got instead
+        self._given: list[weakref.ref[torch.UntypedStorage]] = []  # the tensors' new storages
 
     def begin(self, tensor: torch.Tensor) -> Callable[[], None]:
-        """`tensor` is about to get another storage. What is returned is called when it has that."""
+        """Called before `tensor` gets another storage. The returned function must be called afterwards."""
         storage = tensor.untyped_storage()
         old, num_bytes = weakref.ref(storage), storage.nbytes()
 
@@ -33,6 +33,6 @@ class Replaced:
 
     @property
     def held_bytes(self) -> int:
-        """Their bytes. One that another tensor got instead has only changed its owner: PyTorch swaps no tensor that
-        autograd has saved."""
+        """The bytes of these storages. A storage that another tensor got has only changed its owner, and does not
+        count: PyTorch does not swap tensors that autograd has saved."""
         return sum(num_bytes for old, num_bytes in self._olds if not any(old is given for given in self._given))

@@ -1,19 +1,21 @@
-"""An op call -> its recipe -> the same call again, bit for bit.
+"""Recipes: op calls that can be rerun bit for bit.
 
-A recipe refers to what the op read as (cell, view), never to tensors, so it holds no more memory than its cells do.
-Exactness:
-- it runs below autograd, autocast and every mode, with the very arguments the kernel got the first time, and with grad
-  mode as it was (some kernels look at it);
-- a random op gets back the generator state it started from;
-- switches that change what a kernel computes (TF32, cuDNN, the default dtype) must be as they were (`switches`);
-- batch normalisation in training writes running statistics on the side: it gets scratch in their place, so they change
-  once per step, not twice;
-- batch normalisation can be applied again from the statistics it saved, in one pass instead of three, where a check on
-  the recorded step, and on weights that are no ones and zeros, showed that this gives the same bits (`norm_replay`);
-- ops whose results nobody else reads can be run in the same pass as the op that reads them (`fused_replay`);
-- an in-place op overwrites the value it read only if nobody needs that value again, else a copy of it;
-- a parameter or input that was changed since is read as it was put away before; if that was not seen, and its version
-  tells, it is an error. `docs/design/009-why-replay-is-safe.md` lists every way to change it, and the known limits.
+A recipe refers to the op's inputs as (cell, view), never as tensors, so it holds no more memory than its cells do. A
+rerun is exact because:
+- it runs below autograd, autocast and every mode, with the same arguments that the kernel got the first time, and with
+  the same grad mode (some kernels depend on it);
+- a random op starts from the same generator state;
+- switches that change what a kernel computes (TF32, cuDNN, the default dtype) must be the same (`switches`);
+- batch normalisation in training writes running statistics; it gets temporary memory for them, so that they change once
+  per step and not twice;
+- batch normalisation may be applied again from the statistics it saved, in one pass instead of three, if a comparison
+in
+  the recorded step, also with weights other than ones and zeros, gave the same bits (`norm_replay`);
+- ops whose results nobody else reads may run in the same pass as the op that reads them (`fused_replay`);
+- an in-place op overwrites the value it read only if that value is not needed again, and otherwise a copy of it;
+- a parameter or input that changed is read from the content saved before the change; if the change was not observed but
+  its version counter shows it, the rerun raises an error. `docs/design/009-why-replay-is-safe.md` lists all ways to
+  change it, and the known limits.
 """
 
 from __future__ import annotations
@@ -59,23 +61,23 @@ class Ref(View):
 
 
 class Held:
-    """A tensor that was there before the step: a parameter, a buffer, an input. It must still be what it was, or what
-    it was must have been put away before it changed."""
+    """An external tensor: a parameter, a buffer, an input. It must be unchanged, or its content must have been saved
+    before it changed."""
 
     __slots__ = ("__weakref__", "cell", "state", "storage", "tensor", "view")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = alias(tensor)
-        self.storage = tensor.untyped_storage()  # kept: no other gets its address
+        self.storage = tensor.untyped_storage()  # kept alive, so that its address is not reused
         self.state = version_of(self.tensor), self.storage._cdata
-        self.cell: Cell | None = None  # what it was
-        self.view: View | None = None  # how that lay
+        self.cell: Cell | None = None  # its content before a change
+        self.view: View | None = None  # the layout of that content
 
     def put_away(self, cell: Cell) -> None:
         self.cell, self.view = cell, View(self.tensor)
 
     def find(self) -> torch.Tensor:
-        """Call it below autograd."""
+        """Returns the tensor. Call it below autograd."""
         if self.cell is None or self.view is None:
             return self.tensor
         assert self.cell.data is not None
@@ -83,8 +85,8 @@ class Held:
 
 
 class Away(Held):
-    """A weight that is on the device only while somebody reads it (`outcore.state`). It is put away before it changes,
-    too; where that was not seen, and its version tells, it is an error."""
+    """A weight that is on the device only while it is read (`outcore.state`). Its content is saved before it changes;
+    if that was not observed but its version shows it, the rerun raises an error."""
 
     __slots__ = ("handle", "lies")
 
@@ -107,7 +109,7 @@ class Away(Held):
 
 
 class Scratch:
-    """An argument whose content does not matter."""
+    """An argument whose content is irrelevant."""
 
     __slots__ = ("like",)
 
@@ -120,7 +122,7 @@ class Scratch:
 
 
 class Saved(View):
-    """A mean or a deviation that autograd keeps: it goes when the norm's backward has used it."""
+    """A mean or a deviation that autograd keeps, until the norm's backward has used it."""
 
     __slots__ = ("storage",)
 
@@ -142,7 +144,7 @@ _REFERRING: Any = (Ref, Held)
 
 
 class Recipe:
-    """One op call, to be run again."""
+    """One op call that can be rerun."""
 
     __slots__ = (
         "__weakref__",
@@ -169,15 +171,15 @@ class Recipe:
         self.kwargs = _NO_KWARGS
         self.grad_mode = torch.is_grad_enabled()
         self.switches: Switches = switches(few=self.signature.is_simple)
-        self.statistics: tuple[Saved, Saved] | None = None  # from which a norm is applied again: its norm replay
-        self.inner: tuple[Recipe, ...] = ()  # run before it, for it alone, and in the same pass where that can be done
-        self.result: View | None = None  # of a pass, as it must lie
+        self.statistics: tuple[Saved, Saved] | None = None  # statistics for a norm replay
+        self.inner: tuple[Recipe, ...] = ()  # run before it, only for it, and in the same pass if possible
+        self.result: View | None = None  # the layout of a pass's result
         self.generator_state: tuple[torch.device, torch.Tensor] | None = None
         self.made: Marks = ()  # the cells of its fresh outputs, in order
         self.overwrote: Marks = ()  # the cells of the next versions of what it wrote into
 
     def run(self, *, in_place: bool = False) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Runs the op from its cells' data (all must be there): the fresh tensors and the overwritten ones."""
+        """Reruns the op from its cells' data (all must be present); returns fresh and overwritten tensors."""
         for cell in self.sources():
             refuse_changed(cell, self.func)
         for recipe in (*self.inner, self):
@@ -219,7 +221,7 @@ class Recipe:
         return fresh, overwritten
 
     def _replay_norm(self) -> list[torch.Tensor]:
-        """Normalises again from the saved mean and deviation; nothing where they are gone, or it cannot be done."""
+        """Normalises again from the saved mean and deviation; returns an empty list if that is not possible."""
         statistics = self._find_statistics()
         out = normalise_again(self.func, self._rebuilt_args({}), *statistics) if statistics is not None else None
         return (
@@ -232,19 +234,20 @@ class Recipe:
 
     @property
     def is_product(self) -> bool:
-        """A matrix product, a convolution, or attention."""
+        """Whether it is a matrix product, a convolution, or attention."""
         return self.func._overloadpacket in flop_registry
 
     def call(self) -> Hashable:
-        """Equal for two recipes of a recorded step that do the same with the same values."""
+        """Returns a key that is equal for two recipes of a recorded step with the same op on the same values."""
         args = [_as_call(arg) for arg in self.args]
         return self.func, *args, *((name, _as_call(self.kwargs[name])) for name in sorted(self.kwargs))
 
-    # -- several as one -----------------------------------------------------------------------------------------------
+    # -- passes of several ops
+    # -----------------------------------------------------------------------------------------------
 
     def fuse(self, inner: Sequence[Recipe | None], made: torch.Tensor) -> bool:
-        """From now on these run before it whenever it runs, each for the next one and the last for this one, which made
-        `made`. False: they are not what it reads."""
+        """Makes these ops run before this one whenever it runs, each for the next and the last for this one, which made
+        `made`. Returns False if they do not make its inputs."""
         reader = self
         for maker in reversed(inner):
             if maker is None or not reader._reads_from(maker):
@@ -259,25 +262,25 @@ class Recipe:
 
     @property
     def reads(self) -> list[Cell]:
-        """The cells of its arguments. Asked in the backward: the forward, where hosts are in a hurry, does not."""
+        """The cells of its arguments. Computed in the backward, where the host has more time than in the forward."""
         parts: list[Ref | Held] = self.signature.parts_of(self.args, self.kwargs, _REFERRING)
         return [part.cell for part in parts if part.cell is not None]
 
     def sources(self) -> list[Cell]:
-        """What must be there to run it."""
+        """Returns the cells that must be present to run it."""
         if not self.inner:
             return self.reads
         results = [recipe.outcome() for recipe in self.inner]
         return [cell for recipe in (*self.inner, self) for cell in recipe.reads if cell not in results]
 
     def outcome(self) -> Cell | None:
-        """The cell of what it made, or of what it wrote into."""
+        """Returns the cell of its result, or of the value that it overwrote."""
         marks = self.made or self.overwrote
         return marks[0]() if marks else None
 
     def _run_in_turn(self, *, in_place: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What is handed from one to the next is ours, and may be written into. What another reader was brought (a cast
-        that is no part of a pass) stays his."""
+        """Runs the fused ops one by one. Intermediate results may be overwritten; data that was brought for readers
+        outside the pass is restored afterwards."""
         cells = [cell for cell in (recipe.outcome() for recipe in self.inner) if cell is not None]
         others = [cell.data for cell in cells]
 
@@ -294,7 +297,7 @@ class Recipe:
         return results
 
     def _run_as_one(self, *, in_place: bool) -> torch.Tensor | None:
-        """None: they do not lie as a kernel wants them, or it could not be run, and nothing was done."""
+        """Runs the pass as one kernel. Returns None, without any effect, if layouts or the machine do not allow it."""
         result, head = self.result, self.inner[0]
         if result is None or not self._can_be_one(result, in_place=in_place):
             return None
@@ -315,7 +318,8 @@ class Recipe:
         return made
 
     def _can_be_one(self, result: View, *, in_place: bool) -> bool:
-        """A norm, a sum, or both, rectified; a product, cast: of all of what each hands to the next, as it lies."""
+        """Whether the ops form a supported pass: a norm, a sum, or both, rectified; or a product, cast; on whole
+        results with the same layout."""
         head, *middle = self.inner
         casts, outcome = self.signature.name == CAST, self.outcome()
         if casts:
@@ -336,7 +340,7 @@ class Recipe:
         )
 
     def _place_of(self, maker: Recipe) -> int:
-        """The position of the one argument that another recipe makes; -1: none, or several."""
+        """Returns the position of the only argument that another recipe makes; -1 if there are none or several."""
         cell = maker.outcome()
         places = [at for at, arg in enumerate(self.args) if isinstance(arg, Ref) and arg.cell is cell]
         return places[0] if len(places) == 1 else -1
@@ -386,12 +390,12 @@ def _as_call(arg: Any) -> Hashable:
 
 
 def _exactly(arg: Any) -> Hashable:
-    """A number compares equal to others: 1 to True and 1.0, 0.0 to -0.0."""
+    """Returns a key that distinguishes equal numbers: 1, True and 1.0, or 0.0 and -0.0."""
     return type(arg), arg, repr(arg) if isinstance(arg, float | complex) else ""
 
 
 class Call:
-    """What an operator was called on, to find out whether another call is the same. It holds no tensor."""
+    """The arguments of an op call, to find out whether another call is the same. It holds no tensor."""
 
     __slots__ = ("func", "key", "storages", "switches")
 
@@ -402,14 +406,14 @@ class Call:
         self.key = [_told(arg) for arg in args], {name: _told(arg) for name, arg in kwargs.items()}
 
     def is_same(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """On the same tensors, unchanged since, and all else alike? A storage that is gone may have left its address to
-        another."""
+        """Whether a call has the same tensors, unchanged since, and the same other arguments. The address of a storage
+        that is gone may have been reused."""
         other = Call(self.func, args, kwargs)
         known = all(storage() is not None for storage in self.storages)
         return known and other.key == self.key and not changed(self.switches, other.switches)
 
     def reads(self, storages: set[int]) -> bool:
-        """Any of them, by their addresses?"""
+        """Whether the call reads one of these storages, given by address."""
         return any(storage is not None and storage._cdata in storages for storage in (mark() for mark in self.storages))
 
 
@@ -426,7 +430,7 @@ def capture(
     kwargs: dict[str, Any],
     find: Callable[[torch.Tensor], Cell | Held],
 ) -> Recipe:
-    """The recipe of a call that is about to happen. `find(tensor)` says what stands for a tensor argument."""
+    """Returns the recipe of a call before it runs. `find(tensor)` returns the cell or held tensor of an argument."""
     recipe = Recipe(op, func, args)
     signature, referred, num_args = recipe.signature, recipe.args, len(args)
     scratch = signature.scratch(args)
@@ -452,7 +456,7 @@ def _refer(arg: Any, find: Callable[[torch.Tensor], Cell | Held]) -> Any:
 
 
 def has_norm_replay(func: OpOverload, args: Sequence[Any]) -> bool:
-    """Batch normalisation in training on CUDA: the one op whose result is cheap to make again from what it saved."""
+    """Whether it is batch normalisation in training on CUDA, which can be made again cheaply from what it saved."""
     return bool(signature_of(func).scratch(args)) and kind_of(args[0].device).normalises_from_statistics
 
 
@@ -466,8 +470,8 @@ def normalise_again(
     plus: torch.Tensor | None = None,
     rectified: bool = False,
 ) -> torch.Tensor | None:
-    """Batch normalisation of some rows of its input from saved statistics; the last argument is its epsilon. None: it
-    cannot be done."""
+    """Applies batch normalisation to some rows of its input from saved statistics; the last argument is its epsilon.
+    Returns None if that is not possible."""
     folded = fused.is_folded(func, args[0])
     if folded or rectified:
         numbers = (args[1], args[2], mean, deviation)
@@ -495,7 +499,7 @@ def refuse_held(held: Held, func: OpOverload | str) -> None:
 
 
 def refuse_changed(cell: Cell, func: OpOverload | str) -> None:
-    """An outside value must be what it was when the op first read it."""
+    """Raises ReplayError unless an external value is as it was when the op first read it."""
     outside = cell.parcel is None and cell.recipe is None
     if outside and cell.data is not None and state_of(cell.data) != cell.held:
         raise _changed(cell.data, func)

@@ -1,7 +1,7 @@
-"""What a recorded step does to memory without an op that says so -> which of its ops must never run again.
+"""Finds the ops of a recorded step that must never be rerun, because memory was written without an op that declares it.
 
-An op may run again if it finds what it read, and if what it makes is what the program had. Custom autograd functions
-and running statistics break that: their kernels write into memory that no operator names.
+An op may be rerun if its inputs are available unchanged, and if its result is the one that the program used. Custom
+autograd functions and running statistics violate this: their kernels write into memory that no operator names.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from outcore.memory.workspace import WorkspaceMeter
 
 
 class ReplaySafety:
-    """Values whose content is not what the ops alone would make of it."""
+    """Values whose content differs from what the ops alone would make."""
 
     def __init__(self, storages: RecordedStorages, workspaces: WorkspaceMeter) -> None:
-        self.written_into: set[int] = set()  # values that a custom function got back, and may write into
-        self.rewritten: set[int] = set()  # values that changed in or after a custom function, and by no op
-        self.unsaid: set[int] = set()  # values that an op writes into without saying so: running statistics
+        self.written_into: set[int] = set()  # values that a custom function unpacked, and may write into
+        self.rewritten: set[int] = set()  # values changed in or after a custom function, without an op
+        self.unsaid: set[int] = set()  # values that an op writes without declaring it: running statistics
         self.read_by_recipes: set[int] = set()
-        self._aways: list[tuple[int, Away]] = []  # ops that read a weight which comes and goes
+        self._aways: list[tuple[int, Away]] = []  # ops that read a weight that comes and goes
         self._storages, self._workspaces = storages, workspaces
 
     def is_lost(self, reads: Sequence[int], writes: Sequence[int]) -> bool:
-        """Whether something an op read or made was written into by what is no op, or by an op that does not say so."""
+        """Whether a value that an op read or made was written without an op, or by an op that does not declare it."""
         values = (*reads, *writes)
         exposed, known = self._storages.exposed, self._storages.values
         is_exposed = bool(exposed) and not exposed.isdisjoint(known[value].storage for value in values)
@@ -40,13 +40,13 @@ class ReplaySafety:
 
     @property
     def changed_away(self) -> set[int]:
-        """Ops that read a weight which was put away because it changed later in the step."""
+        """Ops that read a weight which was swapped out because it changed later in the step."""
         return {op for op, away in self._aways if away.cell is not None}
 
     def see_given(self, function: Any, value: int, tensor: torch.Tensor) -> None:
-        """The backward of a custom function got a saved tensor. Whether it changes is known when that backward is over:
-        kernels of others use what they saved as memory, and no version counter tells. The tensor is held until then,
-        so this is asked only where a rerun might read it."""
+        """Checks whether a custom function's backward changes a saved tensor that it unpacked. Foreign kernels use
+        saved tensors as memory without changing version counters. The tensor is held until the backward is over, so
+        this is checked only for values that a rerun might read."""
         self.written_into.add(value)
         if value not in self.read_by_recipes:
             return

@@ -1,4 +1,4 @@
-"""An operator -> what the hot path asks of it: which arguments are tensors, which are written, may it be run again."""
+"""Properties of operators that the hot path needs: which arguments are tensors or written, and whether it may rerun."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 else:
     OpOverload = torch._ops.OpOverload
 
-# Operators that write their arguments 3 and 4 (running mean and variance) in training without saying so, or saying so;
-# what they return does not depend on them then. The position of the training flag, or None: always training.
+# Operators that write their arguments 3 and 4 (running mean and variance) in training, whether declared or not;
+# their results do not depend on these. Position of the training flag; None: always training.
 _STATISTICS: dict[str, int | None] = {
     "aten::native_batch_norm": 5,
     "aten::cudnn_batch_norm": 5,
@@ -26,15 +26,15 @@ _STATISTICS: dict[str, int | None] = {
     "aten::_batch_norm_with_update": None,
     "aten::batch_norm_with_update": None,
 }
-# Others that write running statistics and do not say so: where these are among the arguments.
+# Others that write running statistics without declaring it, with the positions of these arguments.
 _UNSAID = {
     "aten::batch_norm_gather_stats": (3, 4),
     "aten::batch_norm_gather_stats_with_counts": (3, 4),
     "aten::batch_norm_update_stats": (1, 2),
 }
-# Noise that autograd saves before it is drawn: it is written into, and its version counter does not move.
+# Noise that autograd saves before it is drawn; writing it does not move its version counter.
 _NOISE = {"aten::rrelu_with_noise": (1,), "aten::rrelu_with_noise_": (1,)}
-# They change how a tensor lies on its storage, not what is there.
+# Operators that change a tensor's layout, but not its content.
 _SHAPES_ONLY = frozenset(
     f"aten::{name}"
     for name in (
@@ -50,10 +50,10 @@ _SHAPES_ONLY = frozenset(
         "unsqueeze_",
     )
 )
-# Collectives write into what they are given, and their schemas do not say so.
+# Collectives write into their arguments, which their schemas do not declare.
 _COLLECTIVES = ("c10d::", "_c10d_functional::")
 _CONVOLUTIONS = ("aten::convolution", "aten::_convolution", "aten::cudnn_convolution")
-# Frequent ones that have one kernel a device, though they are not marked as working number by number.
+# Frequent operators with one kernel per device, though they are not tagged as pointwise.
 _SIMPLE = frozenset(
     f"aten::{name}"
     for name in (
@@ -71,7 +71,7 @@ _SIMPLE = frozenset(
         "native_layer_norm",
     )
 )
-# Not the same bits twice on a GPU, though no tag says so: atomics, and dropout from a state of the op's own.
+# Not reproducible bitwise on a GPU, though no tag says so: atomics, and dropout from a state of the op's own.
 _NONDETERMINISTIC = frozenset(
     {
         "aten::_cudnn_init_dropout_state",
@@ -100,7 +100,7 @@ _NONDETERMINISTIC = frozenset(
 )
 
 
-# Filled by whoever they are handed to, which may be no op at all: a Triton or C++ kernel. Zeros are what it adds into.
+# Filled later, possibly without an op, by a Triton or C++ kernel, which may also add into zeros.
 UNFILLED = frozenset(
     {
         "aten::empty",
@@ -123,7 +123,7 @@ _FIRST = (0,)
 
 
 def parts_in(items: Any, kind: type[T]) -> list[T]:
-    """What is of one kind among (nested) arguments or results, in order."""
+    """Returns the items of one kind among (nested) arguments or results, in order."""
     found: list[T] = []
     for item in items:
         if isinstance(item, kind):
@@ -134,12 +134,12 @@ def parts_in(items: Any, kind: type[T]) -> list[T]:
 
 
 def tensors_in(items: Any) -> list[torch.Tensor]:
-    """The tensors of (nested) arguments or results, in order."""
+    """Returns the tensors among (nested) arguments or results, in order."""
     return parts_in(items, torch.Tensor)
 
 
 def reads_of(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors whose content the op depends on, in the order `capture` meets them."""
+    """Returns the tensors whose content the op depends on, in the order in which `capture` meets them."""
     signature = signature_of(func)
     scratch = signature.scratch(args)
     positions = (index for index in signature.tensors if index < len(args) and index not in scratch)
@@ -149,8 +149,8 @@ def reads_of(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> l
 def outputs_of(
     func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any, num_recorded: int = -1
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The tensors an op made: those on storages of their own, and the arguments it wrote into. Where the same op made
-    `num_recorded` when it was recorded, and that is all it returns, its results were on storages of their own then."""
+    """Returns the tensors that an op made on new storages, and the arguments that it wrote into. If the recorded op
+    made `num_recorded` tensors, and returns no others now, its results are on new storages as in the recording."""
     signature = signature_of(func)
     if num_recorded == 1 and signature.written == _FIRST and result is args[0]:
         return [], [result]
@@ -175,7 +175,7 @@ def outputs_of(
 
 
 class Signature:
-    """What the hot path asks of an operator. Its schema is slow to ask, and so is its hash: once for each operator."""
+    """The properties of an operator, looked up once, because its schema and its hash are slow."""
 
     __slots__ = (
         "call",
@@ -201,7 +201,7 @@ class Signature:
         self.call: Callable[..., Any] = func._op  # what `func(...)` calls, without a frame of Python around it
         self.name = str(func)  # `aten.relu_.default`
         self.is_random = torch.Tag.nondeterministic_seeded in func.tags
-        # One kernel a device: no switch chooses between libraries or precisions.
+        # One kernel per device, independent of switches for libraries or precisions.
         self.is_simple = torch.Tag.pointwise in func.tags or schema.name in _SIMPLE
         self.is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
         self.writes_unsaid = schema.name.startswith(_COLLECTIVES)
@@ -216,35 +216,35 @@ class Signature:
         self.unsaid = _UNSAID.get(schema.name, ())
         self.noise = _NOISE.get(schema.name, ())
         self.sets = schema.name == "aten::set_"
-        # May a call change anything that is there?
+        # Whether a call may change an existing tensor.
         self.writes = may_write(schema)
 
     def parts_of(self, args: Sequence[Any], kwargs: dict[str, Any], kind: type[T]) -> list[T]:
-        """What a call was given in the place of tensors, of one kind."""
+        """Returns the tensor arguments of a call that are of one kind."""
         asked = [args[index] for index in self.tensors if index < len(args)]
         return parts_in((*asked, *kwargs.values()) if kwargs else asked, kind)
 
     def written_of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """The tensors that a call writes into and says so."""
+        """Returns the tensors that a call writes into according to its schema."""
         written = [args[index] for index in self.written if index < len(args)]
         if kwargs:
             written += [kwargs[name] for name in self.names_out if name in kwargs]
         return tensors_in(written)
 
     def changed_by(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """The tensors that a call writes into, whether its schema says so or not."""
+        """Returns the tensors that a call writes into, whether its schema declares it or not."""
         if self.writes_unsaid:
             return tensors_in((*args, *kwargs.values()))
         return self.written_of(args, kwargs) + self.changed_silently_by(args)
 
     def changed_silently_by(self, args: Sequence[Any]) -> list[torch.Tensor]:
-        """The tensors that a call writes into while their version counters stay as they are, so that a backward of
-        plain PyTorch goes on with what was written: running statistics, and noise."""
+        """Returns the tensors that a call writes into without moving their version counters, whose new content plain
+        PyTorch would use in a backward: running statistics, and noise."""
         positions = self.unsaid or self.noise or self.scratch(args)
         return tensors_in(args[at] for at in positions if at < len(args)) if positions else []
 
     def scratch(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """Positions of arguments that are only written: batch normalisation's running statistics in training."""
+        """Returns the positions of arguments that are only written: running statistics of a norm in training."""
         if not self.statistics:
             return ()
         flag = self.statistics[0]
@@ -252,7 +252,7 @@ class Signature:
 
 
 def may_write(schema: torch._C.FunctionSchema) -> bool:
-    """Can an operator change the content of a tensor that it is given?"""
+    """Whether an operator may change the content of an argument."""
     return bool(
         (schema.is_mutable and schema.name not in _SHAPES_ONLY)
         or schema.name in _STATISTICS
@@ -262,7 +262,7 @@ def may_write(schema: torch._C.FunctionSchema) -> bool:
 
 
 def find_operator(name: str) -> OpOverload | None:
-    """The operator that a trace calls `aten.relu.default`; None, if it is none."""
+    """Returns the operator with a trace's name, such as `aten.relu.default`; None if there is none."""
     space, _, rest = name.partition(".")
     packet, _, overload = rest.rpartition(".")
     found = getattr(getattr(getattr(torch.ops, space), packet, None), overload, None)
@@ -280,7 +280,7 @@ def signature_of(func: OpOverload) -> Signature:
 
 
 def replay_kind(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Replay:
-    """`pure`, `random` or `no`: may this call be run again?"""
+    """Returns whether this call may be rerun: `pure`, `random` or `no`."""
     if not _known(func) or kwargs.get("generator") is not None:
         return "no"
     if any(isinstance(arg, torch.Generator) for arg in args):
@@ -290,13 +290,13 @@ def replay_kind(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -
         and torch._C._get_cudnn_benchmark()
         and kind_of(args[0].device).tries_convolutions
     ):
-        return "no"  # cuDNN tries its algorithms in every thread anew: a backward's may come upon another one
+        return "no"  # cuDNN selects algorithms in every thread anew, and may select another one in a backward
     return "random" if signature_of(func).is_random else "pure"
 
 
 @cache
 def _known(func: OpOverload) -> bool:
-    """Only torch's own kernels: what an unknown kernel does besides its result is unknown."""
+    """Whether it is one of torch's own kernels; side effects of unknown kernels are unknown."""
     name = func._schema.name
     tags = func.tags
     return (
@@ -312,7 +312,7 @@ def _known(func: OpOverload) -> bool:
 
 
 def device_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device:
-    """Where an op draws its random numbers."""
+    """Returns the device on which an op draws its random numbers."""
     for tensor in tensors_in((*args, *kwargs.values())):
         if tensor.device.type != "cpu" or tensor.dim():
             return tensor.device

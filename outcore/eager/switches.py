@@ -1,8 +1,8 @@
-"""What the process is set to that changes what a kernel computes: the library, the precision, the order of sums.
+"""Process-wide settings that change what a kernel computes: the library, the precision, the order of sums.
 
-An op that is run again must find these as they were, or its bits are others: `with torch.backends.cudnn.flags(...)`
-around a part of a forward is over when its backward begins. So what ran under other switches than its step began with
-is never made again, and a rerun under others than the op had is refused.
+A rerun under other settings would give other bits: `with torch.backends.cudnn.flags(...)` around a part of a forward
+has ended when its backward begins. So an op that ran under other switches than its step began with is never recomputed,
+and a rerun under other switches than the op's raises an error.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-_GETTERS = {  # of torch._C: what they tell
+_GETTERS = {  # functions of torch._C, and the settings that they return
     "_get_mkldnn_enabled": "torch.backends.mkldnn.enabled",
     "_get_mkldnn_deterministic": "torch.backends.mkldnn.deterministic",
     "_get_nnpack_enabled": "torch.backends.nnpack.enabled",
@@ -34,7 +34,7 @@ _get_dtype, _uses_mkldnn = torch.get_default_dtype, torch._C._get_mkldnn_enabled
 
 
 def _num_threads() -> int:
-    """A sum on the CPU is made in as many parts. Where there is a GPU its thread of autograd's counts its own."""
+    """Returns the number of parts of a sum on the CPU. With CUDA, autograd's threads have counts of their own."""
     return 0 if torch.cuda.is_initialized() else torch.get_num_threads()
 
 
@@ -49,19 +49,20 @@ if hasattr(torch._C, "_get_fp32_precision_getter"):
         f"the fp32 precision of {kind} ({backend})": partial(torch._C._get_fp32_precision_getter, backend, kind)
         for backend, kind in _KINDS
     }
-ASKED = tuple(_ASKED.values())  # functions, in the order of what `switches` tells
+ASKED = tuple(_ASKED.values())  # functions, in the order of the values of `switches`
 
 Switches = tuple[Any, ...]
 
 
 def switches(*, few: bool = False) -> Switches:
-    """As they are now; `few`: the first three, which are all that an op that works number by number or row by row may
-    depend on."""
+    """Returns the present settings. `few`: only the first three, which are all that elementwise and rowwise ops depend
+    on."""
     return (_get_dtype(), _uses_mkldnn(), _num_threads()) if few else tuple([ask() for ask in ASKED])
 
 
 def changed(before: Switches, now: Switches) -> str:
-    """The first that differs, and how; nothing, if all that `now` tells is as before."""
+    """Returns the first difference in words; "" if all values of `now` are as before."""
+
     if before[: len(now)] == now:
         return ""
     found = ((name, was, is_now) for name, was, is_now in zip(_ASKED, before, now) if was != is_now)

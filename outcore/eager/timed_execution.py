@@ -1,4 +1,4 @@
-"""A planned step whose ops are timed once more, and what the host does between them."""
+"""A planned step that measures the seconds of its ops, and of the host between them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outcore.memory.clock import HostGaps, Looks
 
 
 class TimedExecution(Execution):
-    """Follows its program like any other step."""
+    """Follows its program like any other step, and times its ops."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -24,7 +24,7 @@ class TimedExecution(Execution):
         self._gaps: list[tuple[float, int]] = []
 
     def timed(self, looks: Looks) -> tuple[list[str], list[float], list[float]]:
-        """The names of its ops, their seconds, and those of the host before each. `looks`: what is too much in them."""
+        """Returns the names of its ops, their seconds, and the host's before each, corrected by `looks`."""
         assert self.times is not None
         seconds = self.times.seconds()
         apart = [looks.apart(gap, op_s) for gap, op_s in zip(self._gaps, seconds, strict=True)]
@@ -54,7 +54,7 @@ class TimedExecution(Execution):
 
 
 class _TimedLaunches(PlannedLaunches):
-    """The launches of a compiled graph, with what the host does before each: they are ops of the step, too."""
+    """Times the launches of a compiled graph, which are ops of the step, too."""
 
     def __init__(self, launches: PlannedLaunches, host: HostGaps, gaps: list[tuple[float, int]]) -> None:
         vars(self).update(vars(launches))

@@ -1,4 +1,4 @@
-"""A tensor that autograd saves in a step without a plan -> its handle: what does not fit is swapped."""
+"""Saves tensors in a step without a plan: those that do not fit are swapped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outcore.memory.tensors import is_plain, source_of
 
 
 class UnplannedSaves:
-    """`find_outside`: the storages that were there before the step: parameters, buffers, inputs."""
+    """Returns handles for saved tensors. `find_outside`: returns the storages that exist before the step."""
 
     def __init__(
         self, store: Store, contents: Contents, spare: Spare, find_outside: Callable[[], frozenset[int]]
@@ -29,8 +29,8 @@ class UnplannedSaves:
         self._moved: weakref.WeakKeyDictionary[Kept, Handle] = weakref.WeakKeyDictionary()
 
     def take_over(self, run: Any, *, saw_writes: bool) -> None:
-        """What the plan kept stays only as far as there is room, too. `saw_writes`: noise that is still to be drawn is
-        known (`Contents.expose`)."""
+        """Swaps values that the plan kept, as far as there is no room for them. `saw_writes`: whether noise that is
+        saved before it is drawn is known (`Contents.expose`)."""
         for one in sorted(self._contents.kept(), key=lambda one: one.pack):
             tensor, source = one.tensor, one.source()
             is_filled = saw_writes or source is None or source.requires_grad
@@ -39,20 +39,20 @@ class UnplannedSaves:
                 self._moved[one], one.tensor = handle, torch.empty(0)
 
     def find(self, handle: Handle | Kept) -> Handle | Kept:
-        """What stands for the tensor of a handle by now."""
+        """Returns the present handle of a tensor."""
         return self._moved.get(handle, handle) if isinstance(handle, Kept) else handle
 
     def pack(self, tensor: torch.Tensor, run: Any, *, is_filled: bool = False) -> Handle | Kept:
-        """`run`: the execution, which the handle will ask for its tensor. `is_filled`: its content is there already."""
+        """Returns a handle. `run`: the execution, which unpacks it. `is_filled`: whether its content is complete."""
         if not is_plain(tensor) or tensor.device.type != self._store.device.type or self._is_outside(tensor):
             return kept(tensor, -1, run) if is_plain(tensor) else Kept(tensor, -1, run)
         is_filled = is_filled or tensor.requires_grad or not tensor.is_floating_point()
-        if not is_filled:  # noise, say, that is saved before it is drawn
+        if not is_filled:  # for example noise that is saved before it is drawn
             return Kept(tensor, -1, run)
         if self._contents.is_exposed(tensor):
             return Kept(tensor, -1, run)
-        # No cell of another view: those that share a storage may count versions for themselves (`unsafe_chunk`, of
-        # which recurrent networks are made), and what was written through one since the cell was put away is not in it.
+        # Not the cell of another view: views of a storage may have their own version counters (`unsafe_chunk`, used by
+        # recurrent networks), and writes through one since the cell was swapped are not in it.
         cell, view = cell_of(tensor), View(tensor).key()
         if cell is None or self._views.get(cell) != view:
             cell = Cell(-1, tensor)
@@ -65,7 +65,7 @@ class UnplannedSaves:
         return handle
 
     def _is_outside(self, tensor: torch.Tensor) -> bool:
-        """Whether it is too small to be worth a copy, or was there before the step, where swapping it wins nothing."""
+        """Whether it is too small to be worth a copy, or existed before the step, where swapping gains nothing."""
         if self._outside is None:
             self._outside = self._find_outside()
         storage = tensor.untyped_storage()

@@ -69,9 +69,7 @@ class SyncExchange:
         self.roster, self.level, self.dtype = roster, level, dtype
         self._reduction, self._wire_dtype, self._part_sizes = reduction, wire_dtype, part_sizes
         self._num_elements, self._device, self._nccl = largest_part or num_elements, device, nccl
-        self._error = torch.zeros(
-            num_elements if wire_dtype in LARGEST else 0, dtype=dtype
-        )  # rounding errors, for error feedback
+        self._error = torch.zeros(num_elements if wire_dtype in LARGEST else 0, dtype=dtype)  # rounding errors
         self._room = torch.zeros(0, dtype=dtype)  # memory for messages, made by `agree` for each generation
         self.message = self._room  # of the last exchange, including the two numbers
         self.abstained = False

@@ -86,9 +86,7 @@ class Worker:
         _warn_of_two_momenta(self.method, self._mu, optimizer)
         self._muster = Muster(place, fingerprint, min_members=settings.min_members, join_limit_s=settings.join_limit_s)
         self.num_steps = self._num_ahead = 0
-        self._due_step = (
-            settings.steps_between
-        )  # the step with which the next exchange ends, unless this worker goes ahead
+        self._due_step = settings.steps_between  # the step with which the next exchange ends, or may end
         self._wait_s = 0.0
         self._hook: Any = None
         self._began_s = time.perf_counter()

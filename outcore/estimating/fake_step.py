@@ -153,9 +153,7 @@ def _is_step(batch_or_step: Any) -> bool:
 
 
 def _run(step: Step) -> None:
-    logger = logging.getLogger(
-        "torch._subclasses.fake_tensor"
-    )  # it logs a traceback of exceptions that are raised anyway
+    logger = logging.getLogger("torch._subclasses.fake_tensor")  # it also logs a traceback of exceptions
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:

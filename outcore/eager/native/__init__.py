@@ -1,10 +1,10 @@
-"""The fast path of planned steps: `fast_path.cpp`, compiled on the user's machine, and loaded where it is there.
+"""The fast path of planned steps in C++: `fast_path.cpp`, compiled on the user's machine and loaded when it is ready.
 
-It depends on the very PyTorch it runs in, so no wheel can bring it. With `OUTCORE_NATIVE=on` the first limit of a
-machine compiles it beside the training (15 to 40 seconds of one core, once for each version of PyTorch and Python), and
-keeps it in the user's cache folder; `OUTCORE_NATIVE` may name another folder instead. Steps use it as soon as it is
-there, in this process, too. Otherwise, and where there is no compiler, the kernels in Python do the same. Nothing that
-goes wrong here makes a step fail: one line in the log says so, and steps use Python.
+It depends on the exact PyTorch in use, so a wheel cannot contain it. With `OUTCORE_NATIVE=on` the first limit on a
+machine compiles it during training (15 to 40 seconds of one core, once for each version of PyTorch and Python) and
+stores it in the user's cache folder; `OUTCORE_NATIVE` may name another folder instead. Steps use it as soon as it is
+ready, also in this process. Otherwise, and without a compiler, the kernels in Python do the same. An error here never
+makes a step fail: it is logged in one line, and steps use Python.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _NAME = "outcore_fast_path"
 
 
 class Library:
-    """The compiled file: absent, being compiled, or loaded."""
+    """The compiled library: absent, being compiled, or loaded."""
 
     def __init__(self, path: Path | None) -> None:
-        """`path`: where it lies, or is to lie; None: there is to be none."""
+        """`path`: the file of the library; None if it is not used."""
         self._path = path
         self._module: Any = None
         self._compiling: subprocess.Popen[bytes] | None = None
 
     def find(self, *, wait: bool = False) -> Any:
-        """The loaded library, or None as long as there is none. Compiles it where that is still to be done."""
+        """Returns the loaded library, or None as long as there is none. Compiles it if necessary."""
         if self._module is None and self._path is not None:
             try:
                 self._advance(self._path, wait=wait)
@@ -72,7 +72,7 @@ class Library:
 
 
 def _start_compiler(path: Path) -> subprocess.Popen[bytes] | None:
-    """None: another process compiles it."""
+    """Starts the compiler; returns None if another process compiles the library."""
     command, mark = _command(str(path) + f".{os.getpid()}"), _mark_of(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if mark.exists() and time.time() - mark.stat().st_mtime < EAGER.most_build_s:
@@ -84,12 +84,12 @@ def _start_compiler(path: Path) -> subprocess.Popen[bytes] | None:
 
 
 def _mark_of(path: Path) -> Path:
-    """A file that is there while the library is being compiled."""
+    """Returns a file that exists while the library is being compiled."""
     return path.with_suffix(".compiling")
 
 
 def chosen_path(chosen: str) -> Path | None:
-    """Where the library for this source, this PyTorch and this Python lies; None, if none is wanted or can be."""
+    """Returns the path of the library for this source, PyTorch and Python; None if it is disabled or impossible."""
     has_gil = getattr(sys, "_is_gil_enabled", lambda: True)()
     if chosen in ("", "off") or sys.platform != "linux" or not has_gil or _compiler() is None:
         return None
@@ -105,7 +105,8 @@ def _compiler() -> str | None:
 
 
 def _flags() -> list[str]:
-    """`OUTCORE_NATIVE_FLAGS`: more of them, for a sanitizer."""
+    """Returns the compiler's flags. `OUTCORE_NATIVE_FLAGS` adds more, for example for a sanitizer."""
+
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
     more = shlex.split(os.environ.get("OUTCORE_NATIVE_FLAGS", ""))
     return ["-O2", "-std=c++20", "-fPIC", "-shared", "-w", f"-DTORCH_EXTENSION_NAME={_NAME}", abi, *more]

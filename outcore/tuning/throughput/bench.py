@@ -84,9 +84,7 @@ class Bench:
     ) -> None:
         self.model, self.loss_fn, self.samples, self.optimizer = model, loss_fn, samples, optimizer
         self._options: dict[str, Any] = {"host": host, "disk": disk}
-        self.steps = LimitedSteps(
-            model, memory, **self._options
-        )  # for recorded steps; planned steps get a limit of their own
+        self.steps = LimitedSteps(model, memory, **self._options)  # recorded ones; planned ones get their own
         self.machine: Machine = self.steps.machine
         self.device, self.budget = self.steps.device, self.steps.budget
         self.optimizer_s = 0.0
