@@ -354,9 +354,7 @@ class Handle(View):
         self.source = weakref.ref(tensor)
         self.cell = cell
         cell.is_saved = True
-        self.home: weakref.ref[torch.UntypedStorage] | None = (
-            None  # its own storage, if several are marked with its cell
-        )
+        self.home: weakref.ref[torch.UntypedStorage] | None = None  # its own storage, if several are marked
         self.pack = pack
         self.run = run  # the step that packed it, which unpacks it even after its end
 

@@ -62,15 +62,12 @@ class Execution:
         others: Callable[[], Iterable[Program]] = tuple,
         spare_bytes: Callable[[], int] = int,
     ) -> None:
-        """`meter` counts bytes where no allocator does. `log` receives each action, and has actions timed; `clock`
-        times ops. `outside` returns the storages that exist before the step. `asked_late` collects values that autograd
-        needs after it. `others` returns programs that it may change over to. `spare_bytes` returns the bytes of saved
-        tensors that may stay on the device without a program."""
+        """`meter` counts bytes where no allocator does. `log` receives the actions, which are then timed; `clock` times
+        ops. `outside`: storages that exist before the step. `asked_late` collects values that autograd needs after it.
+        `others`: programs to change over to. `spare_bytes`: of saved tensors that may stay without a program."""
         self.asked_late = set() if asked_late is None else asked_late
         self.is_over = False
-        self.is_watched: bool | None = (
-            None  # whether a mode of the user was active in the backward; None: no backward yet
-        )
+        self.is_watched: bool | None = None  # a mode of the user was active in the backward; None: no backward yet
         self.meter = meter
         self.times = OpTimes(clock) if clock is not None else None
         places = HeldPlaces(program.placeholders, store.device, on_refused)

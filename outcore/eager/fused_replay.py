@@ -21,10 +21,7 @@ from outcore.memory.device_kind import kind_of
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TILE = EAGER.tile
-_MOST_TILES, _MOST_ROWS = (
-    (1 << 16) - 1,
-    (1 << 31) - _TILE,
-)  # CUDA's limits: the grid's second dimension, 32-bit integers
+_MOST_TILES, _MOST_ROWS = (1 << 16) - 1, (1 << 31) - _TILE  # the limits of CUDA's grid and of 32-bit integers
 
 
 def normalise(

@@ -46,9 +46,7 @@ def _weakly(names: ModuleNames, act: Callable[..., None]) -> Callable[..., None]
     mark = weakref.ref(names)
 
     def hook(*args: Any) -> None:
-        if (
-            torch.compiler.is_dynamo_compiling()
-        ):  # for example in a branch of `torch.cond`, which must have no side effects
+        if torch.compiler.is_dynamo_compiling():  # in a branch of `torch.cond`, which must have no side effects
             return
         found = mark()
         if found is not None:

@@ -166,13 +166,9 @@ class Contents:
         return tensor is not None and storage_at(self._handed, address_of(tensor)) is not None
 
     def replacing(self, tensor: torch.Tensor) -> Callable[[], bool]:
-        """Called before a tensor gets another storage (`x.data = ...`); the returned function must be called
-        afterwards.
-
-        Reruns still read the previous storage. If autograd saved the tensor as the input of an op, it saved the tensor
-        itself and then reads the new storage; an op's output was saved below autograd and keeps the previous one. The
-        returned function tells whether handles follow the tensor.
-        """
+        """Called before a tensor gets another storage (`x.data = ...`); the returned function is called afterwards, and
+        tells whether handles follow the tensor. Reruns still read the previous storage. Autograd saves the input of an
+        op itself, and then reads the new storage; of an op's output it keeps the previous one."""
         self._keep_away(address_of(tensor), tensor)
         for mark in self.held.get(address_of(tensor), ()):
             held = mark()

@@ -125,10 +125,7 @@ class RecordedCells:
         try:
             with below_everything():
                 same = has_same_bytes(bring(cell), tensor)
-        except (
-            torch.OutOfMemoryError,
-            ReplayError,
-        ) as error:  # ReplayError: the function was called under other switches
+        except (torch.OutOfMemoryError, ReplayError) as error:  # or the function was called under other switches
             if isinstance(error, torch.OutOfMemoryError):
                 self._on_refused()
             same = False
