@@ -1,7 +1,7 @@
-"""Centre <-> file: what a lost centre restarts from.
+"""Checkpoints of the centre, from which a lost centre restarts.
 
-A NumPy archive without pickle, written beside its final name and renamed, so that a kill in mid-write leaves the
-previous checkpoint whole.
+A checkpoint is a NumPy archive without pickle. It is written under another name and renamed, so that an interrupted
+write leaves the previous checkpoint intact.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _VERSION = 2  # 1 had neither global_step nor nonce and model
 
 @dataclass(frozen=True)
 class CenterState:
-    """A centre at one moment. `velocity` has no elements for methods without momentum at the centre."""
+    """The state of a centre. `velocity` is empty for methods without momentum at the centre."""
 
     center: Tensor
     velocity: Tensor
@@ -31,7 +31,7 @@ class CenterState:
 
 
 def save_center(path: Path, state: CenterState, *, nonce: str = "", model: str = "") -> None:
-    """`nonce` says of which run the centre is, `model` of which model (see muster.py)."""
+    """Saves a centre with the run (`nonce`) and the model that it belongs to (see muster.py)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
     with draft.open("wb") as file:
@@ -51,7 +51,7 @@ def save_center(path: Path, state: CenterState, *, nonce: str = "", model: str =
 def load_center(
     path: Path, num_elements: int, dtype: torch.dtype = torch.float32, *, nonce: str | None = None, model: str = ""
 ) -> CenterState | None:
-    """The saved centre; None where there is no file yet. With a `nonce`, only the file of that run is loaded."""
+    """Returns the saved centre; None if there is no file. With a `nonce`, only a file of that run is loaded."""
     if not path.exists():
         return None
     try:

@@ -1,4 +1,4 @@
-"""`outcore launch` and `outcore elastic compare`: the commands of this room."""
+"""The commands `outcore launch` and `outcore elastic compare`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 @click.command("launch", context_settings={"ignore_unknown_options": True})
-@click.option("--groups", "num_groups", type=click.IntRange(1), required=True, help="How many replicas to start.")
-@click.option("--max-restarts", default=3, show_default=True, help="How often one replica may be started again.")
-@click.option("--spare-cores", default=0, show_default=True, help="Cores no replica computes on: for messages.")
+@click.option("--groups", "num_groups", type=click.IntRange(1), required=True, help="Number of replicas to start.")
+@click.option("--max-restarts", default=3, show_default=True, help="Number of restarts per replica.")
+@click.option("--spare-cores", default=0, show_default=True, help="Cores for communication only.")
 @click.option("--pin/--no-pin", default=True, show_default=True, help="Whether each replica gets its own cores.")
-@click.option("--straggler-limit", default=120.0, show_default=True, help="Seconds the last may take after the others.")
-@click.option("--nnodes", "num_nodes", type=click.IntRange(1), default=1, show_default=True, help="How many hosts.")
-@click.option("--rdzv", "rendezvous", metavar="HOST:PORT", help="Where launchers of several hosts meet: one of them.")
-@click.option("--node-rank", type=click.IntRange(0), help="Number of this host [default: as they arrive].")
+@click.option("--straggler-limit", default=120.0, show_default=True, help="Seconds to wait for the last replicas.")
+@click.option("--nnodes", "num_nodes", type=click.IntRange(1), default=1, show_default=True, help="Number of hosts.")
+@click.option("--rdzv", "rendezvous", metavar="HOST:PORT", help="Address on one of the hosts where launchers meet.")
+@click.option("--node-rank", type=click.IntRange(0), help="Number of this host [default: in order of arrival].")
 @click.option("--join-limit", default=300.0, show_default=True, help="Seconds to wait for the other hosts.")
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -47,14 +47,13 @@ def launch_command(
     """Starts pinned replicas of SCRIPT, with ranks, rendezvous and restart.
 
     The cores are split into equal groups inside NUMA nodes; each replica is pinned before Python starts, with as many
-    threads as cores. Threads that communicate (gloo's, the overlapped exchange, the centre of asynchronous methods) run
-    on cores that belong to no group where some are left over or spared, else wherever one idles. Ranks come as with
-    torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). A replica that dies is started again alone, while its elastic
-    partners train on.
+    threads as cores. Communicating threads (gloo's, the overlapped exchange, the centre of asynchronous methods) run on
+    cores that belong to no group, if there are any, otherwise on any core. Ranks are set as by torchrun (RANK,
+    WORLD_SIZE, MASTER_ADDR, MASTER_PORT). A replica that dies is restarted alone, while its elastic partners train on.
 
-    Over several hosts, run the same command on each: `outcore launch --nnodes 2 --rdzv host-a:29400 --groups 4
-    train.py`. A launcher that died may be started again; the one whose host has the rendezvous address holds the store
-    and must live. The store listens on loopback only, unless --rdzv names another address.
+    With several hosts, run the same command on each: `outcore launch --nnodes 2 --rdzv host-a:29400 --groups 4
+    train.py`. A launcher that died may be restarted, except the one on the host with the rendezvous address, which
+    holds the store. The store listens on loopback only, unless --rdzv names another address.
     """
     plan = LaunchPlan(
         command=[sys.executable, "-u", script, *arguments],
@@ -87,7 +86,7 @@ def _read_address(text: str) -> tuple[str, int]:
 
 @click.group("elastic")
 def elastic_command() -> None:
-    """Elastic averaging: many workers, few messages, none indispensable."""
+    """Elastic averaging: many workers, few messages, and workers that may fail."""
 
 
 @elastic_command.command("compare")
@@ -116,7 +115,7 @@ def compare_command(
     picture: Path | None,
     as_json: bool,
 ) -> None:
-    """Trains a LeNet with several methods under the same clock and compares them."""
+    """Trains a LeNet with several methods under equal conditions and compares them."""
     from outcore.elastic.compare import draw, make_trial, run_trials
 
     num_workers = num_groups or max(2, (os.cpu_count() or 2) // 2)

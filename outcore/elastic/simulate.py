@@ -1,8 +1,8 @@
-"""Measured costs + a number of workers -> seconds per step: how a method would scale beyond this machine. No torch.
+"""Simulates how a method scales beyond this machine, from measured costs. Does not need torch.
 
 A message of n bytes costs a + n b (the alpha-beta model of 1708.02983, table 2), fitted to measured messages; a step
-costs its measured mean with its measured spread. Workers are simulated one by one, because with thousands of them the
-slowest decides: the mean would flatter every synchronous method.
+costs its measured mean with its measured spread. Workers are simulated one by one, because with thousands of workers
+the slowest determines the time, and a mean would be too optimistic for every synchronous method.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Costs:
-    """What one machine measured: a message (`latency_s` + bytes * `s_per_byte`), adding two buffers, a local step."""
+    """Measured costs: of a message (`latency_s` + bytes * `s_per_byte`), of adding two buffers, and of a local step."""
 
     latency_s: float
     s_per_byte: float
@@ -36,11 +36,11 @@ class Costs:
         return self.latency_s + self.message_bytes * self.s_per_byte
 
     def round_s(self) -> float:
-        """One round of the butterfly: a message and the addition of what it brought."""
+        """Returns the seconds of one round of the butterfly: a message and an addition."""
         return self.message_s() + self.message_bytes * self.add_s_per_byte
 
     def sum_s(self, num_workers: int) -> float:
-        """The sum over all workers: whole vectors along a butterfly, large ones halved and doubled."""
+        """Returns the seconds of a sum over all workers: by a butterfly, or by halving and doubling if it is large."""
         if num_workers == 1 or self.message_bytes <= WHOLE_BYTES:
             return tree_rounds(num_workers) * self.round_s()
         rounds = num_workers.bit_length() - 1
@@ -62,7 +62,7 @@ class Scaling:
 
 
 def fit_message_costs(sizes_bytes: list[int], seconds: list[float]) -> tuple[float, float]:
-    """(latency_s, s_per_byte) by least squares of the relative error, both at least 0; needs two sizes or more."""
+    """Returns (latency_s, s_per_byte), both at least 0, by least squares of the relative error; needs two sizes."""
     if len(set(sizes_bytes)) < 2 or len(sizes_bytes) != len(seconds) or min(seconds) <= 0:
         raise ElasticError("fitting latency and bandwidth needs messages of two sizes or more, with their seconds")
     sizes, times = np.array(sizes_bytes, dtype=float), np.array(seconds)
@@ -85,7 +85,7 @@ def simulate(
     num_periods: int = 40,
     seed: int = 0,
 ) -> Scaling:
-    """Time per local step of `method`, with every worker at its own pace."""
+    """Returns the time per local step of `method`, with every worker at its own pace."""
     kind = find_method(method)
     if kind.name == "streaming-diloco":
         raise ElasticError("fragments that travel beside several steps are not modelled; ask about diloco, their bound")
@@ -105,18 +105,18 @@ def scale(method: str, workers: list[int], costs: Costs, *, period: int = 4, lev
 
 
 def with_network(costs: Costs, latency_s: float, s_per_byte: float) -> Costs:
-    """The same computation over another network."""
+    """Returns the costs of the same computation with another network."""
     return replace(costs, latency_s=latency_s, s_per_byte=s_per_byte)
 
 
 def tree_rounds(num_workers: int) -> int:
-    """Rounds of the butterfly: log2 P, and one more each way to fold the rest in where P is no power of two."""
+    """Returns the rounds of the butterfly: log2 P, and one more each way if P is not a power of two."""
     whole = num_workers.bit_length() - 1
     return whole if num_workers == 1 << whole else whole + 2
 
 
 def _steps(chance: np.random.Generator, costs: Costs, shape: tuple[int, ...]) -> Array:
-    """Step times with the measured mean and spread; log-normal, since a step is often late and never early."""
+    """Returns log-normal step times with the measured mean and spread, since steps are often late and never early."""
     if costs.step_spread_s <= 0:
         return np.full(shape, costs.step_s)
     variance = math.log(1 + (costs.step_spread_s / costs.step_s) ** 2)
@@ -124,9 +124,9 @@ def _steps(chance: np.random.Generator, costs: Costs, shape: tuple[int, ...]) ->
 
 
 def replay_sync(steps_s: Array, sum_s: float, *, overlaps: bool) -> tuple[Array, float]:
-    """Steps [worker, period, step of a period] -> when each worker ends, and how long the mean one waited.
+    """Returns when each worker ends, and the mean wait, for steps [worker, period, step of a period].
 
-    An exchange ends `sum_s` after the last worker began it: before its last step where it overlaps, else behind it.
+    An exchange ends `sum_s` after the last worker began it, which is before its last step if it overlaps, or after it.
     """
     clock, waited_s = np.zeros(len(steps_s)), 0.0
     for steps in steps_s.swapaxes(0, 1):
@@ -146,7 +146,7 @@ def _run_sync(num: int, costs: Costs, period: int, level: int, num_periods: int,
 
 
 def _run_center(num: int, costs: Costs, period: int, turns: bool, num_periods: int, seed: int) -> tuple[float, float]:
-    """The centre serves one exchange at a time; overlapped with a step unless the order is strict (round robin)."""
+    """Simulates a centre that serves one exchange at a time, overlapped with a step unless the order is strict."""
     chance = np.random.default_rng(seed)
     serve_s = 2 * costs.message_s() + costs.message_bytes * costs.add_s_per_byte
     waiting = [(float(_steps(chance, costs, (period,)).sum()), rank, 0) for rank in range(num)]

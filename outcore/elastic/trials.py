@@ -1,8 +1,8 @@
-"""A list of trials -> accuracy against seconds and bytes, for each: the program the compared workers run.
+"""The program that compared workers run: a list of trials, with the accuracy of each over seconds and bytes.
 
-Started under `outcore launch` (or torchrun) as `python -m outcore.elastic.trials FILE`: the processes stay for all
-trials of the file, so that a comparison starts from the same warm machine. A trial's clock runs from a barrier; centre
-snapshots are taken at fixed steps and judged after the clock has stopped. Peers of torch itself (DDP, the periodic
+It is started by `outcore launch` (or torchrun) as `python -m outcore.elastic.trials FILE`. The processes stay for all
+trials of the file, so that all start on the same warm machine. A trial's clock starts at a barrier; snapshots of the
+centre are taken at fixed steps and evaluated after the clock has stopped. Methods of torch itself (DDP, the periodic
 averager, post-local SGD) are trials like the others.
 """
 
@@ -33,8 +33,8 @@ from outcore.elastic.transport import PrefixStore, Store
 from outcore.elastic.wire import giving_way
 from outcore.elastic.worker import join
 
-# When the last reference to a DDP group goes, torch joins gloo's thread with the GIL held, while that thread may be
-# waiting for the GIL (torch 2.13, seen twice in some hundred DDP trials): so none goes before the process ends.
+# When the last reference to a DDP group is dropped, torch joins gloo's thread while holding the GIL, for which that
+# thread may be waiting (torch 2.13, twice in some hundred DDP trials). So references are kept until the process ends.
 _NEVER_FREED: list[Any] = []
 
 
@@ -65,7 +65,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Point:
-    """The centre at one moment: when, after how many steps and bytes sent by one worker, and how good."""
+    """The centre's accuracy at one time, with the steps, and the bytes that one worker has sent."""
 
     step: int
     at_s: float
@@ -95,14 +95,14 @@ class Result:
 
     @property
     def communication_share(self) -> float:
-        """Of the clock. Workers side by side: their mean, waiting for a slower one included. Where only one works at a
-        time (turns that cover the gradient), the exchanges of all lie one after the other on the clock: their sum, at
-        most all of it (they overlap while connections are made)."""
+        """The share of time for communication. For parallel workers it is their mean, including waits for slower ones.
+        If only one works at a time (turns that cover the gradient), all exchanges are sequential, and it is their sum,
+        limited to 1 (they overlap while connections are made)."""
         return self._share(self.waits_s, self.train_s)
 
     @property
     def first_share(self) -> float:
-        """The same of the first tenth of the steps, when nothing is warm."""
+        """The same share in the first tenth of the steps, when nothing is warm."""
         return self._share(self.first_waits_s, self.first_s)
 
     @property
@@ -117,11 +117,11 @@ class Result:
 
     @property
     def least_share(self) -> float:
-        """The share of the worker that waited least: nearly all of it is communication, not a slower partner."""
+        """The share of the worker that waited least, which is nearly all communication and not a slower partner."""
         return min(self.waits_s, default=0.0) / self.train_s if self.train_s else 0.0
 
     def seconds_to(self, wanted: float) -> float | None:
-        """When the centre first was as accurate as `wanted`."""
+        """Returns when the centre first reached the accuracy `wanted`."""
         return next((point["at_s"] for point in self.points if point["accuracy"] >= wanted), None)
 
 
@@ -130,7 +130,7 @@ Snapshot = tuple[int, float, int, dict[str, Tensor]]  # step, seconds, bytes sen
 
 @dataclass(frozen=True)
 class Trainer:
-    """What the loop needs of a method: forward, step, the averaged weights, and (wait_s, bytes, messages) so far."""
+    """The interface of a method for the loop: forward, step, averaged weights, and (wait_s, bytes, messages)."""
 
     forward: nn.Module
     step: Callable[[], None]
@@ -141,7 +141,7 @@ class Trainer:
 
 
 def run_trial(trial: Trial, digits: Digits, place: Place) -> Result:
-    """This rank's part of one trial; the result is complete on rank 0."""
+    """Runs this rank's part of one trial; the result is complete on rank 0."""
     torch.manual_seed(trial.seed)
     net = network_for(digits).to(trial.device)
     digits = digits.to(trial.device)
@@ -192,7 +192,7 @@ def run_trial(trial: Trial, digits: Digits, place: Place) -> Result:
 def _train(
     trainer: Trainer, trial: Trial, digits: Digits, batches: Iterator[Tensor], num_steps: int, place: Place
 ) -> tuple[list[Snapshot], list[float], list[float], float]:
-    """Snapshots of the centre, seconds of each step and of waiting in it, and seconds of all without the snapshots."""
+    """Returns snapshots of the centre, seconds of each step and of its waits, and all seconds without snapshots."""
     first = int(trial.snapshots_from * num_steps)
     every = max(1, (num_steps - first) // max(1, trial.num_snapshots))
     watch = place.rank == 0 and trial.num_snapshots > 0
@@ -223,7 +223,7 @@ def _train(
 
 
 def _turns(trial: Trial, num_steps: int, store: Store) -> Iterator[tuple[int, float]]:
-    """A worker's own steps, each with the share of the training that lies behind it."""
+    """Yields a worker's steps, each with the share of the training that is done."""
     total = num_steps * trial.num_workers
     for step in count(1):
         num_before = store.add("steps", 1) - 1 if trial.shares_steps else (step - 1) * trial.num_workers
@@ -238,7 +238,7 @@ def _pace_s(steps_s: list[float]) -> float:
 
 
 def batches_of(trial: Trial, num_samples: int, rank: int) -> Iterator[Tensor]:
-    """The samples of rank's steps: its shard in a random order, again and again."""
+    """Yields the batches of a rank: its shard in random order, repeatedly."""
     shard = torch.arange(rank, num_samples, trial.num_workers)
     chance = torch.Generator().manual_seed(1000 * trial.seed + rank)
     while True:
@@ -251,9 +251,9 @@ def batches_of(trial: Trial, num_samples: int, rank: int) -> Iterator[Tensor]:
 def _judge_all(
     net: nn.Module, snapshots: list[Snapshot], digits: Digits, num_judged: int | None
 ) -> tuple[list[Point], float]:
-    """Accuracy of every snapshot on the first images of the test set, of the last one on all unless a number is given.
+    """Returns the accuracy of every snapshot on the first test images, and of the last one on all unless limited.
 
-    The clock has stopped and the other workers idle, so this one borrows the whole partition's cores.
+    The clock has stopped and the other workers are idle, so this one uses all cores of the partition.
     """
     few = num_judged or len(digits.test_labels) // 5
     points = []
@@ -282,7 +282,7 @@ def _all_cores() -> Iterator[None]:
 
 
 def meet(store: Store, name: str, count: int, limit_s: float) -> None:
-    """A barrier on which nobody polls: polling idlers would be noise in somebody's measurement."""
+    """A barrier without polling, which would disturb the measurements of other workers."""
     if store.add(f"meet/{name}", 1) >= count:
         store.set(f"open/{name}", "1")
     try:
@@ -304,7 +304,7 @@ def _make_elastic(trial: Trial, net: nn.Module, optimizer: torch.optim.Optimizer
 
 
 class Peer:
-    """torch's own data parallelism, as its documentation tells to use it."""
+    """torch's own data parallelism, as its documentation describes it."""
 
     def __init__(self, trial: Trial, net: nn.Module, optimizer: torch.optim.Optimizer, place: Place) -> None:
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -372,7 +372,7 @@ def _copied(net: nn.Module) -> dict[str, Tensor]:
 
 
 def warm_up(digits: Digits) -> None:
-    """What torch does once (its first optimizer imports for two seconds, first kernels are built) is not a trial's."""
+    """Pays torch's one-time costs before the trials: imports of two seconds by the first optimizer, first kernels."""
     net, chosen = network_for(digits), slice(0, 64)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     nn.functional.cross_entropy(net(digits.train_images[chosen]), digits.train_labels[chosen]).backward()
@@ -380,7 +380,8 @@ def warm_up(digits: Digits) -> None:
 
 
 def main() -> None:
-    """FILE is JSON: {"data": folder or null, "out": path, "trials": [...]}; a trial's first worker adds a line."""
+    """Runs the trials of FILE: {"data": folder or null, "out": path, "trials": [...]}; adds a line to `out` for
+    each."""
     order = json.loads(Path(sys.argv[1]).read_text())
     rank = int(os.environ["RANK"])
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

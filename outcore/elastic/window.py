@@ -1,17 +1,17 @@
-"""Members on one host -> memory they all see, in which the messages of a sum lie from the beginning.
+"""Shared memory for the messages of members on one host.
 
-Over loopback every byte is copied into the kernel and out again, by one thread per connection. Here every member's
-message lies in a common memory. Once all are written, each member adds up one share of them, for all, in the order of
-the tree (see wire.py), and writes the sum into everybody's message; nobody else touches that share. So members meet
-twice, whatever the size, and nothing is copied in or out. 1708.02983 has this inside a chip only (section 6.2), with
-one process.
+Over loopback every byte is copied into the kernel and out again, by one thread per connection. Here the messages of all
+members are in shared memory. Once all are written, each member adds up one share of them, in the order of the tree (see
+wire.py), and writes the sum into all messages; no other member accesses that share. So members synchronize twice for
+any size, and nothing is copied in or out. 1708.02983 has this inside a chip only (section 6.2), with one process.
 
-They meet in the window, too: each counts its arrivals and looks at the others' counts, where gloo would carry two words
-for every pair. Who says goodbye leaves a mark, who dies is missed by the system, who is silent by the limit.
+Members also synchronize in the window: each counts its arrivals and reads the others' counts, while gloo would send two
+messages for every pair. A member that leaves sets a flag; a dead one is detected by the system, a silent one by the
+limit.
 
-The memory is a file without a name, found through its owner's open files: nothing is left behind by whoever dies. A
-window belongs to one generation of members. Who was dropped and wakes up late writes into the window it knows, which
-nobody reads any more.
+The memory is a file without a name, found through its owner's open files, so that nothing is left behind by a member
+that dies. A window belongs to one generation of members. A dropped member that continues late writes into its own
+window, which is no longer read.
 """
 
 from __future__ import annotations
@@ -31,20 +31,22 @@ from torch import Tensor
 
 Array = np.ndarray[Any, Any]
 
-BLOCK_BYTES = 1 << 19  # of a share, added up at a time: with what the tree keeps beside it, it stays in a core's cache
-NUM_LOOKS = 20  # before the first pause
-PAUSE_SHARE = 0.05  # of the wait so far: every look takes the interpreter from the step that runs beside level 3
-PAUSES_S = 5e-5, 1e-3  # the shortest and the longest
-CHECK_EVERY_S = 0.02  # between looks whether the missing still live
+BLOCK_BYTES = 1 << 19  # of a share, added up at a time; with the tree's temporaries it stays in a core's cache
+NUM_LOOKS = 20  # reads of the counts before the first pause
+PAUSE_SHARE = (
+    0.05  # of the wait so far; every read takes the interpreter from the step that runs in parallel at level 3
+)
+PAUSES_S = 5e-5, 1e-3  # the shortest and the longest pause
+CHECK_EVERY_S = 0.02  # between checks whether the missing members are alive
 _PAGE_BYTES = mmap.PAGESIZE
-_LINE_BYTES = 64  # of a cache: what one member writes again and again is on no other's
+_LINE_BYTES = 64  # of a cache line; members write to separate lines
 _ARRIVALS, _HAS_LEFT, _PROCESS = range(3)  # the numbers in a member's line
-# Elsewhere a count may be seen before what was written before it.
+# On other processors a count may become visible before the data that was written before it.
 _SEES_IN_ORDER = platform.machine().lower() in ("x86_64", "amd64")
 
 
 class Window:
-    """A message for every member, a line in which it counts, and a random word that proves whose window it is."""
+    """The messages of all members, a line of counts for each, and a random word that identifies the window."""
 
     def __init__(self, file: int, num_members: int, message_bytes: int) -> None:
         size_bytes = _size_bytes(num_members, message_bytes)
@@ -58,20 +60,20 @@ class Window:
         self._spare: Array = np.empty(0, dtype=np.uint8)
 
     def message(self, member: int) -> Array:
-        """The bytes of a member's message."""
+        """Returns the bytes of a member's message."""
         mine: Array = self._messages[member]
         return mine
 
     def enter(self, member: int) -> None:
-        """Says which process this member is."""
+        """Stores the process of this member."""
         self._lines[member, _PROCESS] = os.getpid()
 
     def leave(self, member: int) -> None:
-        """Whoever waits for this member hears of it at once."""
+        """Informs members that wait for this one immediately."""
         self._lines[member, _HAS_LEFT] = 1
 
     def meet(self, member: int, limit_s: float) -> int | None:
-        """Waits until all are here as often as this member; returns who left instead, or is late (see `is_gone`)."""
+        """Waits until all members have arrived as often as this one; returns one that left or is late (`is_gone`)."""
         arrivals, has_left = self._lines[:, _ARRIVALS], self._lines[:, _HAS_LEFT]
         arrivals[member] += 1
         wanted, began_s = int(arrivals[member]), time.monotonic()
@@ -87,14 +89,14 @@ class Window:
                 self._mark_dead([int(other) for other in np.flatnonzero(arrivals < wanted)])
             if has_left.any() or now_s - began_s > limit_s:
                 missing = [int(other) for other in np.flatnonzero(arrivals < wanted)]
-                if missing:  # one who left this meeting unfinished will not see it end: nobody will
+                if missing:  # a missing member that left will never arrive
                     return next(filter(self.is_gone, missing), missing[0])
-                break  # who came and then left was here
+                break  # a member that left after arriving does not matter
             time.sleep(min(max(PAUSE_SHARE * (now_s - began_s), PAUSES_S[0]), PAUSES_S[1]))
         return None
 
     def is_gone(self, member: int) -> bool:
-        """Whether the member said goodbye, or was found dead."""
+        """Whether the member has left, or was found dead."""
         return bool(self._lines[member, _HAS_LEFT])
 
     def _mark_dead(self, members: list[int]) -> None:
@@ -103,14 +105,14 @@ class Window:
                 self.leave(member)
 
     def add_up(self, first_byte: int, last_byte: int, kind: np.dtype[Any]) -> None:
-        """These bytes of every message become the sum of all, in the order of the tree."""
+        """Replaces these bytes of every message by their sum, in the order of the tree."""
         with np.errstate(all="ignore"):  # a diverging run overflows; torch would not comment on it either
             for first in range(first_byte, last_byte, BLOCK_BYTES):
                 last = min(first + BLOCK_BYTES, last_byte)
                 self._add_block([message[first:last].view(kind) for message in self._messages])
 
     def _add_block(self, parts: Sequence[Array]) -> None:
-        """Members past a power of two are added first, then neighbours, then pairs of neighbours."""
+        """Adds members beyond a power of two first, then neighbours, then pairs of neighbours."""
         folded = 1 << (len(parts).bit_length() - 1)
         total, *others = parts
         self._add_tree([list(parts[first::folded]) for first in range(folded)], total, 0)
@@ -118,7 +120,7 @@ class Window:
             np.copyto(other, total)
 
     def _add_tree(self, leaves: list[list[Array]], out: Array, depth: int) -> None:
-        """`out` is the first leaf: what is left of it has been read before it is written."""
+        """Adds leaves into `out`, which is the first leaf and is read before it is written."""
         if len(leaves) == 1:
             if len(leaves[0]) == 2:
                 np.add(leaves[0][0], leaves[0][1], out=out)
@@ -134,19 +136,19 @@ class Window:
         np.add(out, right, out=out)
 
     def _room(self, like: Array, depth: int) -> Array:
-        """Resident room for the right half of a tree, one per depth."""
+        """Returns reused memory for the right half of a tree, one per depth."""
         if len(self._spare) < (depth + 1) * BLOCK_BYTES:
             self._spare = np.empty(len(self._messages).bit_length() * BLOCK_BYTES, dtype=np.uint8)
         return self._spare[depth * BLOCK_BYTES :][: like.nbytes].view(like.dtype)
 
 
 def _has_ended(process: int) -> bool:
-    """Also of one that its parent has not buried yet."""
+    """Whether a process has ended, including zombies."""
     try:
         stat = Path(f"/proc/{process}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return True
-    except OSError:  # no more files may be opened, say: that is nobody's death
+    except OSError:  # for example too many open files, which does not mean that the process is dead
         return False
     return stat.rpartition(")")[2].split()[0] in ("Z", "X")
 
@@ -156,16 +158,16 @@ def _head_bytes(num_members: int) -> int:
 
 
 def _size_bytes(num_members: int, message_bytes: int) -> int:
-    """Messages begin on pages of their own: memory is near the member that touches it first."""
+    """Returns the size of a window. Messages begin on separate pages, which are near the member that writes first."""
     return _head_bytes(num_members) + num_members * -(-message_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def offer(num_members: int, message_bytes: int) -> tuple[Window | None, Tensor]:
-    """A window of this process's own, and what the others need to find it; None where the system has no such thing."""
+    """Returns a new window, and the numbers with which others find it; None if the system does not support it."""
     file = -1
     try:
         if not _SEES_IN_ORDER:
-            raise OSError("this processor may show a count before what it counts")
+            raise OSError("this processor may show a count before the data that it counts")
         file = os.memfd_create("outcore-elastic")
         os.ftruncate(file, _size_bytes(num_members, message_bytes))
         window = Window(file, num_members, message_bytes)
@@ -178,7 +180,7 @@ def offer(num_members: int, message_bytes: int) -> tuple[Window | None, Tensor]:
 
 
 def find(told: Tensor, num_members: int, message_bytes: int) -> Window | None:
-    """The window another process offers; None where it is on another host, or may not be seen."""
+    """Returns the window of another process; None if it is on another host, or not accessible."""
     owner, number, word = (int(value) for value in told)
     try:
         file = os.open(f"/proc/{owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
@@ -194,6 +196,6 @@ def find(told: Tensor, num_members: int, message_bytes: int) -> Window | None:
 
 
 def withdraw(told: Tensor) -> None:
-    """Closes the offered file once everybody has found it: what is mapped stays."""
+    """Closes the offered file after all members have opened it; mappings stay."""
     if told[1] >= 0:
         os.close(int(told[1]))
