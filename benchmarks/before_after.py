@@ -1,4 +1,4 @@
-"""Is a step as fast as it was? The same networks with the code of an earlier commit and with today's, in one run.
+"""Compares the step times of an earlier commit and of the present code, on the same networks in one run.
 
     git archive 4411db0 outcore benchmarks/ | tar -x -C .carry/before
     python -m benchmarks.before_after --before .carry/before --networks resnet50,resnet152,llama

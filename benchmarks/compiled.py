@@ -1,5 +1,5 @@
-"""A compiled step in a byte budget, beside what else a user can do: compiled in-core, eager in-core, eager outcore,
-checkpointing and compilation, and `activation_memory_budget` at five values.
+"""Measures compiled steps in a byte budget, and the alternatives: compiled in-core, eager in-core, eager outcore,
+checkpointing with compilation, and `activation_memory_budget` at five values.
 
     python -m benchmarks.compiled --networks resnet50,llama,vit_l --total-s 560 --out $OUT/one.json   # ours, hard cap
     python -m benchmarks.compiled --networks resnet152,gpt2,bert_large --total-s 560 --out $OUT/two.json

@@ -1,4 +1,4 @@
-"""How fast, how accurate and how hard to kill is elastic averaging on this host? Peers run in the same processes.
+"""Measures speed, accuracy and fault tolerance of elastic averaging on this host. Peers run in the same processes.
 
     python benchmarks/elastic.py --data .carry/mnist --only cores,messages,scaling,levels,partition   # 280 s, 16 cores
     python benchmarks/elastic.py --data .carry/mnist --only scaling,partition                         # 165 s

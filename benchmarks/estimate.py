@@ -1,4 +1,4 @@
-"""How well are estimates met?
+"""Compares estimates with recorded and measured steps.
 
     python -m benchmarks.estimate -o benchmarks/results/estimate_cpu_DATE.json
     python -m benchmarks.estimate --measured benchmarks/results/slowdown_h200_20261118.json \

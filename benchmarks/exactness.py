@@ -1,5 +1,5 @@
-"""Are the numbers the same? Trains each network in-core and under its budget, with deterministic algorithms, and
-compares loss, gradients, parameters, buffers and the generator bit for bit. `python -m benchmarks.exactness --help`.
+"""Compares training in-core and under a budget bit for bit. Each network is trained with deterministic algorithms;
+loss, gradients, parameters, buffers and the generator are compared. `python -m benchmarks.exactness --help`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What is the largest that runs? The largest batch of ResNet-50 and the deepest ResNet in 16 GiB, per method.
+"""Finds the largest batch of ResNet-50 and the deepest ResNet that train in 16 GiB, per method.
 
-Every trial is two real steps under a hard cap, four for ours, whose first one is recorded; each method has a process of
-its own. A method that has no other way is asked by running out of memory, ours says itself what it would need. The
-answer is found by doubling and bisection, to one part in sixteen. Nothing else may use the GPU meanwhile.
+Every trial is two real steps under a hard cap, four for outcore, whose first one is recorded; each method has a
+separate process. Other methods show by running out of memory whether a size fits; outcore states the memory it needs.
+The result is found by doubling and bisection, to one part in sixteen. Nothing else may use the GPU meanwhile.
 `python -m benchmarks.fit --help`.
 """
 

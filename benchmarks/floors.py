@@ -1,7 +1,7 @@
-"""In how little memory does a network run at all, without gradients and with nothing saved?
+"""Measures the least memory in which a network runs without gradients and with nothing saved.
 
-The forward of one step under `torch.no_grad()`, as plain PyTorch runs it, under caps that grow until one is enough.
-What this needs is held by the model's own frames and the op that runs; no plan for what autograd saves can need less.
+The forward of one step runs under `torch.no_grad()`, with plain PyTorch, under caps that grow until one is sufficient.
+This memory is held by the model's own frames and the running op; no plan for saved tensors can need less.
 Going over a cap is a real out-of-memory error, which is why this is a benchmark and not the library.
 
     python -m benchmarks.floors --out benchmarks/results/floors_h200_20261118.json    # about 30 s

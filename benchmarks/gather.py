@@ -1,11 +1,11 @@
-"""What one call to a GPU machine left -> rows of the results file, each with its run and commit; then `make tables`.
+"""Adds the output of one call to a GPU machine to the results file, with its run and commit; then run `make tables`.
 
     python -m benchmarks.gather FOLDER --run AH     # slowdown_<part>_<network>.json lie there, as on_gpu.sh writes them
 
-Commit right after: a session that is cut off has only what is committed. `speed` and `peers` replace rows of the same
-network and method, and ours the curve's at the same budget; `curve1` to `curve3` replace those of a curve, and the row
-of the README's budget is taken from it.
-What is replaced stays in the file, under `earlier_rows`. Predictions are written anew from all rows.
+Commit immediately afterwards, because an interrupted session keeps only what is committed. `speed` and `peers` replace
+rows of the same network and method, and outcore's rows also the curve's at the same budget; `curve1` to `curve3`
+replace those of a curve, and the row of the README's budget is taken from it. Replaced rows stay in the file, under
+`earlier_rows`. Predictions are rewritten from all rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What does the CUDA allocator make of a plan? Its model (`outcore.planning.allocator.model`), asked without a GPU.
+"""Simulates plans with the model of CUDA's allocator (`outcore.planning.allocator.model`), without a GPU.
 
     python -m benchmarks.holes step.trace.json --memory-gib 16 --room-gib 15.2 --room-gib 14.1
     python -m benchmarks.holes gpt_24 --memory-gib 28 --memory-gib 64 --out holes.json

@@ -1,11 +1,11 @@
-"""Is it the host or the device that a step waits for? Both sides of each step's forward, in a loop that waits.
+"""Measures whether the host or the device limits a step: both times of each step's forward, in a synchronized loop.
 
-A forward that the host cannot queue as fast as the device runs it takes the host's time. How fast a host is changes
-from second to second on a shared machine, so each step has the seconds of a short loop of plain Python beside it: where
-these double, everything on the host does. `python -m benchmarks.host --help`.
+If the host cannot queue a forward as fast as the device runs it, the forward takes the host's time. The speed of a host
+changes from second to second on a shared machine, so each step is accompanied by a short loop of plain Python: if its
+time doubles, so does everything else on the host. `python -m benchmarks.host --help`.
 
-`--forward` asks what a planned forward costs the host beside a plain one, followed in Python and in C++: transformers
-with tiny tensors on a CPU, where the host is all there is, and BERT-large and GPT-2 at full size on a GPU.
+`--forward` compares the host time of a planned forward, followed in Python and in C++, with a plain one: transformers
+with tiny tensors on a CPU, which measure the host only, and BERT-large and GPT-2 at full size on a GPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Can an op run whose operands exceed the budget? VGG-16's largest weight gradient with one operand left on the host.
+"""Measures an op whose operands exceed the budget: VGG-16's largest weight gradient with one operand on the host.
 
-Two tensors of 3.06 GiB make it, and no budget of 6 GiB holds both. A kernel can read page-locked host memory over the
-link by itself, with the same sums in the same order: this asks how long that takes. H200, about 20 s.
+It is computed from two tensors of 3.06 GiB, which exceed a budget of 6 GiB. A kernel can read page-locked host memory
+over the link, with the same sums in the same order; this benchmark measures how long that takes. H200, about 20 s.
 
     python -m benchmarks.host_operand --out benchmarks/results/host-operand_h200_20261116.json
 """

@@ -1,10 +1,10 @@
-"""How fast is a training loop whose sequence lengths change from step to step? Beside plain PyTorch and checkpointing.
+"""Measures training loops whose sequence lengths change in every step, with plain PyTorch, checkpointing and outcore.
 
     python -m benchmarks.lengths                      # a Llama of 0.3 B parameters on a GPU, all loops
     python -m benchmarks.lengths --device cpu --loops padding,integers --steps 150   # a small one on the CPU
 
-Everything counts: recording, planning and the first steps are part of the tokens per second; the last 20 steps are also
-given by themselves. On a GPU outcore gets 40 % of what plain PyTorch needs for the longest sequence, as a hard cap, and
+Recording, planning and the first steps are included in the tokens per second; the last 20 steps are also reported
+separately. On a GPU outcore gets 40 % of what plain PyTorch needs for the longest sequence, as a hard cap, and
 every method runs in a process of its own with the same lengths and the same tokens.
 
 On the CPU all methods take turns, step by step, in one process, so that whatever else the machine does disturbs them

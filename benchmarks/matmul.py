@@ -1,4 +1,4 @@
-"""How fast is a product larger than the device memory it may use, beside what else one can do?
+"""Measures products larger than the device memory they may use, and alternatives.
 
     python benchmarks/matmul.py                      # every section, about four minutes on one H200
     python benchmarks/matmul.py --only links,fp32    # some of them

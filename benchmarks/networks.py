@@ -1,10 +1,10 @@
 """The networks of the benchmarks, as a user would build them, and one training step of each.
 
-The first six are those of the README, at budgets of their own. The others are networks that nobody tuned outcore for;
-their budget is a third of what they need in-core.
+The first six are those of the README, with individual budgets. outcore was not tuned for the others; their budget is a
+third of what they need in-core.
 
-Names that end in `_nhwc` are three of them once more with channels last: cuDNN then makes no copies of its own, which
-in VGG-16 and R3D-18 are larger than the budget otherwise.
+Names that end in `_nhwc` are three of them with channels last: cuDNN then makes no copies, which in VGG-16 and R3D-18
+would exceed the budget.
 
 `blocks` names what per-block checkpointing wraps: the residual block, the transformer layer, the group of convolutions.
 """

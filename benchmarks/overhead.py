@@ -1,6 +1,6 @@
-"""What does outcore cost when there is nothing to do? A step with room for everything, beside the plain step.
+"""Measures the overhead of outcore when everything fits: a step under a sufficient budget, compared with a plain step.
 
-Plain and ours take turns, step by step, so that a busy machine slows both alike; the ratio is of medians. On a GPU the
+Plain and limited steps alternate, so that load on the machine slows both alike; the ratio is of medians. On a GPU the
 networks are those of the headline table at batches that fit; on a CPU small ones. `--help` says more.
 """
 

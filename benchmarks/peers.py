@@ -1,4 +1,4 @@
-"""What a user can pick today, each as a context around the forward of a step, beside our own planners."""
+"""The alternatives to outcore, each as a context around the forward of a step, and outcore's planners."""
 
 from __future__ import annotations
 

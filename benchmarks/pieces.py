@@ -1,8 +1,9 @@
-"""Has an op the same bits if it runs in pieces? The largest convolutions of VGG-16 and R3D-18, forward and backward.
+"""Tests whether an op that runs in pieces gives the same bits, for the largest convolutions of VGG-16 and R3D-18.
 
-One of VGG-16's reads and writes 6.125 GiB, which no budget of 6 GiB holds. A forward and an input's gradient can be cut
-by samples, a weight gradient by output or input channels: each sum stays whole. Whether its bits stay depends on which
-algorithm cuDNN takes for the smaller shape, and in which order that adds. H200, about 30 s; on a CPU small shapes.
+One of VGG-16's reads and writes 6.125 GiB, which exceeds a budget of 6 GiB. A forward and an input's gradient can be
+divided by samples, a weight gradient by output or input channels, without dividing a sum. Whether the bits are the same
+depends on cuDNN's algorithm for the smaller shape, and on its order of additions. H200, about 30 s;
+on a CPU small shapes.
 
     python -m benchmarks.pieces --out benchmarks/results/pieces_h200_20261118.json
 """

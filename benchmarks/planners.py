@@ -1,4 +1,4 @@
-"""How good and how fast are the planners? Gap to the bound and solve time on recorded steps; no GPU needed.
+"""Measures the planners: gap to the bound and solve time on recorded steps. Does not need a GPU.
 
     PYTHONPATH=. python -m benchmarks.planners    # every section, about ten minutes on one core
     python -m benchmarks.planners --section gap   # gap | cheaper | tight | growth | machines

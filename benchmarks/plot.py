@@ -1,9 +1,9 @@
-"""Rows of benchmarks/slowdown.py -> docs/results.svg: step time against memory, a panel for each network.
+"""Draws docs/results.svg from the rows of benchmarks/slowdown.py: step time over memory, with a panel per network.
 
-A dot's place is the method's peak memory and what its step takes over plain PyTorch's. Axes are linear; what takes more
-than half as long again is not drawn but named above its panel. Blue is outcore: the budget of the README's table, with
-other budgets joined to it. Hollow dots compute other numbers. Every dot has its name beside it, over no
-other, or a line to it.
+A dot shows a method's peak memory, and the increase of its step time over plain PyTorch's. Axes are linear; methods
+that take more than half as long again are only named above the panel. outcore is blue: the budget of the README's
+table, connected to other budgets. Hollow dots compute other numbers. Every dot has its name beside it, without
+overlaps, or a line to it.
 """
 
 from __future__ import annotations

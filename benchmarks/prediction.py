@@ -1,7 +1,8 @@
-"""Does a step take the time and the memory it was predicted to take? Several networks, budgets and planners, one run.
+"""Compares predicted and measured time and memory of steps, for several networks, budgets and planners in one run.
 
 Every row is a step that was planned, predicted and then measured under a hard cap. In-core runs once per network: the
-sum of its op times against its measured step says how well ops are timed. `python -m benchmarks.prediction --help`.
+sum of its op times, compared with its measured step, shows how well ops are timed.
+`python -m benchmarks.prediction --help`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Recorded H200 steps (another format) -> our Trace, and the machine they ran on.
+"""Converts H200 steps that were recorded in another format to traces, with the machine they ran on.
 
-The six steps were recorded in-core, op by op, before the project could record its own. Three things are put right:
+The six steps were recorded in-core, op by op, before the project could record steps itself. Three things are corrected:
 
-- `detach` ops are artefacts of the recording's own pack hook and go.
-- Natural lifetimes were hidden by autograd's holds. A forward storage dies with its last forward read; a storage the
-  step still reads in the backward without an unpack lives until that read.
-- Event pairs overstate short ops where the host was the bottleneck. Views cost nothing; a constant per op is taken off
-  the rest so that the ops add up to the measured step.
+- `detach` ops are artefacts of the recording's own pack hook and are removed.
+- Natural lifetimes were hidden by autograd's references. A forward storage dies with its last forward read; a storage
+  that the step still reads in the backward without an unpack lives until that read.
+- Event pairs overstate short ops where the host was the bottleneck. Views cost nothing; a constant per op is subtracted
+  from the others so that the ops add up to the measured step.
 """
 
 from __future__ import annotations

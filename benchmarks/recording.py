@@ -1,7 +1,7 @@
-"""What does it cost to record a step? Beside a step that swaps everything, in one process; and where the time goes.
+"""Measures the cost of recording a step, compared with a step that swaps everything, and its parts.
 
-A first recording also pays for page-locked host memory and for what PyTorch loads once; one that comes later (another
-shape of the inputs) does not. Both are told as a multiple of the swap-all step.
+A first recording also pays for page-locked host memory and for libraries that PyTorch loads once; a later one (for
+inputs of another shape) does not. Both are reported as a multiple of the swap-all step.
 `python -m benchmarks.recording --help`.
 """
 

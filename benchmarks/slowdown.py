@@ -1,12 +1,12 @@
-"""How much slower is a step in less memory? Every network, every method, one run.
+"""Measures how much slower a step is in less memory, for every network and every method in one run.
 
-Each network runs in a process of its own (`--networks others`: all that have no budget of their own get a third of
-in-core): in-core first, then every method under a hard cap on the device
-(`set_per_process_memory_fraction`: going over it is a real out-of-memory error). Times are medians over steps, whole
-steps, the optimizer included: `step_s` with a wait for the device after each, which is what tables and bars use, and
-`loop_step_s` without, as most loops run. `compile-budget:0.1` gives torch.compile that share of activations, without a
-number the budget's. `accumulate:4` cuts the batch in four and sums their gradients, as many do: not the same numbers
-(BatchNorm sees a quarter of the batch). `python -m benchmarks.slowdown --help`.
+Each network runs in a separate process (with `--networks others`, networks without an individual budget get a third of
+in-core): in-core first, then every method under a hard cap on the device (`set_per_process_memory_fraction`, which
+raises a real out-of-memory error). Times are medians of whole steps, including the optimizer: `step_s` with a
+synchronization after each step, which tables and bars use, and `loop_step_s` without, as in most loops.
+`compile-budget:0.1` gives torch.compile that share of activations, and without a number the budget's. `accumulate:4`
+divides the batch into four and sums the gradients, which gives other numbers (BatchNorm sees a quarter of the batch).
+`python -m benchmarks.slowdown --help`.
 """
 
 from __future__ import annotations

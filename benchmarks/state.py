@@ -1,4 +1,4 @@
-"""How fast is training whose weights, gradients and optimizer state do not fit? Ours and its peers, capped alike.
+"""Measures training whose weights, gradients and optimizer state do not fit, with outcore and peers under equal caps.
 
 Every row is a Llama-shaped network with AdamW, bf16 autocast and per-layer checkpointing; each method runs it in a
 process of its own, under a hard cap on device memory (the in-core peer has none) and a time limit. `limit` plans

@@ -1,4 +1,4 @@
-"""What does the planner say of the rows of `benchmarks.state` on an H200, without one?
+"""Predicts the rows of `benchmarks.state` on an H200 with the planner, without a GPU.
 
 Each network runs one step on fake tensors (`outcore.estimating`), which gives its trace with seconds estimated from the
 H200's rates. Weights are needed where ops read them, and where autograd asks for their casts; gradients leave where the

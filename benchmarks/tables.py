@@ -1,7 +1,7 @@
-"""benchmarks/results/*.json -> the tables of the README and of docs/results.md, and the plot. Nothing is typed by hand.
+"""Generates the tables of the README and of docs/results.md, and the plot, from benchmarks/results/*.json.
 
-The newest file of each question and hardware counts. `make tables` writes; `--check` only says whether the README is
-what the results say, for tests. `python -m benchmarks.tables --help`.
+The newest file of each question and hardware is used. `make tables` writes; `--check` only tests whether the README
+agrees with the results. `python -m benchmarks.tables --help`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long does a whole training step of a layer larger than its device memory take, the optimizer included?
+"""Measures whole training steps, including the optimizer, of a layer larger than its device memory.
 
     python -m benchmarks.tiled_training                    # 65536 x 65536 in bf16, about two minutes on one H200
     python -m benchmarks.tiled_training --small            # small shapes, runs on a CPU too
