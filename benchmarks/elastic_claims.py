@@ -1,4 +1,4 @@
-"""Do the claims about elastic averaging hold, to real accuracy and over several seeds? One command for each question.
+"""Tests the claims about elastic averaging, to real accuracy and over several seeds. One command per question.
 
     python benchmarks/elastic_claims.py mnist --data .carry/mnist --seeds 1 --first-seed 0   # 0, 1 and 2; 16 cores
     python benchmarks/elastic_claims.py merge --parts FILE FILE FILE                         # medians and bars
@@ -9,14 +9,14 @@
 `mnist`: every method trains the same network on the same shards for the same number of epochs, rates falling to zero,
 until its centre has reached `--target` on all test images. Reported are the seconds to the target and their ratio to
 sync-easgd's at level 3, the final accuracy, and the share of the clock spent on communication, in all and in the first
-and last tenth of the steps; for each seed, and their medians. The round-robin original stands there in both readings:
+and last tenth of the steps; for each seed, and their medians. The round-robin original is included in both readings:
 "iteration" is Algorithm 1 of 1708.02983 as printed (a worker's turn covers its gradient and its exchange, layer by
 layer), "exchange" keeps only the exchanges in order. DDP runs in the same processes.
 
 `prediction`: what the simulator says about 2, 4 and 8 workers, from a lone worker's steps and two processes' messages,
 beside what they do over sockets; only then about 4,352.
 
-Every trial is told how much time is left; one that does not end in it is recorded as such.
+Every trial gets the remaining time as a limit; a trial that exceeds it is recorded as such.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What does an exchange cost on the clock? Sections `cores` and `levels` of elastic.py, in rounds.
+"""Measures the wall-clock cost of an exchange. Sections `cores` and `levels` of elastic.py, in rounds.
 
-Cores of a rented machine are as fast as their neighbours let them be: the same lone worker differed by 14 % from one
-reading to the next. So every question is asked in several short rounds, all setups in turn within each; ratios are
-taken within a round, and what is reported is their median, with the least and the largest beside it. `cores` asks
-whether the host hides that some of its cores are one.
+The speed of the cores of a shared machine depends on its other users: the same lone worker differed by 14 % from one
+reading to the next. Every measurement is therefore repeated in several short rounds, with all setups in turn in each.
+Ratios are taken within a round; their median is reported, with the minimum and the maximum. `cores` tests whether some
+of the host's virtual cores share a physical core.
 """
 
 from __future__ import annotations

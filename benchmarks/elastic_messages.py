@@ -1,4 +1,4 @@
-"""What does a sum over workers cost, packed or layer by layer, here and in gloo itself? One worker of the question.
+"""One worker that measures the cost of a sum over workers, packed or layer by layer, in outcore and in gloo.
 
 Started by elastic.py, pinned like any worker, as `python benchmarks/elastic_messages.py OUT NUM_REPEATS`; member 0
 writes what it measured to OUT. Every member makes the same calls in the same order.

@@ -1,4 +1,4 @@
-"""Does a worker step as fast among n as alone? Pinned workers in one launch, in rounds of short phases.
+"""Compares a worker's step rate among n workers with its rate alone: pinned workers, in rounds of short phases.
 
 Virtual cores run at two speeds, and change within a second (a lone worker's step: 20 to 32 ms): trials one after the
 other compare cores at different moments, not methods. Here all workers exist from the beginning and a phase is a few

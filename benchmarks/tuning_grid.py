@@ -1,4 +1,4 @@
-"""Is there anything to gain, and who ends better? Plain trainings of settings that are named, nothing is tuned here.
+"""Trains with given settings, without tuning, to find what can be gained and which settings end better.
 
     python -m benchmarks.tuning_grid --only grid --data .carry/mnist --num-train 4000 --targets 0.93,0.95
     python -m benchmarks.tuning_grid --only grid --data .carry/mnist --num-train 4000 --settings 32:0.01,32:0.02:0.25

@@ -1,13 +1,13 @@
-"""Which minibatch trains ResNet-152 most efficiently on a 12 GB card of 2017, once swapping has removed the wall?
+"""Predicts the most efficient minibatch of ResNet-152 with swapping on a 12 GB card of 2017.
 
     python -m benchmarks.tuning_paper                       # both cards, about two minutes on one core
     python -m benchmarks.tuning_paper --cards titan_xp_pcie3 --out paper.json
 
 The question is AccUDNN's (Guo et al., arXiv 1901.06773): at 12 GB its efficiency-optimal minibatch of ResNet-152 is 4.2
-times Caffe's. No such card is here. The step is the one that was recorded on an H200 with 256 samples
-(`benchmarks/recorded.py`), scaled to any batch by what depends on the batch in it, and planned for a card whose memory,
-link and speed are given in `benchmarks/machines/`. Nothing here is measured but the recorded step: the script says what
-pays and what does not under these figures, and how much that depends on them.
+times Caffe's. No such card was available. The step was recorded on an H200 with 256 samples (`benchmarks/recorded.py`),
+scaled to any batch by its parts that depend on the batch, and planned for a card whose memory, link and speed are given
+in `benchmarks/machines/`. Only the recorded step is measured: the script shows what is worthwhile under these figures,
+and how much that depends on them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How true is the measured noise, how well are unequal workers shared? Two sections of benchmarks/tuning_accuracy.py.
+"""Measures the accuracy of the measured noise, and shares of unequal workers. Two sections of tuning_accuracy.py.
 
 python -m benchmarks.tuning_accuracy --only noise,workers
 """
