@@ -120,7 +120,7 @@ class Kind:
 
     def record_again(self) -> None:
         """Makes the next step be recorded."""
-        self.phase = New()
+        self.phase = New(self.trace)
 
     def replace_trace(self, trace: Trace) -> None:
         """Makes the next step be planned for `trace`. Its ops are still timed again if that was due."""

@@ -149,8 +149,12 @@ class Phase:
         return self
 
 
+@dataclass(frozen=True)
 class New(Phase):
-    """Nothing is known yet, so the next step is recorded."""
+    """No step is known that the next one may follow, so it is recorded. `trace` is that of a step which will not occur
+    again, if there was one."""
+
+    trace: Trace | None = None
 
     def after(self, life: Life, shown: Shown) -> Phase:
         if not isinstance(shown, WasRecorded):

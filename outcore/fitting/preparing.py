@@ -108,7 +108,7 @@ class Preparer:
                 f"{trace.fingerprint}); plan this one anew: leave out plan=..."
             )
         if headroom is None:
-            return self._plan_of_size(trace, [(self.budget.device_bytes, 0)], planner, [], 0.0)
+            return self.plan_of_size(trace, [(self.budget.device_bytes, 0)], planner, [], 0.0)
         known = headroom.plans
         if headroom.is_fragmented and not same_size:
             found = self._search_places(trace, headroom, planner, search)
@@ -120,7 +120,7 @@ class Preparer:
             most_bytes = int(self.budget.device_bytes * (1 - margin))
             sizes += [(most_bytes, 0), (most_bytes, self.budget.device_bytes - most_bytes)]
         try:
-            found = self._plan_of_size(trace, sizes, planner, known, margin, search)
+            found = self.plan_of_size(trace, sizes, planner, known, margin, search)
         except BudgetTooSmall:
             if headroom.attempts:
                 return None
@@ -153,7 +153,7 @@ class Preparer:
 
         return headroom.another(placed)
 
-    def _plan_of_size(
+    def plan_of_size(
         self, trace: Trace, sizes: Sizes, planner: str, known: list[Plan], margin: float, search: Search | None = None
     ) -> Plan:
         """Makes a plan for the first size that is large enough. With each comes what workspaces may take beyond it: an

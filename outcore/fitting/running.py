@@ -9,6 +9,7 @@ it does no harm. What a step has shown is passed to its kind in one assignment, 
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,7 @@ from outcore.fitting.families import Families
 from outcore.fitting.hooks import ACTIVE
 from outcore.fitting.host_costs import know_host
 from outcore.fitting.kinds import Kind, Kinds
+from outcore.fitting.least_budget import begin_with_all_kinds
 from outcore.fitting.phases import Measured, New, Phase, RanOut, Settled, Shared, Timing
 from outcore.fitting.preparing import Preparer
 from outcore.fitting.retiming import TimedOps
@@ -43,6 +45,8 @@ from outcore.planning import AS_IT_IS
 from outcore.planning.allocator.model import asked_by_ops
 from outcore.units import format_bytes
 from outcore.values import Timeline
+
+log = logging.getLogger("outcore")
 
 
 class Owner(Protocol):
@@ -88,6 +92,7 @@ class RunningStep:
         self._call = no_forward(name, seen_from_the_start=False)
         self._kind: Kind | None = None
         self._is_transformed = False  # the model was called inside a transform of torch.func
+        self._had_state = True  # whether optimizers had state when the recording began
         self.listener: Recorder | Execution | None = None
         self._watch: _Watch | None = None
 
@@ -163,7 +168,7 @@ class RunningStep:
             before_bytes = owner.memory.before_step_bytes(call.inputs)
         owner.kinds.tell_if_late(kind)
         if beside is None:
-            phase = kind.begin(before_bytes)
+            phase = begin_with_all_kinds(kind, owner.kinds, owner.preparer, before_bytes)
         else:
             phase = beside.begin(kind, lambda: owner.memory.before_step_bytes(call.inputs))
             before_bytes = owner.memory.before_step_bytes(call.inputs)
@@ -189,7 +194,7 @@ class RunningStep:
         return owner.kinds.find(call.signature, call.scalars)
 
     def _record(self, before_bytes: int) -> None:
-        owner, beside = self.owner, self.owner.beside
+        owner, beside, self._had_state = self.owner, self.owner.beside, self.owner.memory.optimizers.have_state
         owner.calls.know_parameters()
         recorder = Recorder(
             owner.model,
@@ -254,7 +259,7 @@ class RunningStep:
             _warn_if_transformed(self._is_transformed)
             return
         if isinstance(listener, Recorder):
-            self.owner.last = _was_recorded(self.owner, kind, self._call, listener)
+            self.owner.last = _was_recorded(self.owner, kind, self._call, listener, had_state=self._had_state)
         elif isinstance(listener, Execution):
             has_left = not listener.plan.on_plan
             self.owner.tally.counts["unplanned" if kind.is_given_up else "left" if has_left else "planned"] += 1
@@ -364,13 +369,18 @@ def _warn_if_transformed(is_transformed: object) -> None:
     )
 
 
-def _was_recorded(owner: Owner, kind: Kind, call: Call, recorder: Recorder) -> Kind:
-    """Stores a recording and returns the kind that the step belongs to."""
+def _was_recorded(owner: Owner, kind: Kind, call: Call, recorder: Recorder, *, had_state: bool) -> Kind:
+    """Stores a recording and returns the kind that the step belongs to. `had_state`: whether optimizers had their state
+    when the step began."""
     owner.tally.counts["recorded"] += 1
     trace = recorder.finish(know_host(owner.preparer))
     kind = owner.kinds.was_recorded(kind, call.scalars, trace, recorder.saves.asked_late)
     kind.excess.replaced_bytes = recorder.replaced_bytes
-    owner.families.note_recorded(call.structure, call.sizes, trace)
+    if owner.memory.optimizers.have_state and not had_state:
+        log.info("the step made the optimizer's state, which no later step does: the next one is recorded, too")
+        kind.record_again()
+    else:
+        owner.families.note_recorded(call.structure, call.sizes, trace)
     owner.memory.after_recording()
     if trace.ticks and not any(op.phase == "forward" for op in trace.ops):
         warn(

@@ -49,6 +49,7 @@ class DeviceMemory(Protocol):
     counts_op_by_op: bool  # the peak is known only if Python sees every op, also in the backward
     is_slow_to_pin: bool  # pinning takes longer than recomputing a cheap value, so a recorded step drops such values
     refusals: Refusals  # a context manager around a step
+    optimizers: Optimizers  # that update the model's parameters
 
     def block_bytes(self, num_bytes: int) -> int:
         """Returns the size of the block that the allocator hands out for a storage of `num_bytes`."""
@@ -125,6 +126,7 @@ class CudaMemory:
     def __init__(self, model: torch.nn.Module, device: torch.device, budget_bytes: int) -> None:
         self.device = device
         self.refusals = Refusals(device)
+        self.optimizers = Optimizers(model)
         self.gradient_pool = GradientPool(model.parameters(), budget_bytes, device, self.refusals.excuse)
         self._pacing = HostPacing(device)
         cuda_allocator.make_ready(device)
@@ -176,6 +178,7 @@ class CudaMemory:
         return self._pacing.waits
 
     def close(self) -> None:
+        self.optimizers.remove()
         self.gradient_pool.remove()
 
 

@@ -106,6 +106,11 @@ class Optimizers:
     def __iter__(self) -> Iterator[torch.optim.Optimizer]:
         return iter(self._ours)
 
+    @property
+    def have_state(self) -> bool:
+        """Whether one of them has made its state, which most do in their first step."""
+        return any(len(optimizer.state) for optimizer in self)
+
     def remove(self) -> None:
         self._hook.remove()
 
