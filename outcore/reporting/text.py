@@ -28,19 +28,24 @@ def report(
     *,
     where: str,
     because: str = "",
+    is_first: bool = False,
 ) -> str:
-    """Shows what was planned beside what was measured. `because` says why the last step followed no plan."""
+    """Shows what was planned beside what was measured. `because` says why the last step followed no plan, and
+    `is_first` that another plan will replace this one."""
     room = f"outcore: {format_bytes(budget.device_bytes)} on {where}"
     why = f"the last step followed no plan: {because}" if because else ""
     if trace is None:
         return f"{room}; {why or 'nothing recorded yet: run a step'}"
     if plan is None or predicted is None:
         return f"{room}; {why or f'{len(trace.ops)} ops recorded, planned when the next step begins'}"
-    table = render(plan_table(budget, trace, plan, predicted, measured, where=where))
+    table = render(plan_table(budget, trace, plan, predicted, measured, where=where, is_first=is_first))
     return f"{table}\n{why}" if why else table
 
 
-def summary(trace: Trace | None, prepared: PreparedStep | None, *, settled: bool) -> str:
+_IS_FIRST = "a first plan; a better one follows"
+
+
+def summary(trace: Trace | None, prepared: PreparedStep | None, *, settled: bool, is_first: bool = False) -> str:
     """Says in a few words which phase a step is in."""
     if trace is None:
         return "nothing recorded yet"
@@ -49,7 +54,7 @@ def summary(trace: Trace | None, prepared: PreparedStep | None, *, settled: bool
     plan, predicted = prepared.plan, prepared.predicted
     over = format_over(predicted_figures(plan, predicted).over_in_core)
     over = f" ({over} over in-core)" if over else ""
-    state = "settled" if settled else "being tried"
+    state = "settled" if settled else _IS_FIRST if is_first else "being tried"
     return f"{state}, predicted {format_seconds(predicted.step_s)}{over}, peak {format_bytes(predicted.peak_bytes)}"
 
 
@@ -59,7 +64,14 @@ def as_html(text: str) -> str:
 
 
 def plan_table(
-    budget: Budget, trace: Trace, plan: Plan, predicted: Timeline, measured: Timeline | None = None, *, where: str
+    budget: Budget,
+    trace: Trace,
+    plan: Plan,
+    predicted: Timeline,
+    measured: Timeline | None = None,
+    *,
+    where: str,
+    is_first: bool = False,
 ) -> Table:
     """In-core, predicted and, where there is one, measured."""
     title = f"outcore: {trace.model or 'a step'} in {format_bytes(budget.device_bytes)} on {where}"
@@ -69,6 +81,8 @@ def plan_table(
     rows.append(("waiting for copies", "", format_seconds(predicted.stall_s), ""))
     rows.append(("the least a plan could predict", "", f"{format_seconds(plan.bound_step_s)}{_gap(plan)}", ""))
     rows.append(("planner", "", plan.planner, ""))
+    if is_first:
+        rows.append(("", "", _IS_FIRST, ""))
     headings = ("", "in-core", "predicted") + (("measured",) if measured is not None else ())
     return _table(title, headings, [row[: len(headings)] for row in rows])
 
@@ -198,6 +212,7 @@ def demo_table(facts: Mapping[str, Any]) -> Table:
     share = facts["peak_bytes"] / facts["in_core_peak_bytes"]
     equal = "equal, bit for bit" if facts["bitwise_equal"] else "DIFFERENT"
     rows = [
+        ("data", facts["data"]),
         ("in-core peak", format_bytes(facts["in_core_peak_bytes"])),
         ("budget", format_bytes(facts["budget_bytes"])),
         ("measured peak", f"{format_bytes(facts['peak_bytes'])} ({format_percent(share)} of in-core)"),

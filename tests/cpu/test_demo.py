@@ -16,6 +16,7 @@ from outcore.demo import run_demo
 from outcore.errors import BudgetTooSmall, OutcoreError
 from outcore.planning.planners import hybrid
 from outcore.planning.settings import HYBRID
+from outcore.reporting.text import demo_table, render
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,6 +70,16 @@ def test_a_budget_of_ones_own(tiny: None, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(BudgetTooSmall) as caught:
         run_demo("256KiB", num_steps=5)
     assert run_demo(caught.value.needed_bytes, num_steps=5).in_budget
+
+
+def test_without_scikit_learn_the_data_is_made_up(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain wheel has no extras, and the demo is the first command that a newcomer runs."""
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    found = run_demo("70%", num_steps=5)
+    assert found.data.startswith("made up")
+    assert "pip install scikit-learn" in render(demo_table(found.facts()))
+    assert found.bitwise_equal
+    assert found.in_budget
 
 
 def test_too_few_steps_are_refused() -> None:
