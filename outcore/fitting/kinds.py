@@ -11,7 +11,7 @@ are ignored again. A scalar that changes the work cannot cause wrong numbers, be
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
@@ -394,6 +394,10 @@ class Kinds:
 
     def __iter__(self) -> Iterator[Kind]:
         return iter(self.values())
+
+    def __repr__(self) -> str:
+        phases = Counter(type(kind.phase).__name__.lower() for kind in self)
+        return f"Kinds({', '.join(f'{num} {phase}' for phase, num in phases.items()) or 'none yet'})"
 
     def clear(self) -> None:
         """Forgets all kinds, so that every step is recorded again."""

@@ -394,7 +394,9 @@ def _was_recorded(owner: Owner, kind: Kind, call: Call, recorder: Recorder, *, h
 def _warn_if_over(owner: Owner, watch: _Watch | None) -> None:
     """Warns of a measured step that left its plan and exceeded the budget."""
     if watch is not None:
-        warn_if_over(watch.peak.read().allocated_bytes, owner.preparer.budget.device_bytes)
+        peak_bytes = watch.peak.read().allocated_bytes
+        owner.tally.note_peak(peak_bytes)
+        warn_if_over(peak_bytes, owner.preparer.budget.device_bytes)
 
 
 def _note_unmeasured(owner: Owner, kind: Kind, execution: Execution, predicted: Timeline) -> None:

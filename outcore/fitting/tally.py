@@ -19,6 +19,7 @@ class Tally:
         self._seconds: Counter[str] = Counter()
         self._num_in_core = self._swapped_bytes = self._recomputed_bytes = self._num_measured = 0
         self._waited_s = 0.0
+        self.num_peaks = self.peak_bytes = 0  # steps whose peak was measured, and the highest of these peaks
 
     def note(self, way: str, seconds: float, followed: Timeline | None) -> None:
         """Adds a step that went one of the ways. `followed` is the prediction of its plan."""
@@ -31,6 +32,11 @@ class Tally:
     def note_measured(self, measured: Timeline) -> None:
         self._num_measured += 1
         self._waited_s += measured.stall_s
+        self.note_peak(measured.peak_bytes)
+
+    def note_peak(self, peak_bytes: int) -> None:
+        self.num_peaks += 1
+        self.peak_bytes = max(self.peak_bytes, peak_bytes)
 
     def stats(self) -> Stats:
         return {
@@ -41,4 +47,5 @@ class Tally:
             "recomputed_bytes": self._recomputed_bytes,
             "measured": self._num_measured,
             "waited_s": self._waited_s,
+            "peak_bytes": self.peak_bytes,
         }

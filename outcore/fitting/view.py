@@ -86,6 +86,7 @@ class LoopView:
         - `recorded_s`, `planned_s`, `left_s`, `unplanned_s`: seconds of the host inside them, planning included;
         - `swapped_bytes` (one way), `recomputed_bytes`: by the planned ones;
         - `measured`: how many of them were measured closely; `waited_s`: how long these waited for copies;
+        - `peak_bytes`: the highest peak of device memory in a measured step; 0 if none was measured;
         - with `optimizer=`: `state_..._bytes` that stay, that do not, that are there at a time, and that are moved;
         - with `update="cpu"`: `state_by_cpu`, the updates that the CPU has run, and `state_by_cpu_s`, their seconds.
         """
@@ -102,9 +103,17 @@ class LoopView:
         loop, where = self._loop, str(self._loop.memory.device)
         because = loop.tally.unplanned_because
         told = report(
-            loop.preparer.budget, self.trace, self.plan, self.predicted, self.timeline, where=where, because=because
+            loop.preparer.budget,
+            self.trace,
+            self.plan,
+            self.predicted,
+            self.timeline,
+            where=where,
+            because=because,
+            is_first=self._is_first,
         )
-        return f"{told}\n{loop.beside}" if loop.beside is not None else told
+        parts = (told, self._highest_peak, str(loop.beside) if loop.beside is not None else "")
+        return "\n".join(filter(None, parts))
 
     def __repr__(self) -> str:
         loop = self._loop
@@ -112,8 +121,25 @@ class LoopView:
         name = f"{type(self).__name__}({type(loop.model).__name__}, {memory}"
         if loop.is_closed:
             return f"{name}, closed)"
-        state = summary(self.trace, self.prepared, settled=self.settled)
-        return f"{name}, {loop.preparer.planner}: {state})"
+        state = summary(self.trace, self.prepared, settled=self.settled, is_first=self._is_first)
+        return f"{', '.join(filter(None, (f'{name}, {loop.preparer.planner}: {state}', self._highest_peak)))})"
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether the last step's plan is a brief one that another will replace."""
+        plan, preparer = self.plan, self._loop.preparer
+        if plan is None or self.settled or preparer.brief_planner == preparer.planner or preparer.uses_given:
+            return False
+        return plan.planner == preparer.brief_planner
+
+    @property
+    def _highest_peak(self) -> str:
+        """The highest peak of all measured steps, in words."""
+        tally, budget_bytes = self._loop.tally, self._loop.preparer.budget.device_bytes
+        if not tally.num_peaks:
+            return ""
+        steps = f"{tally.num_peaks} measured step{'s' if tally.num_peaks > 1 else ''}"
+        return f"highest peak {format_bytes(tally.peak_bytes)} of {format_bytes(budget_bytes)} in {steps}"
 
     def _repr_html_(self) -> str:
         return as_html(str(self))

@@ -12,7 +12,7 @@ from torch import nn
 
 import outcore
 from outcore.errors import BudgetTooSmall, OutcoreError
-from outcore.units import GIB, MIB
+from outcore.units import GIB, MIB, format_bytes
 
 
 def network() -> nn.Sequential:
@@ -44,9 +44,53 @@ def test_each_change_is_said_in_the_log_and_stats_add_up(caplog: pytest.LogCaptu
         assert stats["measured"] >= 2
         assert 0 <= stats["waited_s"] <= stats["planned_s"]
         assert stats["recorded_s"] > 0 == stats["left_s"] == stats["unplanned_s"]
+        assert 0 < stats["peak_bytes"] <= 4 * MIB
     said = [record.getMessage() for record in caplog.records]
     assert any("ops was recorded; the next one like it is planned" in sentence for sentence in said)
     assert any("follow this plan from here on" in sentence and "recomputed" in sentence for sentence in said)
+
+
+def test_the_highest_peak_of_the_run_is_told_not_that_of_the_last_step() -> None:
+    model = network()
+    with outcore.limit(model, "8MiB", measure=True, cache=False) as ooc:
+        assert ooc.stats()["peak_bytes"] == 0
+        assert "highest peak" not in str(ooc) + repr(ooc)
+        train(model, ooc, 3)
+        assert ooc.timeline is not None
+        highest_bytes = ooc.timeline.peak_bytes
+        for _ in range(3):
+            with ooc.step():
+                model(torch.ones(64, 128)).sum().backward()
+            model.zero_grad()
+        assert ooc.timeline.peak_bytes < highest_bytes == ooc.stats()["peak_bytes"]
+        told = f"highest peak {format_bytes(int(highest_bytes))} of 8.00 MiB in 4 measured steps"
+        assert told in str(ooc)
+        assert told in repr(ooc)
+
+
+def test_a_first_plan_is_said_to_be_one() -> None:
+    model, first = network(), "a first plan; a better one follows"
+    with outcore.limit(model, "4MiB", cache=False) as ooc:
+        train(model, ooc, 2)
+        assert ooc.plan is not None
+        assert ooc.plan.planner == "priced"
+        assert first in str(ooc)
+        assert first in repr(ooc)
+        train(model, ooc, 1)
+        assert first not in str(ooc) + repr(ooc)
+    with outcore.limit(model, "4MiB", planner="priced", cache=False) as ooc:
+        train(model, ooc, 2)
+        assert first not in str(ooc) + repr(ooc)
+
+
+def test_kinds_are_shown_in_words() -> None:
+    model = network()
+    with outcore.limit(model, "8MiB", cache=False) as ooc:
+        assert repr(ooc.kinds) == "Kinds(none yet)"
+        train(model, ooc, 3)
+        with ooc.step("other"):
+            model(torch.ones(64, 128)).sum().backward()
+        assert repr(ooc.kinds) == "Kinds(1 settled, 1 recorded)"
 
 
 def test_a_step_without_a_plan_says_why() -> None:
