@@ -8,12 +8,11 @@ forward and backward, so the mixin wraps it.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from transformers import Trainer
 
-from outcore.integrations.model_limit import ModelLimit
+from outcore.integrations.model_limit import OPTIONS, ModelLimit
 from outcore.limit import Limited
 
 __all__ = ["LimitedTrainer", "MemoryLimitMixin"]
@@ -30,19 +29,13 @@ class MemoryLimitMixin:
         pass
     ```
 
-    The trainer accepts three further keyword arguments, `memory`, `host` and `disk`, with the meaning they have for
-    `outcore.limit`. In data-parallel training they apply to each process.
+    The trainer accepts further keyword arguments, with the meaning they have for `outcore.limit`: `memory`, `host`,
+    `disk`, `planner`, `plan`, `measure` and `cache`. In data-parallel training they apply to each process.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        memory: int | str = "auto",
-        host: int | str = "auto",
-        disk: str | Path | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self._memory_limit = ModelLimit(memory, host=host, disk=disk)
+    def __init__(self, *args: Any, memory: int | str = "auto", **kwargs: Any) -> None:
+        options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+        self._memory_limit = ModelLimit(memory, **options)
         super().__init__(*args, **kwargs)
 
     @property

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, suppress
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,12 +63,13 @@ class MemoryLimit(Callback):  # type: ignore[misc]
     print(limit.ooc)  # what was planned and what was measured
     ```
 
-    `memory`, `host` and `disk` have the meaning they have for `outcore.limit`, and apply to each process.
+    `memory`, and as keyword arguments `host`, `disk`, `planner`, `plan`, `measure` and `cache`, have the meaning they
+    have for `outcore.limit`, and apply to each process.
     """
 
-    def __init__(self, memory: int | str = "auto", *, host: int | str = "auto", disk: str | Path | None = None) -> None:
+    def __init__(self, memory: int | str = "auto", **options: Any) -> None:
         super().__init__()
-        self._limit = ModelLimit(memory, host=host, disk=disk)
+        self._limit = ModelLimit(memory, **options)
         self._step: AbstractContextManager[Limited] | None = None
         self._calls_closure_again = False
 

@@ -49,6 +49,14 @@ PLANNERS: dict[str, Planner] = {
     "hybrid": hybrid,
     "exact": exact,
 }
+
+
+def check_planner(name: str) -> None:
+    """Raises an error unless there is a planner of that name."""
+    if name not in PLANNERS:
+        raise OutcoreError(f"there is no planner {name!r}; choose one of {', '.join(PLANNERS)}")
+
+
 AS_IT_IS = ("keep-all", "swap-all", "swap")  # planners that run nothing again and merge no ops
 PURE = ("keep-all", "swap-all", "recompute-all")  # planners whose decisions do not depend on the device budget
 
@@ -94,8 +102,7 @@ def plans(
 ) -> list[Plan]:
     """Returns what `plan` returns, followed by other plans that are nearly as fast, if the planner found any; `most` in
     all. `starts` are plans for a similar budget, from which the default planner's search may start."""
-    if planner not in PLANNERS:
-        raise OutcoreError(f"there is no planner {planner!r}; choose one of {', '.join(PLANNERS)}")
+    check_planner(planner)
     tell = progress or _say_nothing
     in_core = index_of(replace(trace, asked_late=()) if trace.asked_late else trace)
     kept = score(in_core, machine, budget, keep_all(in_core, machine, budget, tell))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import outcore
-from outcore.errors import BudgetTooSmall
+from outcore.errors import BadSize, BudgetTooSmall
 from outcore.fitting.hooks import ACTIVE
 from outcore.limit import Limited
 
@@ -226,3 +226,12 @@ def test_budgets_that_an_estimate_names_work_at_the_first_try(share: float, tmp_
     assert limited.ooc is not None
     assert limited.ooc.timeline is not None
     assert limited.ooc.timeline.peak_bytes <= memory
+
+
+def test_options_of_limit_are_passed_on_and_a_bad_size_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(BadSize, match="'lots' is not a size"):
+        LimitedTrainer(memory="lots")
+    kept = trainer(LimitedTrainer, tmp_path, Texts(64), more={"memory": "1GiB", "measure": True, "planner": "swap"})
+    ooc = kept._memory_limit.of(kept.model)
+    assert (ooc.measure, ooc.planner) == (True, "swap")
+    ooc.close()

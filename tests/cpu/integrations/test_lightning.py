@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
+from outcore.errors import BadSize, OutcoreError
 from outcore.fitting.hooks import ACTIVE
 from outcore.limit import Limited
 
@@ -236,4 +237,16 @@ def test_exceptions_of_the_users(error: type[BaseException]) -> None:
         trainer("lightning.pytorch", limit).fit(module, DataLoader(Images(4), batch_size=None))
     assert not ACTIVE
     assert limit.ooc is not None
+    limit.ooc.close()
+
+
+def test_options_of_limit_are_passed_on_and_a_bad_size_is_refused_at_once() -> None:
+    with pytest.raises(BadSize, match="'lots' is not a size"):
+        MemoryLimit("lots")
+    with pytest.raises(OutcoreError, match="there is no option 'optimizer' here"):
+        MemoryLimit(MEMORY, optimizer=None)
+    limit = MemoryLimit("64MiB", measure=True, planner="swap", cache=False)
+    trainer("lightning.pytorch", limit).fit(module_of("lightning.pytorch"), DataLoader(Images(2), batch_size=None))
+    assert limit.ooc is not None
+    assert (limit.ooc.measure, limit.ooc.planner) == (True, "swap")
     limit.ooc.close()
