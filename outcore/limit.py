@@ -15,7 +15,7 @@ import torch
 
 from outcore.errors import BudgetTooSmall, OutcoreError
 from outcore.fitting.beside import beside, check_update
-from outcore.fitting.cache import default_folder
+from outcore.fitting.cache import folder_of
 from outcore.fitting.hooks import ACTIVE as _ACTIVE  # noqa: F401 (empty, unless a step is running)
 from outcore.fitting.loop import Loop, give_way, open_loops
 from outcore.fitting.settings import FittingSettings
@@ -24,7 +24,7 @@ from outcore.memory.device import memory_of
 from outcore.memory.machine import device_of, granted_bytes, measure_machine, tiers_below, weight_bytes
 from outcore.memory.op_rates import measure_update_rate
 from outcore.memory.store import Store
-from outcore.planning import PLANNERS
+from outcore.planning import check_planner
 from outcore.values import Budget, Plan, Trace
 
 __all__ = ["Limited", "limit"]
@@ -77,8 +77,7 @@ def limit(
     earlier = open_loops(model) if isinstance(model, torch.nn.Module) else []
     if any(loop.is_running for loop in earlier):
         raise OutcoreError("limit() was called inside a step of the same model; leave the step first")
-    folder = default_folder() if cache is True else Path(cache) if cache else None
-    options: dict[str, Any] = {"planner": planner, "plan": plan, "measure": measure, "cache": folder}
+    options: dict[str, Any] = {"planner": planner, "plan": plan, "measure": measure, "cache": folder_of(cache)}
     for loop in [loop for loop in earlier if loop.beside is not None]:
         loop.retire()  # two limits cannot fetch the same weights
     limited = Limited(model, memory, host=host, disk=disk, optimizer=optimizer, update=update, **options)
@@ -124,8 +123,7 @@ class Limited(LoopView):
         update: str = "device",
     ) -> None:
         check_update(update, optimizer)
-        if planner not in PLANNERS:
-            raise OutcoreError(f"there is no planner {planner!r}; choose one of {', '.join(PLANNERS)}")
+        check_planner(planner)
         given = Plan.load(plan) if isinstance(plan, str | Path) else plan
         if not isinstance(model, torch.nn.Module):
             raise OutcoreError(f"limit() takes a torch.nn.Module, not {type(model).__name__}; give it the model itself")
@@ -157,6 +155,8 @@ class Limited(LoopView):
         the model are called, as in `model.encoder(x)`, pass the inputs of the step as `batch`: a tensor, or tensors in
         lists and dictionaries.
         """
+        if name is not None and not isinstance(name, str):
+            raise OutcoreError(f"the name of a step is a string, not {type(name).__name__}; did you mean batch=...?")
         return self._loop.step(self, name, batch)
 
     def expect(self, trace: Trace) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from outcore.errors import BadFile
+from outcore.errors import BadFile, warn
 from outcore.fitting.settings import CACHE, CacheSettings
 from outcore.values import Plan, Trace
 from outcore.values.codec import Saved
@@ -99,6 +99,25 @@ class StepCache:
             total_bytes += about.st_size
             if number >= self._settings.num_entries or total_bytes > self._settings.total_bytes:
                 path.unlink(missing_ok=True)
+
+
+def folder_of(cache: bool | str | Path) -> Path | None:
+    """Returns the folder that `limit(cache=...)` names, or None if nothing is saved. One that cannot be written to
+    causes a warning."""
+    if cache is True or not cache:
+        return default_folder() if cache else None
+    folder, because = Path(cache), "permission denied"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    except OSError as error:
+        because = error.strerror or type(error).__name__
+    warn(
+        f"no plan can be saved in {folder} ({because}), so every run records and plans its steps anew; name a "
+        "writable folder with cache=..., or pass cache=False"
+    )
+    return None
 
 
 def default_folder() -> Path | None:

@@ -18,7 +18,7 @@ import psutil
 import torch
 from torch.nn.parameter import is_lazy
 
-from outcore.errors import OutcoreError
+from outcore.errors import OutcoreError, StoreError
 from outcore.memory.disk import DiskLane, SwapFile
 from outcore.memory.settings import MEMORY
 from outcore.memory.store import PinnedSlab
@@ -42,6 +42,8 @@ def tiers_below(device: torch.device, host: int | str, disk: str | Path | None) 
 
     A step on the CPU can swap only to the disk, by default to the folder of temporary files.
     """
+    if disk is not None and not Path(disk).is_dir():  # a folder that is misspelt may be on another disk
+        raise StoreError(f"there is no folder {disk} to swap to; make it, or name another one with disk=...")
     if device.type == "cuda":
         granted_bytes = host_bytes_granted()
         host_bytes = granted_bytes if host == "auto" else parse_bytes(host, of_bytes=granted_bytes)
@@ -171,18 +173,25 @@ def _measure_disk(folder: str) -> tuple[float, float]:
     file = SwapFile(folder, GIB)
     cpu = torch.device("cpu")
     lane = DiskLane("measure", file, cpu)
-    content = torch.arange(num_bytes, dtype=torch.int32).view(torch.uint8)[
-        :num_bytes
-    ]  # random content would advance the user's generator
+    # One chunk is copied many times, so that measuring needs little memory; random content would advance the user's
+    # generator.
+    content = torch.arange(MEMORY.chunk_bytes // torch.int32.itemsize, dtype=torch.int32).view(torch.uint8)
     offset = file.take(num_bytes)
     assert offset is not None
+    places = range(offset, offset + num_bytes, content.nbytes)
+
+    def write() -> Future[float]:
+        return [lane.write(content, place, content.nbytes) for place in places][-1]
+
+    def read(after: Future[float]) -> Future[float]:
+        return [lane.read(content, place, content.nbytes, after) for place in places][-1]
 
     def rate(start: float, done: Future[float]) -> float:
         return num_bytes / max(done.result() - start, 1e-6)
 
-    lane.write(content, offset, num_bytes).result()
-    write_rate = rate(time.perf_counter(), written := lane.write(content, offset, num_bytes))
-    read_rate = rate(time.perf_counter(), lane.read(content, offset, num_bytes, written))
+    write().result()
+    write_rate = rate(time.perf_counter(), written := write())
+    read_rate = rate(time.perf_counter(), read(written))
     lane.close()
     file.close()
     return write_rate, read_rate

@@ -109,7 +109,21 @@ def test_a_killed_process_leaves_no_swap_file(tmp_path: Path) -> None:
 
 def test_an_unwritable_folder_is_said_at_once() -> None:
     with pytest.raises(StoreError, match="cannot make a swap file"):
-        limit(nn.Linear(2, 2), "1GiB", disk="/proc/nowhere")
+        limit(nn.Linear(2, 2), "1GiB", disk="/proc")
+
+
+def test_a_folder_that_is_not_there_is_refused_and_not_made(tmp_path: Path) -> None:
+    """Its name may be misspelt, and another disk would be swapped to."""
+    with pytest.raises(StoreError, match=r"there is no folder .*typo to swap to; make it, or name another one"):
+        limit(nn.Linear(2, 2), "1GiB", disk=tmp_path / "typo")
+    assert not (tmp_path / "typo").exists()
+
+
+def test_a_step_whose_name_is_a_batch_is_refused() -> None:
+    with limit(nn.Linear(2, 2), "1GiB") as ooc:
+        for name, kind in ((torch.ones(2), "Tensor"), (3, "int")):
+            with pytest.raises(OutcoreError, match=rf"is a string, not {kind}; did you mean batch=\.\.\.\?"):
+                ooc.step(name)  # type: ignore[arg-type]
 
 
 def test_a_full_disk_is_a_clear_error_and_the_parameters_are_intact(tmp_path: Path) -> None:

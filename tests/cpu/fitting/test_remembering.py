@@ -168,3 +168,13 @@ def test_a_plan_is_taken_from_a_file(tmp_path: Path) -> None:
     assert second.plan.decisions == first.plan.decisions
     with pytest.raises(BadFile, match=r"nowhere\.json"):
         limit(net(), "1GiB", plan=str(tmp_path / "nowhere.json"))
+
+
+@pytest.mark.parametrize("kind", ["a file is in the way", "no folder can be made there"])
+def test_a_cache_that_cannot_be_written_to_is_told_of_once(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "file" if kind.startswith("a file") else Path("/proc/nowhere")
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match=f"no plan can be saved in {folder} .*name a writable folder") as told:
+        ooc = limit(net(), "1GiB", planner="swap-all", cache=folder)
+    train(ooc)
+    assert len(told) == 1
