@@ -54,7 +54,8 @@ def limit(
     first planned steps are. `cache` is the folder in which recorded steps and their plans are kept for later runs of
     the same training; True means `$OUTCORE_CACHE` or the user's cache folder, and False disables it. With `optimizer`,
     the optimizer of the loop, weights, gradients and optimizer state may leave the device, too: the part that stays is
-    planned with the rest, and the other part is brought when it is used. The cache is not used then. With
+    planned with the rest, and the other part is brought when it is used. State that does not fit into `host` is kept in
+    `disk`, if the GPU can access files; on the CPU all of it is, except `host` bytes. The cache is not used then. With
     `update="cpu"`, PyTorch's fused CPU kernels update the parameters whose state is not on the device (SGD, Adam,
     AdamW, Adagrad): fewer bytes are copied, and results differ in their last bits from those of the device's kernels.
 
@@ -132,7 +133,7 @@ class Limited(LoopView):
         host_bytes, folder = tiers_below(device, host, disk)
         machine = measure_machine(device, folder)
         budget = Budget(memory_bytes, host_bytes, machine.disk_bytes)
-        state, budget = beside(model, optimizer, budget, folder, by_cpu=update == "cpu")
+        state, budget = beside(model, optimizer, budget, machine, folder, host=host, by_cpu=update == "cpu")
         if update == "cpu":
             machine = replace(machine, update_bytes_per_s=measure_update_rate())
         self.model, self.device, self.planner, self.budget, self.state = model, device, planner, budget, state

@@ -16,6 +16,7 @@ from outcore.formats import two_digits as two_digits
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
+TB = 1000**4  # disks are sold, and their wear is told, in decimal units
 ENDLESS_BYTES = 1 << 60  # more than any memory holds
 
 _FACTORS = {"": 1, "B": 1, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": 1024**4}

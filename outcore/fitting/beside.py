@@ -15,18 +15,17 @@ from typing import Any
 
 import torch
 
-from outcore.errors import BudgetTooSmall, OutcoreError
+from outcore.errors import BudgetTooSmall, OutcoreError, StoreError
 from outcore.fitting.kinds import Kind
 from outcore.fitting.phases import Phase, Recorded, Timed
 from outcore.fitting.preparing import Preparer
-from outcore.memory.device_kind import kind_of
-from outcore.memory.machine import device_of
-from outcore.planning.residency import budget_beside
+from outcore.memory.machine import device_of, room_for_homes
+from outcore.planning.residency import budget_beside, spilled
 from outcore.reporting.text import render, rows_table
 from outcore.state.state import State
 from outcore.state.window import Watcher
-from outcore.units import format_bytes
-from outcore.values import Budget, Residency, Trace
+from outcore.units import TB, format_bytes
+from outcore.values import Budget, Machine, Residency, Trace
 
 
 class StateBeside:
@@ -34,11 +33,12 @@ class StateBeside:
 
     def __init__(self, state: State, preparer: Preparer) -> None:
         self.state, self._preparer = state, preparer
-        homes, budget = state.window.homes, preparer.budget  # activations and homes share it
-        self._budget = replace(budget, **{f"{homes.tier}_bytes": homes.limit_bytes})
+        self._budget = _with_homes(preparer.budget, state)  # activations and homes share it
         self._is_settled = False  # no other residency will be tried
         self._least_bytes = 0  # of a window, as far as the steps so far have needed
         self._copied_bytes = dict(state.window.homes.copied_bytes)
+        self._written_bytes = state.window.homes.written_bytes
+        self.written_bytes = 0  # to files, by the last step and its update
         self.moved_bytes = {"in": 0, "out": 0}  # by the last step and its update
         self._be_lean()
 
@@ -58,6 +58,8 @@ class StateBeside:
         copied = self.state.window.homes.copied_bytes
         self.moved_bytes = {way: copied[way] - self._copied_bytes[way] for way in copied}
         self._copied_bytes = dict(copied)
+        written_bytes = self.state.window.homes.written_bytes
+        self.written_bytes, self._written_bytes = written_bytes - self._written_bytes, written_bytes
         self.state.begin()
 
     def watch(self, watcher: Watcher) -> None:
@@ -98,6 +100,8 @@ class StateBeside:
             "state_resident_bytes": residency.resident_bytes,
             "state_streamed_bytes": residency.streamed_bytes,
             "state_window_bytes": residency.window_bytes,
+            "state_disk_bytes": residency.home_bytes_on("disk"),
+            "state_written_bytes": self.written_bytes,
             "state_in_bytes": self.moved_bytes["in"],
             "state_out_bytes": self.moved_bytes["out"],
         }
@@ -112,9 +116,21 @@ class StateBeside:
             *([("of them updated by the CPU", f"{residency.num_by_cpu} parameters")] if residency.by_cpu else []),
             ("at a time at most", format_bytes(residency.window_bytes)),
             ("a step brings, sends home", " and ".join(format_bytes(self.moved_bytes[way]) for way in ("in", "out"))),
+            *self._disk_rows(residency),
             *((f"cannot leave it: {why}", f"{count} parameters") for why, count in cannot.items()),
         ]
         return render(rows_table("weights, gradients and optimizer state", rows))
+
+    def _disk_rows(self, residency: Residency) -> list[tuple[str, str]]:
+        """Writing wears a disk out."""
+        on_disk_bytes = residency.home_bytes_on("disk")
+        terabytes = 1000 * self.written_bytes / TB
+        written = f"{format_bytes(self.written_bytes)} ({terabytes:.3g} TB in 1,000 steps)"
+        return (
+            [("of them on the disk", format_bytes(on_disk_bytes)), ("a step writes to it", written)]
+            if on_disk_bytes
+            else []
+        )
 
     # -- where it lies ------------------------------------------------------------------------------------------------
 
@@ -140,12 +156,13 @@ class StateBeside:
         self._move(residency)
 
     def _move(self, residency: Residency) -> None:
+        residency = spilled(residency, self._budget)
         self.state.place(residency)
         window = self.state.window
         window.is_lean, window.peak_bytes = False, window.used_bytes
         preparer, share = self._preparer, residency.link_share
         preparer.residency = replace(self.state.residency, link_share=share)
-        preparer.budget = budget_beside(self._budget, preparer.residency)
+        preparer.budget = budget_beside(self._budget, preparer.residency, preparer.machine)
         preparer.store.disk_bytes = preparer.budget.disk_bytes
         preparer.store.shrink(preparer.budget.host_bytes if preparer.store.host_bytes else 0)
 
@@ -166,21 +183,33 @@ def beside(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None,
     budget: Budget,
+    machine: Machine,
     folder: str | None,
     *,
+    host: int | str = "auto",
     by_cpu: bool = False,
 ) -> tuple[State | None, Budget]:
-    """The training state with a home beside the device, and what that leaves of the budget for activations."""
+    """Returns the training state with a home outside the device, and what it leaves of the budget to activations."""
     if optimizer is None:
         return None, budget
-    on_host = kind_of(device_of(model)).home_tier == "host"
-    home_bytes = budget.host_bytes if on_host else budget.disk_bytes
+    home_bytes, spill_bytes = room_for_homes(device_of(model), host, budget, folder)
+    rooms: dict[str, Any] = {"home_bytes": home_bytes, "spill_bytes": spill_bytes, "folder": folder}
     may_stay = budget.device_bytes
-    options: dict[str, Any] = {"home_bytes": home_bytes, "folder": folder, "resident_bytes": may_stay, "by_cpu": by_cpu}
-    state = State(model, optimizer, window_bytes=0, **options)
+    try:
+        state = State(model, optimizer, window_bytes=0, resident_bytes=may_stay, by_cpu=by_cpu, **rooms)
+    except StoreError as error:
+        if folder is None or spill_bytes or not machine.host_bytes:
+            raise
+        raise StoreError(f"{error} (this GPU cannot access files, so disk= holds activations only)") from None
     state.window.limit_bytes = state.least_window_bytes
-    all_bytes = sum(size.all_bytes for size in state.sizes)
-    if all_bytes > home_bytes:  # until some of it stays on the device; the first step has no optimizer state yet
-        all_bytes = sum(size.weight_bytes + size.gradient_bytes for size in state.sizes)
-    left_bytes = max(0, home_bytes - all_bytes)
-    return state, replace(budget, **{"host_bytes" if on_host else "disk_bytes": left_bytes})
+    residency = state.residency
+    if residency.home_bytes > home_bytes + spill_bytes:  # until some of it stays; there is no optimizer state yet
+        residency = replace(residency, units=tuple(replace(unit, kept_bytes=0) for unit in residency.units))
+    return state, budget_beside(_with_homes(budget, state), residency, machine)
+
+
+def _with_homes(budget: Budget, state: State) -> Budget:
+    """Returns a budget with all the bytes that homes may take."""
+    homes = state.window.homes
+    budget = replace(budget, disk_bytes=homes.spill_bytes) if homes.spill_bytes else budget
+    return replace(budget, **{f"{homes.tier}_bytes": homes.limit_bytes})

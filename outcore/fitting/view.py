@@ -87,7 +87,8 @@ class LoopView:
         - `swapped_bytes` (one way), `recomputed_bytes`: by the planned ones;
         - `measured`: how many of them were measured closely; `waited_s`: how long these waited for copies;
         - `peak_bytes`: the highest peak of device memory in a measured step; 0 if none was measured;
-        - with `optimizer=`: `state_..._bytes` that stay, that do not, that are there at a time, and that are moved;
+        - with `optimizer=`: `state_..._bytes` that stay, that do not, that are there at a time, that the last step
+          moved, that are on the disk, and that the last step wrote there;
         - with `update="cpu"`: `state_by_cpu`, the updates that the CPU has run, and `state_by_cpu_s`, their seconds.
         """
         return self._loop.stats()

@@ -5,6 +5,9 @@ that is mapped into the device's address space, so a kernel that reads the tenso
 are in a mapped file. Code that reads a parameter at home therefore gets its bytes, slowly, and nothing is freed while
 it is read. Copies between home and device run in two lanes, one per direction.
 
+A GPU that can access files (`outcore.memory.pinning`) may have both tiers: files hold the tensors that do not fit into
+host memory. Threads copy these, because such a copy waits for the disk.
+
 Three rules keep the copies correct:
 - the target of a copy to the device is allocated on the compute stream, and the copy waits for compute before it
   writes;
@@ -27,7 +30,7 @@ import weakref
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -42,22 +45,29 @@ from outcore.units import format_bytes
 
 _HOME = BESIDE
 
-Done = torch.cuda.Event | Future[None]  # a copy that was started
+Tier = Literal["host", "disk"]
+Done = torch.cuda.Event | Future[torch.cuda.Event | None]  # a copy that was started
 
 
 class _Memory:
     """The bytes of one tensor at home. They are freed with the last tensor that uses them."""
 
-    __slots__ = ("__weakref__", "host", "num_bytes")
+    __slots__ = ("__weakref__", "host", "num_bytes", "tier")
 
-    def __init__(self, num_bytes: int, host: torch.Tensor | None) -> None:
-        self.num_bytes = num_bytes
+    def __init__(self, num_bytes: int, host: torch.Tensor | None, tier: Tier) -> None:
+        self.num_bytes, self.tier = num_bytes, tier
         self.host = host  # the same bytes as a CPU tensor, where the device is another one
 
 
 def is_at_home(tensor: torch.Tensor) -> bool:
     """Whether the bytes of `tensor` are outside the device."""
     return tensor.layout is torch.strided and _HOME in tensor.untyped_storage().__dict__
+
+
+def tier_of(tensor: torch.Tensor) -> Tier | None:
+    """Returns the tier of a tensor at home, and None for other tensors."""
+    memory = tensor.untyped_storage().__dict__.get(_HOME) if tensor.layout is torch.strided else None
+    return memory.tier if memory is not None else None
 
 
 def host_view(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -80,12 +90,18 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 class Homes:
     """Allocates homes for tensors of one device, and copies between them and the device in two lanes."""
 
-    def __init__(self, device: torch.device, limit_bytes: int, folder: str | Path | None = None) -> None:
-        self.device, self.tier = device, kind_of(device).home_tier
-        self.limit_bytes = limit_bytes
+    def __init__(
+        self, device: torch.device, limit_bytes: int, folder: str | Path | None = None, *, spill_bytes: int = 0
+    ) -> None:
+        """`limit_bytes` of the device's home tier may be used. With `spill_bytes`, they are of the host, and so many
+        bytes of files in `folder` hold what does not fit there."""
+        self.device = device
+        self.tier: Tier = "host" if spill_bytes else kind_of(device).home_tier
+        self.limit_bytes, self.spill_bytes = limit_bytes, spill_bytes
         self.folder = Path(folder) if folder is not None else None
-        self.used_bytes = 0
+        self.used_on: dict[str, int] = {"host": 0, "disk": 0}
         self.peak_bytes = 0
+        self.written_bytes = 0  # to files
         self.copied_bytes = {"in": 0, "out": 0}
         self.delay_s = 0.0  # tests slow copies down to provoke races
         self._flying: deque[tuple[Done, torch.Tensor]] = deque()
@@ -94,7 +110,7 @@ class Homes:
         self._threads: dict[str, ThreadPoolExecutor] = {}
         if device.type == "cuda":
             self._streams = {way: torch.cuda.Stream(device) for way in ("in", "out")}
-        else:
+        if device.type != "cuda" or spill_bytes:
             self._threads = {way: ThreadPoolExecutor(1, f"outcore-{way}") for way in ("in", "out")}
             weakref.finalize(self, _stop, tuple(self._threads.values()))
 
@@ -102,33 +118,52 @@ class Homes:
 
     def check_room(self, num_bytes: int, what: str) -> None:
         """Raises StoreError when `num_bytes` more would exceed the limit. Nothing is allocated."""
-        if self.used_bytes + num_bytes > self.limit_bytes:
+        room_bytes = self.limit_bytes + self.spill_bytes
+        if self.used_bytes + num_bytes > room_bytes:
+            where = "host and disk" if self.spill_bytes else self.tier
             raise StoreError(
-                f"{what} needs {format_bytes(num_bytes)} of {self.tier} memory and {format_bytes(self.used_bytes)} are "
-                f"in use, but {format_bytes(self.limit_bytes)} may be used; raise {self.tier}=..., or free some"
+                f"{what} needs {format_bytes(num_bytes)} of {where} memory and {format_bytes(self.used_bytes)} are "
+                f"in use, but {format_bytes(room_bytes)} may be used; raise {self.tier}=..., or free some"
             )
 
-    def empty_like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Returns a tensor of the device with the size and strides of the dense `tensor` and its bytes at home. Its
-        content is undefined."""
-        return self.empty(tensor.size(), tensor.stride(), dtype or tensor.dtype)
+    @property
+    def used_bytes(self) -> int:
+        return sum(self.used_on.values())
 
-    def empty(self, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def _tier_for(self, num_bytes: int, preferred: Tier) -> Tier:
+        """Returns a tier that has room, the preferred one if it does."""
+        room_bytes: dict[Tier, int] = {"disk": self.spill_bytes} if self.spill_bytes else {}
+        room_bytes[self.tier] = self.limit_bytes
+        has_room = [tier for tier in room_bytes if self.used_on[tier] + num_bytes <= room_bytes[tier]]
+        return preferred if preferred in has_room or not has_room else has_room[0]
+
+    def empty_like(
+        self, tensor: torch.Tensor, dtype: torch.dtype | None = None, tier: Tier | None = None
+    ) -> torch.Tensor:
+        """Returns a tensor of the device with the size and strides of the dense `tensor` and its bytes at home, on
+        `tier` or where those of `tensor` are. Its content is undefined."""
+        return self.empty(tensor.size(), tensor.stride(), dtype or tensor.dtype, tier or tier_of(tensor))
+
+    def empty(
+        self, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, tier: Tier | None = None
+    ) -> torch.Tensor:
         num_bytes = size.numel() * dtype.itemsize
         self.check_room(num_bytes, "a tensor of the training state")
         with below_everything():
-            storage = self._storage_of(num_bytes)
+            storage = self._storage_of(num_bytes, self._tier_for(num_bytes, tier or self.tier))
             return torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, size, stride)
 
-    def _storage_of(self, num_bytes: int) -> torch.UntypedStorage:
+    def _storage_of(self, num_bytes: int, tier: Tier) -> torch.UntypedStorage:
         size = -(-max(num_bytes, 1) // MEMORY.page_bytes) * MEMORY.page_bytes
-        if self.device.type == "cuda":
+        if tier == "disk":
+            storage, memory = _addressed(_in_file(size, num_bytes, self.folder), num_bytes, self.device)
+        elif self.device.type == "cuda":
             storage, memory = _pinned(size, num_bytes, self.device)
         else:
-            storage, memory = _in_file(size, num_bytes, self.folder), _Memory(num_bytes, None)
-        self.used_bytes += num_bytes
+            storage, memory = torch.UntypedStorage(num_bytes), _Memory(num_bytes, None, "host")
+        self.used_on[tier] += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        weakref.finalize(memory, _give_back, weakref.ref(self), num_bytes).atexit = False
+        weakref.finalize(memory, _give_back, weakref.ref(self), tier, num_bytes).atexit = False
         storage.__dict__[_HOME] = memory
         return storage
 
@@ -150,12 +185,18 @@ class Homes:
         """Copies a tensor of the host or of the device, of any type, into `home`, and returns when the copy has
         ended."""
         with below_everything(), torch.no_grad():
-            if source.device.type == self.device.type:
+            self.note_written(home)
+            if source.device.type == self.device.type and tier_of(home) == self.tier:
                 home.copy_(source)
                 return
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # a kernel may still read the old content
-            self.on_host(home).copy_(source)
+            self.on_host(home).copy_(self.on_host(source) if is_at_home(source) else source)
+
+    def note_written(self, home: torch.Tensor) -> None:
+        """Called when the bytes of a tensor at home are written."""
+        if tier_of(home) == "disk":
+            self.written_bytes += home.numel() * home.dtype.itemsize
 
     def on_host(self, home: torch.Tensor) -> torch.Tensor:
         """Returns a CPU tensor on the bytes of a tensor at home. Neither copies nor kernels are waited for."""
@@ -165,7 +206,11 @@ class Homes:
     def _copy(self, way: str, target: torch.Tensor, source: torch.Tensor) -> Done:
         self._let_go_of_done()
         self.copied_bytes[way] += source.numel() * source.dtype.itemsize
-        done = self._on_stream(way, target, source) if self._streams else self._in_thread(way, target, source)
+        if way == "out":
+            self.note_written(target)
+        is_on_disk = tier_of(target if way == "out" else source) == "disk"
+        in_thread = is_on_disk or not self._streams
+        done = self._in_thread(way, target, source) if in_thread else self._on_stream(way, target, source)
         self._flying.append((done, target if way == "in" else source))
         return done
 
@@ -179,15 +224,24 @@ class Homes:
             return event
 
     def _in_thread(self, way: str, target: torch.Tensor, source: torch.Tensor) -> Done:
-        pair = [target, source]
+        """Copies from or to a file wait for the disk, which the host's main thread must not."""
+        pair, stream = [target, source], self._streams.get(way)
+        ready = torch.cuda.current_stream(self.device).record_event() if stream is not None else None
 
-        def copy(delay_s: float) -> None:
+        def copy(delay_s: float) -> torch.cuda.Event | None:
             """Copies, and drops both tensors afterwards."""
             try:
                 if delay_s:
                     time.sleep(delay_s)
                 with torch.no_grad():
-                    pair[0].copy_(pair[1])
+                    if stream is None or ready is None:
+                        pair[0].copy_(pair[1])
+                        return None
+                    with torch.cuda.stream(stream):
+                        stream.wait_event(ready)
+                        _host_bytes(pair[0]).copy_(_host_bytes(pair[1]))
+                        copied: torch.cuda.Event = stream.record_event()
+                        return copied
             finally:
                 pair.clear()
 
@@ -195,14 +249,13 @@ class Homes:
 
     def wait(self, done: Done | None) -> None:
         """Makes compute wait for the copy."""
-        if isinstance(done, Future):
-            done.result()
-        elif done is not None:
-            torch.cuda.current_stream(self.device).wait_event(done)
+        event = done.result() if isinstance(done, Future) else done
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
 
     @staticmethod
     def is_over(done: Done) -> bool:
-        return done.done() if isinstance(done, Future) else done.query()
+        return done.done() if isinstance(done, Future) else done.query()  # a thread's copy has ended when it returns
 
     def pace(self) -> None:
         """Compute is about to use something that came from home. A host that runs far ahead of the device sees no copy
@@ -227,10 +280,9 @@ class Homes:
     def close(self) -> None:
         """Waits for all copies. Tensors at home stay valid."""
         for done, _ in self._flying:
-            if isinstance(done, Future):
-                done.result()
-            else:
-                done.synchronize()
+            event = done.result() if isinstance(done, Future) else done
+            if event is not None:
+                event.synchronize()
         self._flying.clear()
         _stop(tuple(self._threads.values()))
 
@@ -254,7 +306,7 @@ def _pinned(size: int, num_bytes: int, device: torch.device) -> tuple[torch.Unty
             f"{format_bytes(size)} of host memory could not be pinned for the training state; lower host=..., free "
             "host memory, or raise the locked-memory limit"
         )
-    memory = _Memory(num_bytes, host)
+    memory = _Memory(num_bytes, host, "host")
     weakref.finalize(memory, _unpin, data_ptr(host), mapped, device).atexit = False
     construct: Any = torch._C._construct_storage_from_data_pointer
     return construct(data_ptr(host), device, num_bytes), memory
@@ -265,6 +317,25 @@ def _unpin(address: int, mapped: mmap.mmap, device: torch.device) -> None:
         torch.cuda.synchronize(device)  # a kernel may still read over the bus
     unpin(address)
     del mapped  # only now: memory that is unmapped while it is registered can never be registered again
+
+
+def _addressed(
+    file: torch.UntypedStorage, num_bytes: int, device: torch.device
+) -> tuple[torch.UntypedStorage, _Memory]:
+    """Returns a storage of the device on the bytes of a mapped file."""
+    if device.type != "cuda":
+        return file, _Memory(num_bytes, None, "disk")
+    host = torch.empty(0, dtype=torch.uint8).set_(file)
+    memory = _Memory(num_bytes, host, "disk")
+    weakref.finalize(memory, _unmap, file, device).atexit = False
+    construct: Any = torch._C._construct_storage_from_data_pointer
+    return construct(data_ptr(host), device, num_bytes), memory
+
+
+def _unmap(file: torch.UntypedStorage, device: torch.device) -> None:
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.synchronize(device)  # a kernel may still read the file
+    del file
 
 
 def _in_file(size: int, num_bytes: int, folder: Path | None) -> torch.UntypedStorage:
@@ -303,9 +374,9 @@ def _reserve(handle: int, size: int) -> None:
         os.ftruncate(handle, size)
 
 
-def _give_back(homes: weakref.ref[Homes], num_bytes: int) -> None:
+def _give_back(homes: weakref.ref[Homes], tier: Tier, num_bytes: int) -> None:
     if (ledger := homes()) is not None:
-        ledger.used_bytes -= num_bytes
+        ledger.used_on[tier] -= num_bytes
 
 
 def _stop(threads: tuple[ThreadPoolExecutor, ...]) -> None:

@@ -20,10 +20,11 @@ from torch.nn.parameter import is_lazy
 
 from outcore.errors import OutcoreError, StoreError
 from outcore.memory.disk import DiskLane, SwapFile
+from outcore.memory.pinning import reads_any_host_memory
 from outcore.memory.settings import MEMORY
 from outcore.memory.store import PinnedSlab
 from outcore.units import ENDLESS_BYTES, GIB, format_bytes, parse_bytes
-from outcore.values import Machine
+from outcore.values import Budget, Machine
 
 log = logging.getLogger("outcore")
 
@@ -51,6 +52,17 @@ def tiers_below(device: torch.device, host: int | str, disk: str | Path | None) 
     if host != "auto":
         parse_bytes(host, of_bytes=host_bytes_granted())  # a size that cannot be read is an error on the CPU, too
     return 0, tempfile.gettempdir() if disk is None else str(disk)
+
+
+def room_for_homes(device: torch.device, host: int | str, budget: Budget, folder: str | Path | None) -> tuple[int, int]:
+    """Returns the bytes of a device's home tier that training state may take, and those of files in `folder` for state
+    that does not fit there. A GPU must be able to access files; on the CPU files are the home tier unless `host` says
+    how much memory to use before them."""
+    if device.type == "cuda":
+        spills = folder is not None and reads_any_host_memory(device)
+        return budget.host_bytes, budget.disk_bytes if spills else 0
+    host_bytes = 0 if host == "auto" else parse_bytes(host, of_bytes=host_bytes_granted())
+    return (host_bytes, budget.disk_bytes) if host_bytes else (budget.disk_bytes, 0)
 
 
 def granted_bytes(model: torch.nn.Module, device: torch.device, memory: int | str) -> int:

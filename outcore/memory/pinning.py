@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import suppress
 
 import torch
 
+_PAGEABLE_MEMORY_ACCESS = 88  # CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS
 _FLAGS = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped: for all contexts, and addressable by the device
 
 
@@ -17,6 +19,18 @@ def pin(address: int, num_bytes: int) -> bool:
     with suppress(RuntimeError):
         torch.zeros(1, device="cuda")
     return False
+
+
+def reads_any_host_memory(device: torch.device) -> bool:
+    """Whether a GPU can access host memory that is not pinned, mapped files included: heterogeneous memory management,
+    or a processor that shares its page tables."""
+    found = ctypes.c_int(0)
+    try:
+        ask = ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute
+        refused = ask(ctypes.byref(found), _PAGEABLE_MEMORY_ACCESS, device.index or 0)
+    except (OSError, AttributeError):
+        return False
+    return not refused and found.value == 1
 
 
 def unpin(address: int) -> None:

@@ -75,6 +75,7 @@ class _Search:
         if self.free_bytes(residency.device_bytes) < 0:
             return None
         try:
+            residency = spilled(residency, self._budget)
             self._tried.append(_Tried.of(self._trace, residency, self._machine, self._budget, self._plan))
         except BudgetTooSmall:
             return None
@@ -83,6 +84,7 @@ class _Search:
     def best(self, least: Residency) -> Residency:
         """Where none fits, `least` raises with what it needs."""
         if not self._tried:
+            least = spilled(least, self._budget)
             self._tried.append(_Tried.of(self._trace, least, self._machine, self._budget, self._plan))
         fastest = min(self._tried, key=lambda one: one.step_s)
         shared = self.tries(replace(fastest.residency, link_share=_free_share(fastest, self._machine)))
@@ -101,19 +103,45 @@ def _with_early(residency: Residency, early: Collection[int], share: float, budg
     """A share of those that may be updated in the backward is, evenly spread: as many as the window and homes have room
     for."""
     units = residency.units
-    may = [n for n in sorted(set(early) - residency.resident) if 2 * units[n].all_bytes <= residency.window_bytes]
+    residency = spilled(residency, budget)
+    may = [
+        n
+        for n in sorted(set(early) - residency.resident - residency.on_disk)
+        if 2 * units[n].all_bytes <= residency.window_bytes
+    ]
     all_bytes = sum(units[n].all_bytes for n in may)
     second_bytes = sum(units[n].weight_bytes + units[n].kept_bytes for n in may)
-    room_bytes = max(0, residency.home_room(budget) - residency.home_bytes)
+    room_bytes = max(0, residency.home_room(budget) - residency.home_bytes_on(residency.tier))
     chosen = spread([units[n] for n in may], int(all_bytes * min(share, room_bytes / max(1, second_bytes))))
     return replace(residency, early=frozenset(may[at] for at in chosen))
 
 
-def budget_beside(budget: Budget, residency: Residency) -> Budget:
-    """What the homes of the training state leave of a budget to activations."""
-    left = {"host": budget.host_bytes, "disk": budget.disk_bytes}
-    left[residency.tier] = max(0, left[residency.tier] - residency.home_bytes)
-    return replace(budget, host_bytes=left["host"], disk_bytes=left["disk"])
+def spilled(residency: Residency, budget: Budget) -> Residency:
+    """Returns the residency with units on the disk, if it may use it, until the others fit the host. Frozen units go
+    first, since they are never written back; of each kind, those that are chosen are spread over the step."""
+    excess_bytes = residency.home_bytes - residency.home_room(budget) if residency.spills else 0
+    chosen: set[int] = set()
+    streamed = [number for number in range(len(residency.units)) if number not in residency.resident]
+    for trains in (False, True):
+        kind = [number for number in streamed if (residency.units[number].gradient_bytes > 0) == trains]
+        units = [residency.units[number] for number in kind]
+        largest_bytes = max((unit.all_bytes for unit in units), default=0)
+        first = [kind[at] for at in sorted(spread(units, excess_bytes + largest_bytes))] if excess_bytes > 0 else []
+        for number in (*first, *kind):
+            if excess_bytes > 0 and number not in chosen:
+                chosen.add(number)
+                excess_bytes -= residency.units[number].all_bytes
+    return replace(residency, on_disk=frozenset(chosen), early=residency.early - chosen)
+
+
+def budget_beside(budget: Budget, residency: Residency, machine: Machine) -> Budget:
+    """What the homes of the training state leave of a budget to activations, which do not use the host of a machine
+    whose device it is."""
+    host_bytes, disk_bytes = (
+        max(0, room_bytes - residency.home_bytes_on(tier))
+        for tier, room_bytes in (("host", budget.host_bytes), ("disk", budget.disk_bytes))
+    )
+    return replace(budget, host_bytes=host_bytes if machine.host_bytes else 0, disk_bytes=disk_bytes)
 
 
 def spread(units: Sequence[StateUnit], num_bytes: int) -> frozenset[int]:
@@ -170,9 +198,11 @@ class _Tried:
     @classmethod
     def of(cls, trace: Trace, residency: Residency, machine: Machine, budget: Budget, plan: MakePlan) -> _Tried:
         if not residency.fits_home(budget):
-            room_bytes = residency.home_room(budget)
-            raise BudgetTooSmall(residency.home_bytes, room_bytes, "the training state", where=f"the {residency.tier}")
-        budget = budget_beside(budget, residency)
+            room_bytes, where = residency.home_room(budget), f"the {residency.tier}"
+            if residency.spills:
+                room_bytes, where = room_bytes + budget.disk_bytes, f"{where} and the disk"
+            raise BudgetTooSmall(residency.home_bytes, room_bytes, "the training state", where=where)
+        budget = budget_beside(budget, residency, machine)
         before_bytes = trace.before_bytes + residency.device_bytes - residency.resident_gradient_bytes
         step = with_gradients(replace(trace, before_bytes=before_bytes), residency)
         made = plan(step, beside_state(machine, residency), budget)

@@ -138,6 +138,8 @@ class HostUpdates:
     def take(self, unit: Unit, update: Future[dict[str, Any]]) -> None:
         """Waits for the update of a unit and stores its state: large tensors at home, small ones where they were."""
         before, state = self._kept.of(unit.parameter), dict[str, Any]()
+        for item in (unit.weight, *unit.kept.values()):
+            self._homes.note_written(item.home)
         for name, kept in update.result().items():
             if name in unit.kept:
                 state[name] = unit.kept[name].home

@@ -18,11 +18,12 @@ import torch
 from torch import nn
 
 from outcore.errors import BadFile, OutcoreError
-from outcore.memory.device_kind import default_device, kind_of, numbered
+from outcore.memory.device_kind import default_device, numbered
 from outcore.memory.home import Homes, host_view
-from outcore.memory.machine import host_bytes_granted
+from outcore.memory.machine import host_bytes_granted, room_for_homes
 from outcore.state.unit import SMALL_BYTES
 from outcore.units import ENDLESS_BYTES, parse_bytes
+from outcore.values import Budget
 
 _NAMES = {
     torch.float64: "F64",
@@ -68,7 +69,8 @@ def load(
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     _check(model, tensors, files, Path(folder))
     limit_bytes = host_bytes_granted() if host == "auto" else parse_bytes(host, of_bytes=host_bytes_granted())
-    homes = Homes(where, limit_bytes if kind_of(where).home_tier == "host" else ENDLESS_BYTES, disk)
+    home_bytes, spill_bytes = room_for_homes(where, host, Budget(0, limit_bytes, ENDLESS_BYTES), disk)
+    homes = Homes(where, home_bytes, disk, spill_bytes=spill_bytes)
     large = {name: tensor for name, tensor in tensors.items() if _num_bytes(tensor) >= SMALL_BYTES}
     homes.check_room(sum(map(_num_bytes, large.values())), "this model")
     loaded: dict[int, torch.Tensor] = {}

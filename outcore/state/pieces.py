@@ -106,7 +106,7 @@ class Piece:
         unit = self.unit
         if name not in unit.kept or self.span is None:
             like = kept if self.span is None else unit.weight.home
-            unit.kept[name] = Item(unit.window, unit.window.homes.empty_like(like, kept.dtype))
+            unit.kept[name] = Item(unit.window, unit.window.homes.empty_like(like, kept.dtype, unit.tier))
         item = self._part(unit.kept[name])
         item.hold(kept)
         return item

@@ -75,6 +75,11 @@ class Order:
         self.known = self._seen or self.known
         self._seen, self._next = [], 0
 
+    def forget(self, unit: Unit) -> None:
+        """Called between steps, when the unit stays on the device: nothing here keeps its home alive."""
+        self.known = [need for need in self.known if need is not unit and need is not unit.early]
+        self._seen = [need for need in self._seen if need is not unit and need is not unit.early]
+
     def reached(self, need: Unit | Early) -> Sequence[Unit | Early]:
         """Records a need and returns those expected after it, the nearest first."""
         self._seen.append(need)
@@ -124,6 +129,8 @@ class Reading:
         unit.reading = None
         for units in self._readers.values():
             units[:] = [other for other in units if other is not unit]
+        for order in self._orders.values():
+            order.forget(unit)
 
     @property
     def is_idle(self) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,18 +26,19 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from outcore.errors import OutcoreError
-from outcore.memory.home import Homes, is_at_home
+from outcore.memory.home import Homes, Tier, is_at_home
 from outcore.memory.tensors import unseen
+from outcore.planning.residency import spilled
 from outcore.state.gradients import Gradients
 from outcore.state.host_updates import HostUpdates, check_host_updates
 from outcore.state.optimizers import splitting_of, unwrapped
 from outcore.state.reading import Handle, Reading
-from outcore.state.unit import TEMPORARIES, Unit, can_move
+from outcore.state.unit import TEMPORARIES, Unit, can_move, rehome
 from outcore.state.updates import Updates
 from outcore.state.watched import WatchedState, num_users
 from outcore.state.window import Window
 from outcore.units import format_bytes
-from outcore.values import Residency, StateUnit
+from outcore.values import Budget, Residency, StateUnit
 
 
 class State:
@@ -53,14 +54,16 @@ class State:
         folder: str | Path | None = None,
         later: bool = True,
         resident_bytes: int = 0,
+        spill_bytes: int = 0,
         by_cpu: bool = False,
     ) -> None:
         """Moves the training state home.
 
         `window_bytes` limits the state's memory on the device at a time, and `home_bytes` its memory outside. `folder`
-        holds it if the device is the CPU. With `later`, an update runs when its weight is read next. `resident_bytes`
-        of the state may be placed on the device later. With `by_cpu`, PyTorch's fused CPU kernels update parameters
-        that have a home; they round differently.
+        holds it if the device is the CPU. With `spill_bytes`, `home_bytes` are of the host, and so many bytes of files
+        in `folder` hold what does not fit there. With `later`, an update runs when its weight is read next.
+        `resident_bytes` of the state may be placed on the device later. With `by_cpu`, PyTorch's fused CPU kernels
+        update parameters that have a home; they round differently.
         """
         self.model = model
         self.optimizer = unwrapped(optimizer)
@@ -72,16 +75,14 @@ class State:
         self.splitting = (
             replace(splitting, keeps_gradients=False) if by_cpu else splitting
         )  # gradients are scaled at home
-        self.window = Window(Homes(device, home_bytes, folder), window_bytes)
+        self.window = Window(Homes(device, home_bytes, folder, spill_bytes=spill_bytes), window_bytes)
         self.kept_for: dict[str, str] = {}  # parameters that cannot leave the device -> the reason
         self._updated = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         self._movable = self._choose(device)  # parameters by name, in the order of their numbers
         self.sizes = tuple(self._size_of(name, parameter) for name, parameter in self._movable.items())
-        self._check_room(resident_bytes)
-        self.units = [
-            Unit(name, parameter, self.window, number) for number, (name, parameter) in enumerate(self._movable.items())
-        ]
+        on_disk = self._check_room(resident_bytes)
         self.resident: frozenset[int] = frozenset()  # numbers of the parameters that are on the device
+        self.units = [self._unit_at_home(number, on_disk) for number in range(len(self.sizes))]
         self.is_late = later and self.splitting.later
         self._updates = Updates(
             self.optimizer,
@@ -142,13 +143,21 @@ class State:
         kept_bytes = self.splitting.state_bytes(parameter) if trains and id(parameter) in self._updated else 0
         return StateUnit(name, num_bytes, num_bytes if trains else 0, kept_bytes)
 
-    def _check_room(self, resident_bytes: int) -> None:
+    def _check_room(self, resident_bytes: int) -> frozenset[int]:
         """Checks, before anything is moved, that everything that will need a home has room there. In the first step
-        nothing stays on the device, but there is no optimizer state yet."""
+        nothing stays on the device, but there is no optimizer state yet. Returns what has its home on the disk because
+        the host has no room for it."""
+        homes = self.window.homes
         all_bytes = sum(size.all_bytes for size in self.sizes)
         first_bytes = sum(size.weight_bytes + size.gradient_bytes for size in self.sizes)
         there = sum(parameter.nbytes for parameter in self._movable.values() if is_at_home(parameter))
-        self.window.homes.check_room(max(all_bytes - resident_bytes, first_bytes) - there, "the training state")
+        homes.check_room(max(all_bytes - resident_bytes, first_bytes) - there, "the training state")
+        streamed = Residency(self.sizes, tier=homes.tier, spills=homes.spill_bytes > 0)
+        return spilled(streamed, Budget(0, homes.limit_bytes, homes.spill_bytes)).on_disk
+
+    def _unit_at_home(self, number: int, on_disk: Collection[int]) -> Unit:
+        name, tier = self.sizes[number].name, self.window.homes.tier
+        return Unit(name, self._movable[name], self.window, number, "disk" if number in on_disk else tier)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -187,30 +196,24 @@ class State:
 
     @property
     def least_window_bytes(self) -> int:
-        """The least bytes of the window: the weights of modules that run inside each other, with one gradient or the
-        tensors that an update needs in addition to its weight."""
-        chains = [0]
-        for path, _ in self.model.named_modules():
-            above = {path[:at] for at, letter in enumerate(path) if letter == "."} | {"", path}
-            own = [size for size in self.sizes if size.name.rpartition(".")[0] in above]
-            chains.append(sum(size.weight_bytes for size in own))
-        largest = max(self.sizes, key=lambda size: size.all_bytes, default=StateUnit("", 0))
-        spans = largest.weight_bytes
-        if not self.splitting.by_element and self.host_updates is None:
-            spans = largest.gradient_bytes + largest.kept_bytes + TEMPORARIES * largest.weight_bytes
-        needed_bytes = max(chains) + max(spans, largest.gradient_bytes) + largest.weight_bytes
+        """The least size of the window."""
+        by_parts = self.splitting.by_element or self.host_updates is not None
+        needed_bytes = _least_window_bytes(self.model, self.sizes, by_parts=by_parts)
         return max(needed_bytes, self.window.peak_bytes if self.window.is_lean else 0)
 
     @property
     def residency(self) -> Residency:
+        homes = self.window.homes
         return Residency(
             self.sizes,
             self.resident,
             self.window.limit_bytes,
             early=frozenset(unit.number for unit in self.units if unit.early is not None),
             is_late=self.is_late,
-            tier=self.window.homes.tier,
+            tier=homes.tier,
             by_cpu=self.host_updates is not None,
+            spills=homes.spill_bytes > 0,
+            on_disk=frozenset(unit.number for unit in self.units if unit.tier != homes.tier and not unit.was_at_home),
         )
 
     @property
@@ -229,13 +232,15 @@ class State:
         if not self._reading.is_idle:
             return  # a module is reading parameters
         self.window.limit_bytes = residency.window_bytes
-        if residency.resident != self.resident:
+        if (residency.resident, residency.on_disk) != (self.resident, self.residency.on_disk):
             self.window.clear()
             with unseen(), torch.inference_mode(False), torch.no_grad():
                 for number in residency.resident - self.resident:  # first, because this frees homes
                     self._keep(number)
+                for unit in sorted(self.units, key=lambda unit: unit.number not in residency.on_disk):  # the same
+                    _rehome(unit, self._updates, on_disk=unit.number in residency.on_disk)
                 for number in self.resident - residency.resident:
-                    self._stream(number)
+                    self._stream(number, residency.on_disk)
         self.update_early(residency.early)
 
     def _keep(self, number: int) -> None:
@@ -250,9 +255,8 @@ class State:
         self._updates.remove(unit)
         unit.bring_back()
 
-    def _stream(self, number: int) -> None:
-        name = self.sizes[number].name
-        unit = Unit(name, self._movable[name], self.window, number)
+    def _stream(self, number: int, on_disk: Collection[int]) -> None:
+        unit = self._unit_at_home(number, on_disk)
         self.resident -= {number}
         self.units.append(unit)
         self._reading.add(unit)
@@ -286,6 +290,34 @@ class State:
         lines = [f"{len(self.units)} parameters ({format_bytes(streamed)}) have a home beside the device"]
         lines += [f"{count} cannot leave it: {why}" for why, count in Counter(self.kept_for.values()).items()]
         return "\n".join(lines)
+
+
+def _least_window_bytes(model: nn.Module, sizes: Sequence[StateUnit], *, by_parts: bool) -> int:
+    """That the window needs for the weights of modules that run inside of each other, with one gradient or, unless
+    updates run `by_parts`, what an update takes beside its weight."""
+    chains = [0]
+    for path, _ in model.named_modules():
+        above = {path[:at] for at, letter in enumerate(path) if letter == "."} | {"", path}
+        own = [size for size in sizes if size.name.rpartition(".")[0] in above]
+        chains.append(sum(size.weight_bytes for size in own))
+    largest = max(sizes, key=lambda size: size.all_bytes, default=StateUnit("", 0))
+    update_bytes = largest.gradient_bytes + largest.kept_bytes + TEMPORARIES * largest.weight_bytes
+    spans = largest.weight_bytes if by_parts else update_bytes
+    return max(chains) + max(spans, largest.gradient_bytes) + largest.weight_bytes
+
+
+def _rehome(unit: Unit, updates: Updates, *, on_disk: bool) -> None:
+    """Moves a unit to the disk or to the tier above it, unless somebody holds its tensors."""
+    tier: Tier = "disk" if on_disk else unit.window.homes.tier
+    if unit.tier == tier or unit.was_at_home:
+        return
+    if unit.due is not None:
+        updates.run_due([unit])
+    unit.window.clear()
+    own, gradient = int(unit.has_gradient_at_home), unit.gradient
+    if not unit.is_held(updates.kept.of) and (gradient is None or not gradient.is_held(own)):
+        updates.early.forget(unit)
+        rehome(unit, tier)
 
 
 def _unpack(handle: Any) -> torch.Tensor:

@@ -94,7 +94,7 @@ class Takeover:
         for unit, name, kept in self._loading:
             window, parameter = unit.window, unit.parameter
             dtype = parameter.dtype if parameter.is_floating_point() else kept.dtype  # the optimizer's own cast
-            home = window.homes.empty_like(kept, dtype)
+            home = window.homes.empty_like(kept, dtype, unit.tier)
             window.homes.fill(home, kept)
             unit.kept[name] = Item(window, home)
             loaded[parameter][name] = home

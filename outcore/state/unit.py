@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from outcore.memory.home import is_at_home
+from outcore.memory.home import Tier, is_at_home, tier_of
 from outcore.memory.tensors import data_of, is_plain, set_data, set_source, source_of
 from outcore.state.gradient import Gradient
 from outcore.state.settings import STATE
@@ -84,13 +84,15 @@ class Unit:
         "written",
     )
 
-    def __init__(self, name: str, parameter: nn.Parameter, window: Window, number: int = 0) -> None:
+    def __init__(
+        self, name: str, parameter: nn.Parameter, window: Window, number: int = 0, tier: Tier | None = None
+    ) -> None:
         self.name, self.number = name, number
         self.was_at_home = is_at_home(parameter)  # the user's own choice
         self.parameter = parameter
         self.window = window
         self.weight = Item(
-            window, data_of(parameter) if is_at_home(parameter) else moved_home(window, data_of(parameter))
+            window, data_of(parameter) if is_at_home(parameter) else moved_home(window, data_of(parameter), tier)
         )
         set_data(parameter, self.weight.home)
         self.mark(self.weight.home)
@@ -103,6 +105,11 @@ class Unit:
         self.depth = 0  # number of modules that are reading it
         self.version = 0  # the parameter's version when the copy was made
         self.written = False  # whether it may have been written since without a version change
+
+    @property
+    def tier(self) -> Tier | None:
+        """Where its home is."""
+        return tier_of(self.weight.home)
 
     def mark(self, data: torch.Tensor) -> None:
         """Marks a storage as the weight's, so that tensors saved by autograd are recognised."""
@@ -282,7 +289,9 @@ class Unit:
             if item is not None and kept is item.home:
                 continue
             if can_move(kept, self.parameter.device):
-                self.kept[name] = Item(self.window, kept if is_at_home(kept) else moved_home(self.window, kept))
+                self.kept[name] = Item(
+                    self.window, kept if is_at_home(kept) else moved_home(self.window, kept, self.tier)
+                )
                 state[name] = self.kept[name].home
             elif item is not None:
                 del self.kept[name]
@@ -334,9 +343,23 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def moved_home(window: Window, tensor: torch.Tensor) -> torch.Tensor:
+def rehome(unit: Unit, tier: Tier) -> None:
+    """Moves the bytes of a unit, of which nothing is on the device, to another tier. Its tensors stay the objects they
+    are."""
+    homes = unit.window.homes
+    gradient = unit.gradient
+    for item in (unit.weight, *unit.kept.values(), *([gradient] if gradient is not None else [])):
+        new = homes.empty_like(item.home, tier=tier)
+        homes.fill(new, item.home)
+        set_data(item.home, data_of(new))
+    if gradient is not None:
+        set_data(gradient.shown, data_of(gradient.home))
+    unit.show_home()
+
+
+def moved_home(window: Window, tensor: torch.Tensor, tier: Tier | None = None) -> torch.Tensor:
     """Returns a tensor at home with the content of `tensor`."""
-    home = window.homes.empty_like(tensor)
+    home = window.homes.empty_like(tensor, tier=tier)
     done = window.homes.send(tensor.detach(), home)
     window.homes.wait(done)
     window.homes.forget(done)

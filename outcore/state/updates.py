@@ -269,6 +269,7 @@ class Updates:
         """Stops managing a unit. Its optimizer state becomes an ordinary tensor on the device, or stays `at_home`."""
         assert unit.due is None, "its update is due"
         self.early.forget(unit)
+        self._begun.discard(unit)
         del self._units[id(unit.parameter)]
         state = self.kept.of(unit.parameter)
         for name, item in unit.kept.items():

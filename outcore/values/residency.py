@@ -43,6 +43,8 @@ class Residency:
     early: frozenset[int] = field(default_factory=frozenset)  # streamed ones that are updated in the backward
     by_cpu: bool = False  # streamed ones are updated at home, by the CPU: their optimizer state never comes
     tier: str = "host"  # where streamed units are kept
+    on_disk: frozenset[int] = field(default_factory=frozenset)  # streamed units that are kept on the disk instead
+    spills: bool = False  # the disk may hold what `tier` has no room for
     link_share: float = 1.0  # of the links' seconds, that the state leaves to activations
 
     @property
@@ -66,14 +68,27 @@ class Residency:
     @property
     def home_bytes(self) -> int:
         """Beside the device. What an update in the backward makes has a home of its own until it is asked for."""
-        second = (self.units[number] for number in self.early)
-        return self.streamed_bytes + sum(unit.weight_bytes + unit.kept_bytes for unit in second)
+        return sum(self.home_bytes_on(tier) for tier in {self.tier, "disk"})
+
+    def tier_of(self, number: int) -> str:
+        """Where a streamed unit is kept."""
+        return "disk" if number in self.on_disk else self.tier
+
+    def home_bytes_on(self, tier: str) -> int:
+        """Of `home_bytes`, those on one tier."""
+        return sum(
+            unit.all_bytes + (unit.weight_bytes + unit.kept_bytes if number in self.early else 0)
+            for number, unit in enumerate(self.units)
+            if number not in self.resident and self.tier_of(number) == tier
+        )
 
     def home_room(self, budget: Budget) -> int:
+        """Of a budget, what the tier has."""
         return budget.host_bytes if self.tier == "host" else budget.disk_bytes
 
     def fits_home(self, budget: Budget) -> bool:
-        return self.home_bytes <= self.home_room(budget)
+        fits = self.home_bytes_on(self.tier) <= self.home_room(budget)
+        return fits and self.home_bytes_on("disk") <= budget.disk_bytes
 
     @property
     def device_bytes(self) -> int:

@@ -50,6 +50,7 @@ class Timeline(Saved):
     disk_peak_bytes: int = 0
     state_in_bytes: int = 0  # weights, gradients and optimizer state that are copied to the device
     state_out_bytes: int = 0  # and from it
+    state_written_bytes: int = 0  # of the training state that are written to a disk
     reserved_bytes: int = 0  # the peak of what the allocator held; 0 if unknown
     actions: tuple[str, ...] = ()  # in the order they were executed: "tick kind value-or-op"
     spans: tuple[Span, ...] = ()

@@ -112,6 +112,7 @@ FACTS: dict[str, tuple[set[float], str]] = {  # file -> numbers that are facts o
     "planning/program/simulate.py": ({3, 4}, "positions in a tuple"),
     "planning/planners/hybrid.py": ({3}, "a flip changes one, two or three values; the odds are a setting"),
     "planning/trace_index.py": ({4}, "the members of an enumeration"),
+    "memory/pinning.py": ({88}, "CUDA numbers what it tells of a device"),
     "memory/op_rates.py": ({3}, "a product of square matrices takes the third power of their side"),
     "compiled/program.py": ({3}, "a position of an argument"),
     "planning/planners/pricing.py": ({1e12}, "later than any step ends, and finite"),

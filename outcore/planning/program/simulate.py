@@ -72,6 +72,7 @@ def simulate(
         host_peak_bytes=_tier_bytes(trace_index, steps, "host"),
         state_in_bytes=traffic.in_bytes + traffic.update_bytes if traffic is not None else 0,
         state_out_bytes=traffic.out_bytes + traffic.update_bytes if traffic is not None else 0,
+        state_written_bytes=traffic.written_bytes if traffic is not None else 0,
         disk_peak_bytes=_tier_bytes(trace_index, steps, "disk"),
         actions=tuple(f"{step[TICK]} {step[KIND]} {step[SUBJECT]}" for step in steps),
         spans=tuple(clocked.spans),

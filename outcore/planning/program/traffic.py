@@ -35,6 +35,7 @@ class _Use:
     takes_weight: bool = False  # the weight that stayed goes home with it
     comes_bytes: int = 0  # of a gradient that is made next: nothing is fetched ahead into its place
     update_bytes: int = 0  # that an update reads and writes on the device
+    tier: str = "host"  # where the unit is kept
     ready_s: float = 0.0  # when the CPU has updated it, in seconds of the step
 
 
@@ -53,11 +54,18 @@ class Traffic:
         self._uses = deque(_uses(trace_index, residency, machine))
         self.in_bytes = sum(use.in_bytes for use in self._uses)
         self.out_bytes = sum(use.out_bytes for use in self._uses)
-        self.update_bytes = 0 if residency.is_late else _update_bytes(trace_index, residency)
+        self._update_bytes = _update_bytes(trace_index, residency)
+        written_bytes = sum(use.out_bytes for use in self._uses if use.tier == "disk")
+        self.written_bytes = written_bytes + self._update_bytes.get("disk", 0) + _written_by_cpu(trace_index, residency)
         self._used_bytes = self._staying_bytes = 0
         self._ahead: deque[_Use] = deque()  # fetched, and not needed yet
         self._going: deque[tuple[int, int]] = deque()  # keys and bytes that are being sent home
         self._levels: list[tuple[int, int]] = [(0, 0)]  # slots, and the bytes that are used from each slot on
+
+    @property
+    def update_bytes(self) -> int:
+        """Bytes that updates inside `optimizer.step()` move, each way."""
+        return sum(self._update_bytes.values())
 
     def reach(self, lanes: Lanes, slot: int, delay_s: float) -> float:
         """Advances to `slot`, where compute is `delay_s` behind the seconds of its ops. Returns how long compute
@@ -82,9 +90,11 @@ class Traffic:
     def finish(self, lanes: Lanes, now_s: float) -> float:
         """Returns the seconds from the end of the step until everything is at home and updates have run."""
         ended_s = max((lanes.finish(OUT, key) for key, _ in self._going), default=now_s)
-        tier = self._residency.tier
-        update_s = max(self._machine.in_s(self.update_bytes, tier), self._machine.out_s(self.update_bytes, tier))
-        return max(0.0, ended_s - now_s) + (update_s / self._machine.duplex_share if self.update_bytes else 0.0)
+        update_s = sum(
+            max(self._machine.in_s(num_bytes, tier), self._machine.out_s(num_bytes, tier))
+            for tier, num_bytes in self._update_bytes.items()
+        )
+        return max(0.0, ended_s - now_s) + update_s / self._machine.duplex_share
 
     def _use(self, lanes: Lanes, use: _Use, now_s: float) -> float:
         began_s = now_s
@@ -108,7 +118,7 @@ class Traffic:
             going_bytes = use.out_bytes - use.stays_bytes
             now_s = self._make_room(lanes, going_bytes - here_bytes, now_s)
             self._used_bytes += going_bytes - here_bytes
-            lanes.issue(OUT, use.key, now_s, self._machine.out_s(use.out_bytes, self._residency.tier))
+            lanes.issue(OUT, use.key, now_s, self._machine.out_s(use.out_bytes, use.tier))
             self._going.append((use.key, going_bytes))
         self._fetch_ahead(lanes, now_s, use.comes_bytes)
         return now_s - began_s
@@ -125,7 +135,7 @@ class Traffic:
             self._used_bytes -= self._going.popleft()[1]
 
     def _fetch(self, lanes: Lanes, use: _Use, now_s: float) -> None:
-        lanes.issue(IN, use.key, now_s, self._machine.in_s(use.in_bytes, self._residency.tier))
+        lanes.issue(IN, use.key, now_s, self._machine.in_s(use.in_bytes, use.tier))
         self._used_bytes += use.in_bytes
         self._ahead.append(use)
 
@@ -152,34 +162,34 @@ def _uses(trace_index: TraceIndex, residency: Residency, machine: Machine) -> li
     for seen in trace_index.trace.state:
         if seen.unit in residency.resident:
             continue
-        key, unit = -1 - len(found), residency.units[seen.unit]
+        key, unit, tier = -1 - len(found), residency.units[seen.unit], residency.tier_of(seen.unit)
         if seen.kind == "gradient":
-            found.append(_gradient(key, seen.slot, unit, seen.unit in residency.early, seen.unit == last))
+            found.append(_gradient(key, seen.slot, unit, tier, seen.unit in residency.early, seen.unit == last))
             last = -1 if seen.unit in residency.early else last
         elif seen.unit != last:
             updates = residency.is_late and unit.gradient_bytes > 0 and seen.unit not in updated
             updated.add(seen.unit)
             if updates and residency.by_cpu:
                 ready_s += machine.update_s(unit.update_bytes)
-                found.append(_Use(key, seen.slot, unit.weight_bytes, 0, unit.weight_bytes, ready_s=ready_s))
+                found.append(_Use(key, seen.slot, unit.weight_bytes, 0, unit.weight_bytes, tier=tier, ready_s=ready_s))
                 last = -1
                 continue
-            found.append(_weight(key, seen.slot, unit, updates=updates, in_backward=seen.slot >= backward))
+            found.append(_weight(key, seen.slot, unit, tier, updates=updates, in_backward=seen.slot >= backward))
             last = seen.unit if seen.slot >= backward else -1
     return found
 
 
-def _weight(key: int, slot: int, unit: StateUnit, *, updates: bool, in_backward: bool) -> _Use:
+def _weight(key: int, slot: int, unit: StateUnit, tier: str, *, updates: bool, in_backward: bool) -> _Use:
     if not updates:
         comes_bytes = unit.gradient_bytes if in_backward else 0
-        return _Use(key, slot, unit.weight_bytes, 0, unit.weight_bytes, comes_bytes=comes_bytes)
+        return _Use(key, slot, unit.weight_bytes, 0, unit.weight_bytes, comes_bytes=comes_bytes, tier=tier)
     out_bytes = unit.weight_bytes + unit.kept_bytes
-    return _Use(key, slot, unit.all_bytes, out_bytes, unit.weight_bytes, update_bytes=unit.update_bytes)
+    return _Use(key, slot, unit.all_bytes, out_bytes, unit.weight_bytes, update_bytes=unit.update_bytes, tier=tier)
 
 
-def _gradient(key: int, slot: int, unit: StateUnit, is_early: bool, is_here: bool) -> _Use:
+def _gradient(key: int, slot: int, unit: StateUnit, tier: str, is_early: bool, is_here: bool) -> _Use:
     if not is_early:
-        return _Use(key, slot, 0, unit.gradient_bytes, 0)
+        return _Use(key, slot, 0, unit.gradient_bytes, 0, tier=tier)
     in_bytes = unit.kept_bytes + (0 if is_here else unit.weight_bytes)
     return _Use(
         key,
@@ -190,11 +200,28 @@ def _gradient(key: int, slot: int, unit: StateUnit, is_early: bool, is_here: boo
         takes_weight=is_here,
         comes_bytes=unit.gradient_bytes,
         update_bytes=unit.update_bytes,
+        tier=tier,
     )
 
 
-def _update_bytes(trace_index: TraceIndex, residency: Residency) -> int:
-    """That updates inside `optimizer.step()` move, each way about the same."""
+def _update_bytes(trace_index: TraceIndex, residency: Residency) -> dict[str, int]:
+    """That updates inside `optimizer.step()` move, each way about the same, by tier."""
+    found: dict[str, int] = {}
+    if not residency.is_late and not residency.by_cpu:
+        for number in _updated(trace_index, residency):
+            unit, tier = residency.units[number], residency.tier_of(number)
+            found[tier] = found.get(tier, 0) + unit.weight_bytes + unit.kept_bytes
+    return found
+
+
+def _written_by_cpu(trace_index: TraceIndex, residency: Residency) -> int:
+    """Bytes of homes on the disk that the CPU writes when it updates them."""
+    updated = _updated(trace_index, residency) if residency.by_cpu else ()
+    on_disk = [residency.units[number] for number in updated if residency.tier_of(number) == "disk"]
+    return sum(unit.weight_bytes + unit.kept_bytes for unit in on_disk)
+
+
+def _updated(trace_index: TraceIndex, residency: Residency) -> set[int]:
+    """Streamed units that are updated after the backward."""
     streamed = {seen.unit for seen in trace_index.trace.state} - residency.resident - residency.early
-    units = [residency.units[number] for number in streamed]
-    return sum(unit.weight_bytes + unit.kept_bytes for unit in units if unit.gradient_bytes)
+    return {number for number in streamed if residency.units[number].gradient_bytes}

@@ -10,7 +10,7 @@ import pytest
 from outcore.errors import BudgetTooSmall
 from outcore.planning import plan
 from outcore.planning.preparing import prepare
-from outcore.planning.residency import beside_state, choose_residency, spread, with_gradients
+from outcore.planning.residency import beside_state, budget_beside, choose_residency, spilled, spread, with_gradients
 from outcore.units import MIB
 from outcore.values import Budget, Machine, Plan, Residency, StateUnit, StateUse, Timeline, Trace
 from tests.pure.test_reporting import small_trace
@@ -109,6 +109,58 @@ def test_weights_that_the_cpu_updates_come_when_it_has() -> None:
     assert resident.num_by_cpu == 1
     one_s = prepare(trace, planned(trace, slow, budget), slow, residency=resident).predicted.step_s
     assert one_s < step_s / (NUM - 1)
+
+
+def test_what_the_host_has_no_room_for_lies_on_the_disk() -> None:
+    """Frozen units first, which are never written back, and no more units than it takes."""
+    frozen = (StateUnit("frozen", 3 * MIB), StateUnit("other", 3 * MIB))
+    both = replace(LEAST, units=(*UNITS, *frozen), spills=True)
+    assert not spilled(both, Budget(0, 30 * MIB, 64 * MIB)).on_disk
+    assert spilled(both, Budget(0, 29 * MIB, 64 * MIB)).on_disk in ({6}, {7})
+    assert spilled(both, Budget(0, 24 * MIB, 64 * MIB)).on_disk == {6, 7}
+    some = spilled(both, Budget(0, 10 * MIB, 64 * MIB))
+    assert {6, 7} < some.on_disk
+    assert 10 * MIB >= some.home_bytes_on("host") > 6 * MIB
+    assert some.home_bytes_on("host") + some.home_bytes_on("disk") == some.home_bytes == both.streamed_bytes
+    assert some.fits_home(Budget(0, 10 * MIB, 22 * MIB))
+    assert not some.fits_home(Budget(0, 10 * MIB, 21 * MIB))
+    resident = replace(some, resident=frozenset(range(NUM)))
+    assert spilled(resident, Budget(0, 10 * MIB, 64 * MIB)).on_disk == frozenset()
+    assert not spilled(replace(both, spills=False), Budget(0, MIB, 64 * MIB)).on_disk
+    left = budget_beside(Budget(9, 12 * MIB, 64 * MIB), some, machine())
+    assert (left.host_bytes, left.disk_bytes) == (4 * MIB, 42 * MIB)
+    assert budget_beside(Budget(9, 12 * MIB, 64 * MIB), some, replace(machine(), host_bytes=0)).host_bytes == 0
+
+
+def test_the_disk_takes_its_seconds_and_its_wear_is_predicted() -> None:
+    trace, budget = trace_with_state(), Budget(64 * MIB, 64 * MIB)
+    slow_disk = replace(machine(), disk_write_bytes_per_s=1e7, disk_read_bytes_per_s=2e7)
+
+    def timeline(residency: Residency) -> Timeline:
+        return prepare(trace, planned(trace, slow_disk, budget), slow_disk, residency=residency).predicted
+
+    wide = replace(LEAST, window_bytes=64 * MIB)
+    on_disk = timeline(replace(wide, on_disk=frozenset({2})))
+    assert timeline(wide).state_written_bytes == 0
+    assert on_disk.state_written_bytes == 4 * MIB  # weight and two moments after the update, and the gradient
+    assert on_disk.state_out_bytes == timeline(wide).state_out_bytes
+    assert on_disk.step_s >= 4 * MIB / 1e7 + 5 * MIB / 2e7 - timeline(wide).step_s
+    assert timeline(replace(wide, on_disk=frozenset({2}), by_cpu=True)).state_written_bytes == 4 * MIB
+    at_step = replace(wide, on_disk=frozenset({2}), is_late=False)
+    assert timeline(at_step).state_written_bytes == 4 * MIB
+    assert timeline(replace(wide, tier="disk")).state_written_bytes == NUM * 4 * MIB
+
+
+def test_homes_choose_the_disk_while_the_budget_is_searched() -> None:
+    budget = Budget(24 * MIB, 8 * MIB, 64 * MIB)
+    fast_disk = replace(machine(), disk_write_bytes_per_s=1e9, disk_read_bytes_per_s=1e9)
+    with pytest.raises(BudgetTooSmall, match="training state"):
+        choose_residency(trace_with_state(), LEAST, fast_disk, replace(budget, device_bytes=12 * MIB), planned)
+    found = choose_residency(
+        trace_with_state(), replace(LEAST, spills=True), fast_disk, replace(budget, device_bytes=12 * MIB), planned
+    )
+    assert found.on_disk
+    assert found.home_bytes_on("host") <= 8 * MIB
 
 
 def test_the_step_takes_no_less_than_its_lanes_and_a_wider_window_hides_more() -> None:
