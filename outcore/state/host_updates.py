@@ -121,9 +121,9 @@ class HostUpdates:
             name: homes.on_host(unit.kept[name].home) if name in unit.kept else _own(kept)
             for name, kept in self._kept.of(unit.parameter).items()
         }
-        return self._thread.submit(self._run, self._substep, group, part, known, scalings)
+        return self._thread.submit(self.run_all, self._substep, group, part, known, scalings)
 
-    def _run(
+    def run_all(
         self, substep: Substep, group: int, part: nn.Parameter, known: dict[str, Any], scalings: Sequence[Scaling]
     ) -> dict[str, Any]:
         began_s = time.perf_counter()

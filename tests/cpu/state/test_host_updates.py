@@ -106,13 +106,13 @@ def test_a_fused_optimizer_keeps_its_bits(name: str, tmp_path: Path) -> None:
 @pytest.fixture
 def slow_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever does not wait for an update comes before it."""
-    run = HostUpdates._run
+    run = HostUpdates.run_all
 
     def slow(self: HostUpdates, *args: Any) -> dict[str, Any]:
         time.sleep(0.002)
         return run(self, *args)
 
-    monkeypatch.setattr(HostUpdates, "_run", slow)
+    monkeypatch.setattr(HostUpdates, "run_all", slow)
 
 
 TOUCHES: dict[str, Loop] = {
