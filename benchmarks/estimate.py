@@ -136,7 +136,8 @@ def _train(ooc: Any, loss: Any, optimizer: torch.optim.Optimizer, num_steps: int
 
 def compare(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A network that was measured elsewhere, at the budgets it was measured in. Its steps had no optimizer."""
-    network = without_memory(lambda: build_large(name, device="cpu"), print)
+    with without_memory():
+        network = build_large(name, device="cpu")
     found: list[dict[str, Any]] = []
     for row in rows:
         budget_bytes = int(row["memory_gib"] * GIB)

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from outcore.errors import OutcoreError
+from outcore.errors import BadFile, OutcoreError
+from outcore.estimating.settings import OPTIMIZERS
 from outcore.reporting.output import OutFile, show, write_file
 from outcore.reporting.progress import progress
 from outcore.script import file_and_function, names_in, step_in
+from outcore.units import ENDLESS_BYTES, parse_bytes
 
-OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "none": ""}
 
-
-@click.command("estimate", short_help="Say what a step needs and what less memory costs, without running it.")
+@click.command("estimate", short_help="Say what a step needs and what less memory costs; nothing is run.")
 @click.argument("target", metavar="FILE.py:FUNCTION|MODEL")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGUMENTS OF FILE.py]")
 @click.option("--memory", help='A further budget to plan for: "16GiB", "80%", or bytes.')
-@click.option("--machine", help="A machine file, or v100, rtx3060, rtx4090, a100, h100, h200.  [default: this one]")
+@click.option("--machine", help="A machine file, or a100, h100, h200, rtx3060, rtx4090, v100.  [default: this one]")
 @click.option("--model", "model_name", default="model", show_default=True, help="The model's name in FILE.py.")
 @click.option(
     "--optimizer",
@@ -59,11 +58,13 @@ def estimate_command(
     from outcore.estimating.estimate import estimate
     from outcore.reporting.estimates import estimate_table
 
+    if options["memory"] is not None:
+        parse_bytes(options["memory"], of_bytes=ENDLESS_BYTES)  # refuses nonsense before time is spent
     with progress() as tell:
         tell(f"loading {target}", 0.0)
         is_file = ".py:" in target or target.endswith(".py")
         model, batch_or_step, optimizer = (
-            _from_file(target, arguments, options, tell) if is_file else _from_hugging_face(target, options)
+            _from_file(target, arguments, options) if is_file else _from_hugging_face(target, options)
         )
         found = estimate(
             model, batch_or_step, options["memory"], optimizer=optimizer, machine=options["machine"], progress=tell
@@ -75,34 +76,32 @@ def estimate_command(
     show(found.as_dict() if as_json else estimate_table(found.as_dict()))
 
 
-def _optimizer(name: str) -> Any:
-    import torch
-
-    return getattr(torch.optim, OPTIMIZERS[name]) if OPTIMIZERS[name] else None
-
-
 def _from_hugging_face(name: str, options: dict[str, Any]) -> tuple[Any, Any, Any]:
     from outcore.estimating.hugging_face import model_and_batch
 
     model, batch = model_and_batch(name, options["batch"], options["tokens"], options["dtype"])
-    return model, batch, _optimizer(options["optimizer"] or "adamw")
+    return model, batch, options["optimizer"] or "adamw"
 
 
-def _from_file(
-    target: str, arguments: tuple[str, ...], options: dict[str, Any], tell: Callable[[str, float], None]
-) -> tuple[Any, Any, Any]:
+def _from_file(target: str, arguments: tuple[str, ...], options: dict[str, Any]) -> tuple[Any, Any, Any]:
     import torch
 
     from outcore.estimating.fake_step import without_memory
 
     path, function_name = file_and_function(target)
-    names = without_memory(
-        lambda: names_in(path, arguments), lambda why: tell(f"loading {path} with its memory: {why}", 0.0)
-    )
+    try:
+        with without_memory():
+            names = names_in(path, arguments)
+    except BadFile as error:
+        if not isinstance(error.__cause__, RuntimeError | TypeError | NotImplementedError):  # it does not run at all
+            raise
+        raise OutcoreError(
+            f"{str(error).partition('; correct it')[0]}; an estimate runs all of {path.name} on tensors without "
+            "content: read no values outside of functions, or use outcore record, which runs the real thing"
+        ) from error
     model = names.get(options["model_name"])
     if not isinstance(model, torch.nn.Module):
         raise OutcoreError(
             f"{path} defines no torch.nn.Module named {options['model_name']!r}; define it or name it with --model"
         )
-    chosen = options["optimizer"]
-    return model, step_in(names, path, function_name), _optimizer(chosen) if chosen else names.get("optimizer")
+    return model, step_in(names, path, function_name), options["optimizer"] or names.get("optimizer")

@@ -108,9 +108,9 @@ def estimate(
     The second argument is either a batch, with which the model is called (a dict by name, a tuple by position), or a
     function without arguments that does what is inside `with ooc.step():`. Nothing is run on real data, and neither the
     memory nor a GPU is needed: the step runs on fake tensors, and the model may be on `meta`. `memory` is a further
-    budget to plan for. `optimizer` is an optimizer of the model, or a class, whose state is counted. `machine` is by
-    default this one; otherwise a :class:`Machine`, a file that ``outcore machine -o`` wrote, or the name of a machine
-    that comes with the package: `v100`, `rtx3060`, `rtx4090`, `a100`, `h100`, `h200`.
+    budget to plan for. `optimizer`, whose state is counted, is an optimizer of the model, a class, or a name: `adamw`,
+    `adam`, `sgd`. `machine` is by default this one; otherwise a :class:`Machine`, a file that ``outcore machine -o``
+    wrote, or the name of a machine that comes with the package: `v100`, `rtx3060`, `rtx4090`, `a100`, `h100`, `h200`.
 
     ```python
     import outcore
@@ -123,6 +123,8 @@ def estimate(
     """
     if not isinstance(model, torch.nn.Module):
         raise OutcoreError(f"estimate() takes a torch.nn.Module, not {type(model).__name__}; give it the model itself")
+    if memory is not None:
+        parse_bytes(memory, of_bytes=ENDLESS_BYTES)  # refuses nonsense before time is spent
     progress("measuring this machine" if machine is None else "reading the machine", 0.0)
     target, rates = _machine_and_rates(model, machine)
     wanted_bytes = None if memory is None else parse_bytes(memory, of_bytes=target.device_bytes)
@@ -150,8 +152,8 @@ def _estimate(recorded: Recorded, machine: Machine, wanted_bytes: int | None, pr
     is_cuda = machine.device.startswith("cuda")
     trace = sums_in_place(recorded.trace) if is_cuda else recorded.trace
     in_core = plan(trace, machine, Budget(ENDLESS_BYTES), "keep-all")
-    least_bytes = _least_bytes(trace, machine, is_cuda=is_cuda)
-    sizes = _budgets(least_bytes, in_core.in_core_peak_bytes, wanted_bytes)
+    least_bytes = min(_least_bytes(trace, machine, is_cuda=is_cuda), in_core.in_core_peak_bytes)
+    sizes = _budgets(least_bytes, in_core.in_core_peak_bytes, wanted_bytes, is_cuda=is_cuda)
     points = []
     for number, size_bytes in enumerate(sizes):
         progress("planning for several budgets", 0.3 + 0.7 * number / len(sizes))
@@ -178,7 +180,11 @@ def _estimate(recorded: Recorded, machine: Machine, wanted_bytes: int | None, pr
     )
 
 
-_CUDA_NOTES = ("workspaces inside kernels (cuDNN, cuBLAS) are known only on the device and are not counted",)
+_CUDA_NOTES = (
+    "workspaces inside kernels (cuDNN, cuBLAS) are known only on the device and are not counted",
+    f"plans use about {100 * SETTINGS.reached_budget_share:.0f} % of a budget, because the allocator cannot use the "
+    "rest, so at the in-core peak some values are still swapped or recomputed",
+)
 
 
 def _least_bytes(trace: Trace, machine: Machine, *, is_cuda: bool) -> int:
@@ -190,10 +196,12 @@ def _least_bytes(trace: Trace, machine: Machine, *, is_cuda: bool) -> int:
     raise OutcoreError("a plan was found for a single byte, which is a bug; please report it")
 
 
-def _budgets(least_bytes: int, in_core_bytes: int, wanted_bytes: int | None) -> list[int]:
-    """Returns the budgets to plan for, the smallest first, from the least that works to the in-core peak."""
+def _budgets(least_bytes: int, in_core_bytes: int, wanted_bytes: int | None, *, is_cuda: bool) -> list[int]:
+    """Returns the budgets to plan for, the smallest first, from the least that works to the in-core peak, and on CUDA
+    to the least in which everything is kept."""
     first = min(int(least_bytes * SETTINGS.point_share), in_core_bytes)
     sizes = {first + int((in_core_bytes - first) * share) for share in SETTINGS.point_shares}
+    sizes |= {int(in_core_bytes / SETTINGS.reached_budget_share) + 1} if is_cuda else set()
     return sorted(sizes | ({wanted_bytes} if wanted_bytes is not None else set()))
 
 

@@ -7,12 +7,13 @@ gradients and random state of the real model do not change. The model may also b
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -24,12 +25,12 @@ from outcore.eager.known_contents import content_of, know_content
 from outcore.errors import OutcoreError
 from outcore.estimating.as_on_cuda import as_on_cuda, cuda_is_cpu
 from outcore.estimating.op_costs import seconds_of_ops
+from outcore.estimating.settings import OPTIMIZERS
 from outcore.planning.settings import ALLOCATOR
 from outcore.values import Machine, OpRates, Trace
 
-T = TypeVar("T")
 Step = Callable[[], Any]
-OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | None
+OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | str | None
 
 
 @dataclass(frozen=True)
@@ -81,16 +82,11 @@ def _mode_of(model: torch.nn.Module) -> FakeTensorMode:
     return known.fake_mode if known is not None else FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def without_memory(load: Callable[[], T], on_failure: Callable[[str], None]) -> T:
-    """Calls `load` with fake tensors; if that fails because it reads their contents, calls it with real ones."""
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True), _fake_modules_move(), _initial_values_unread(), cuda_is_cpu():
-            return load()
-    except OutcoreError:
-        raise
-    except Exception as error:  # any error of a user's file with tensors without content
-        on_failure(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
-    return load()
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """A context in which a model is made of fake tensors, which take no memory and have no content."""
+    with FakeTensorMode(allow_non_fake_inputs=True), _fake_modules_move(), _initial_values_unread(), cuda_is_cpu():
+        yield
 
 
 @contextmanager
@@ -221,12 +217,19 @@ def faked_batch(batch: Any, mode: FakeTensorMode, device: torch.device) -> Any:
 def step_on(model: torch.nn.Module, batch: Any) -> Step:
     """Returns a step with forward and backward of a batch: `model(**batch)`, `model(*batch)` or `model(batch)`. The
     loss is the model's `loss` output, or else the sum of its first output."""
+    by_name = dict(batch) if isinstance(batch, Mapping) else {}
+    by_position = () if by_name else tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+    try:
+        inspect.signature(model.forward).bind(*by_position, **by_name)
+    except TypeError as error:
+        given = f"the names {', '.join(by_name)}" if by_name else f"{len(by_position)} argument(s)"
+        raise OutcoreError(
+            f"{type(model).__name__} was called with {given}, because that is in the batch, and does not take them "
+            f"({error}); give what the model takes, or a step: lambda: loss_fn(model(x), y).backward()"
+        ) from None
 
     def step() -> None:
-        if isinstance(batch, Mapping):
-            returned = model(**batch)
-        else:
-            returned = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+        returned = model(*by_position, **by_name)  # as in most loops, what the model returned lives during the backward
         loss_in(returned).backward()
 
     return step
@@ -247,8 +250,14 @@ def loss_in(returned: Any) -> torch.Tensor:
 
 def optimizer_bytes(optimizer: OptimizerLike, parameters: Sequence[torch.nn.Parameter]) -> int:
     """Returns the bytes of the optimizer's state, found by one step of such an optimizer on `meta`."""
+    optimizer = _named(optimizer) if isinstance(optimizer, str) else optimizer
     if optimizer is None:
         return 0
+    if not isinstance(optimizer, torch.optim.Optimizer | type):
+        raise OutcoreError(
+            f"optimizer={optimizer!r} is no optimizer; give one of the model, its class, or one of the names "
+            f"{', '.join(OPTIMIZERS)}"
+        )
     if isinstance(optimizer, type):
         kind: Any = optimizer
         groups = [{"params": [parameter for parameter in parameters if parameter.requires_grad]}]
@@ -267,6 +276,13 @@ def optimizer_bytes(optimizer: OptimizerLike, parameters: Sequence[torch.nn.Para
         ) from None
     state = [leaf for kept in twin.state.values() for leaf in tree_leaves(dict(kept))]
     return sum(_num_bytes(leaf) for leaf in state if isinstance(leaf, torch.Tensor))
+
+
+def _named(name: str) -> type[torch.optim.Optimizer] | None:
+    if name.lower() not in OPTIMIZERS:
+        raise OutcoreError(f"there is no optimizer {name!r} here; give its class, or one of {', '.join(OPTIMIZERS)}")
+    found: type[torch.optim.Optimizer] | None = getattr(torch.optim, OPTIMIZERS[name.lower()], None)
+    return found
 
 
 def _twin(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -24,6 +24,10 @@ def model_and_batch(name: str, num_samples: int, num_tokens: int, dtype: str) ->
         config = transformers.AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         said = str(error).strip().partition("\n")[0]
+        if "connect" in said or "offline" in said:
+            raise OutcoreError(
+                f"{name} is no folder here, and there is no network to look for it; give a folder with its config.json"
+            ) from None
         raise OutcoreError(
             f"{name} is neither FILE.py:FUNCTION nor a model of Hugging Face ({said}); check the name or the folder"
         ) from None

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Names of optimizers whose state can be counted -> classes of torch.optim; "none" has no state.
+OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "none": ""}
+
 
 @dataclass(frozen=True)
 class KindCosts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch import nn
 
 import outcore
 from benchmarks.small_networks import NETWORKS
-from outcore.errors import BudgetTooSmall, OutcoreError
+from outcore.errors import BadSize, BudgetTooSmall, OutcoreError
+from outcore.estimating.hugging_face import model_and_batch
 from outcore.machines import machine_from, machine_names
 from outcore.planning import plan
 from outcore.values import Budget, Machine, Trace
@@ -97,3 +99,62 @@ def test_what_cannot_be_estimated_is_said_in_a_sentence() -> None:
     with pytest.raises(OutcoreError, match=r"no machine file abacus; name a file or one of a100, h100"):
         outcore.estimate(model, x, machine="abacus")
     assert type(model.weight) is nn.Parameter
+
+
+def test_a_batch_that_the_model_does_not_take_is_said_to_be_one() -> None:
+    """A loader's batch has labels, which the model does not take."""
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    with pytest.raises(OutcoreError, match=r"Linear was called with 2 argument\(s\), because .* or a step: lambda"):
+        outcore.estimate(model, (x, torch.zeros(2)), machine=MACHINE)
+    with pytest.raises(OutcoreError, match="Linear was called with the names x, labels"):
+        outcore.estimate(model, {"x": x, "labels": x}, machine=MACHINE)
+
+
+@pytest.mark.parametrize(("name", "numbers"), [("AdamW", 2), ("adam", 2), ("sgd", 0), ("none", 0)])
+def test_optimizers_have_the_names_of_the_command(name: str, numbers: int) -> None:
+    found = outcore.estimate(nn.Linear(64, 64), torch.randn(2, 64), optimizer=name, machine=MACHINE)
+    steps_bytes = 8 if numbers else 0
+    assert found.optimizer_bytes == numbers * found.parameter_bytes + steps_bytes
+
+
+def test_what_is_no_optimizer_is_refused() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    with pytest.raises(OutcoreError, match="no optimizer 'adamz' here; give its class, or one of adamw, adam, sgd"):
+        outcore.estimate(model, x, optimizer="adamz", machine=MACHINE)
+    with pytest.raises(OutcoreError, match="optimizer=3 is no optimizer"):
+        outcore.estimate(model, x, optimizer=3, machine=MACHINE)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("machine", ["a100", MACHINE])
+def test_the_least_budget_is_never_above_the_in_core_peak(machine: object) -> None:
+    found = outcore.estimate(nn.Linear(64, 64), torch.randn(32, 64), machine=machine)  # type: ignore[arg-type]
+    assert found.least_bytes <= found.in_core_peak_bytes
+    assert found.budgets[-1].fits
+
+
+def test_the_last_budget_of_a_gpu_keeps_everything() -> None:
+    """At the in-core peak itself a plan leaves some room to the allocator, as the note says."""
+    model = nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(512, 512), nn.GELU())))
+    found = outcore.estimate(model, torch.randn(4096, 512), machine="a100")
+    last = found.budgets[-1]
+    assert last.budget_bytes > found.in_core_peak_bytes
+    assert last.swapped_bytes == last.recomputed_bytes == 0
+    assert any("at the in-core peak some values are still swapped" in note for note in found.notes)
+
+
+def test_a_bad_budget_is_refused_before_the_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = import_module("outcore.estimating.estimate")
+    monkeypatch.setattr(room, "measure_machine", lambda *_: pytest.fail("it was measured"))
+    with pytest.raises(BadSize, match="'lots' is not a size"):
+        outcore.estimate(nn.Linear(4, 4), torch.randn(2, 4), "lots")
+
+
+def test_a_name_of_hugging_face_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def fail(name: str) -> object:
+        raise OSError("We couldn't connect to 'https://huggingface.co' to load the files.\nCheck it.")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", fail)
+    with pytest.raises(OutcoreError, match=r"there is no network .*; give a folder with its config\.json"):
+        model_and_batch("Qwen/Qwen3-8B", 1, 8, "float32")

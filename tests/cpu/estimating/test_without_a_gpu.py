@@ -50,6 +50,19 @@ def test_a_script_for_a_gpu_is_estimated_without_one(tmp_path: Path) -> None:
     assert found["activation_bytes"] == pytest.approx(2 * halves + 2 * floats, rel=0.05)
 
 
+def test_a_script_that_reads_values_is_told_that_all_of_it_runs_without_content(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\n" + "lengths = torch.ones(3).tolist()\n" + SCRIPT)
+    run = CliRunner().invoke(main, ["estimate", f"{tmp_path / 'train.py'}:step", "--machine", "a100"])
+    assert run.exit_code == 1
+    said = run.stderr.splitlines()[-1]
+    assert "train.py, line 2: DataDependentOutputException" in said
+    assert "an estimate runs all of train.py on tensors without content" in said
+    assert "use outcore record, which runs the real thing" in said
+    (tmp_path / "broken.py").write_text("nothing\n")
+    run = CliRunner().invoke(main, ["estimate", f"{tmp_path / 'broken.py'}:step", "--machine", "a100"])
+    assert "correct it, so that it runs by itself" in run.stderr
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dropout_saves_booleans(dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1)).to(dtype)
