@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outcore.errors import BudgetTooSmall, OutcoreError
+from outcore.machines import machine_from, machine_names
 from outcore.reporting.comparison import predicted_figures
 from outcore.reporting.output import OutFile, show, write_file
 from outcore.script import file_and_function, names_in, step_in
@@ -37,6 +39,7 @@ ELSEWHERE: dict[str, str] = {
     "tune": "outcore.tuning.cli:tune_command",
 }
 
+NAMES = ", ".join(machine_names())
 FILE = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
 
@@ -45,7 +48,17 @@ class Verbs(click.Group):
     """Imports commands of other packages when they are called, and prints errors as one sentence."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*super().list_commands(ctx), *ELSEWHERE]
+        return ["demo", "estimate", *(name for name in self.commands if name != "demo"), *list(ELSEWHERE)[1:]]
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        known = self.list_commands(ctx)
+        if args[0] not in known and not args[0].startswith("-"):
+            close = get_close_matches(args[0], known, 1)
+            what = f"did you mean {close[0]}?" if close else "outcore --help lists them"
+            raise click.UsageError(f"there is no command {args[0]!r}; {what}", ctx)
+        return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in ELSEWHERE:
@@ -84,10 +97,12 @@ def _in_a_sentence(error: Exception) -> str:
 def main(debug: bool) -> None:
     """Train neural networks larger than the memory they are given, with the same numbers.
 
-    Start with `outcore demo`. Then record a step of your own, measure this machine (or use the file of another one),
-    plan for a budget, and see what the plan does:
+    Start with `outcore demo`. Then estimate what a step of your own needs, on this machine or another one. To see a
+    plan in detail, record the step, measure this machine (or use the file of another one), plan for a budget, and
+    see what the plan does:
 
     \b
+        outcore estimate train.py:step --machine a100
         outcore record train.py:step -o step.trace.json
         outcore machine -o here.machine.json
         outcore plan step.trace.json --machine here.machine.json --memory 16GiB -o step.plan.json
@@ -264,9 +279,7 @@ def _trace_table(facts: dict[str, Any]) -> Table:
 
 @main.command(short_help="Plan a recorded step for a machine and a budget.")
 @click.argument("trace", type=FILE)
-@click.option(
-    "--machine", "machine_file", type=FILE, required=True, help="A file from `outcore machine -o`, of any machine."
-)
+@click.option("--machine", "machine_name", required=True, help=f"A file from `outcore machine -o`, or {NAMES}.")
 @click.option("--memory", required=True, help='Device memory for the whole step: "16GiB", "80%", or bytes.')
 @click.option("--host", help="Pinned host memory to swap to.  [default: the machine's]")
 @click.option("--disk", help="Disk space to swap to.  [default: the machine's]")
@@ -277,7 +290,7 @@ def _trace_table(facts: dict[str, Any]) -> Table:
 @as_json
 def plan(
     trace: Path,
-    machine_file: Path,
+    machine_name: str,
     memory: str,
     host: str | None,
     disk: str | None,
@@ -289,21 +302,22 @@ def plan(
 ) -> None:
     """Plan a recorded step for a machine and a budget: what to keep, swap and recompute.
 
-    This needs neither torch nor the machine, only TRACE, from `outcore record`, and a machine file. If no plan fits,
-    the error says how many bytes would suffice.
+    This needs neither torch nor the machine, only TRACE, from `outcore record`, and a machine file or the name of a
+    machine. If no plan fits, the error says how many bytes would suffice.
     """
     from outcore.planning import plan as make_plan
     from outcore.planning.preparing import prepare
     from outcore.reporting.text import plan_table
     from outcore.units import parse_bytes
-    from outcore.values import Budget, Machine, Trace
+    from outcore.values import Budget, Trace
 
-    target, recorded = Machine.load(machine_file), Trace.load(trace)
+    target = machine_from(machine_name)
     budget = Budget(
         parse_bytes(memory, of_bytes=target.device_bytes),
         target.host_bytes if host is None else parse_bytes(host, of_bytes=target.host_bytes),
         target.disk_bytes if disk is None else parse_bytes(disk, of_bytes=target.disk_bytes),
     )
+    recorded = Trace.load(trace)
     with show_progress() as tell:
         tell(f"planning ({planner})", 0.0)
         try:
@@ -349,7 +363,7 @@ def _facts_of_plan(made: Plan, predicted: Timeline) -> dict[str, Any]:
 @main.command(short_help="Show what a plan does with every saved value, and why.")
 @click.argument("plan_file", metavar="PLAN", type=FILE)
 @click.option("--trace", "trace_file", type=FILE, required=True, help="The trace that the plan was made for.")
-@click.option("--machine", "machine_file", type=FILE, help="The machine of the plan; adds the seconds of copies.")
+@click.option("--machine", "machine_name", help="The machine of the plan, as there; adds the seconds of copies.")
 @click.option("--top", default=15, show_default=True, type=click.IntRange(min=1), help="Rows per table.")
 @html_option
 @perfetto_option
@@ -357,7 +371,7 @@ def _facts_of_plan(made: Plan, predicted: Timeline) -> dict[str, Any]:
 def explain(
     plan_file: Path,
     trace_file: Path,
-    machine_file: Path | None,
+    machine_name: str | None,
     top: int,
     html: Path | None,
     perfetto: Path | None,
@@ -368,10 +382,10 @@ def explain(
     from outcore.reporting.explanation import by_module
     from outcore.reporting.explanation import explain as explain_values
     from outcore.reporting.text import module_table, value_table
-    from outcore.values import Machine, Plan, Trace
+    from outcore.values import Plan, Trace
 
     made, recorded = Plan.load(plan_file), Trace.load(trace_file)
-    target = Machine.load(machine_file) if machine_file is not None else None
+    target = machine_from(machine_name) if machine_name is not None else None
     explained = explain_values(as_planned(recorded, made), made, target)
     shares = by_module(explained)
     if html is not None or perfetto is not None:

@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from outcore.elastic.trials import Result
 
 
-@click.command("launch", context_settings={"ignore_unknown_options": True})
+@click.command(
+    "launch",
+    short_help="Start replicas of a script, with ranks, rendezvous and restarts.",
+    context_settings={"ignore_unknown_options": True},
+)
 @click.option("--groups", "num_groups", type=click.IntRange(1), required=True, help="Number of replicas to start.")
 @click.option("--max-restarts", default=3, show_default=True, help="Number of restarts per replica.")
 @click.option("--spare-cores", default=0, show_default=True, help="Cores for communication only.")
@@ -84,7 +88,7 @@ def _read_address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-@click.group("elastic")
+@click.group("elastic", short_help="Average the models of many workers, which may come, go and fail.")
 def elastic_command() -> None:
     """Elastic averaging: many workers, few messages, and workers that may fail."""
 

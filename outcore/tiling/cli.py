@@ -15,7 +15,7 @@ from outcore.units import format_bytes, format_rate, format_seconds, parse_bytes
 DTYPES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 
 
-@click.command("matmul")
+@click.command("matmul", short_help="Multiply matrices that need not fit on a device.")
 @click.argument("m", type=click.IntRange(min=1))
 @click.argument("n", type=click.IntRange(min=1))
 @click.argument("k", type=click.IntRange(min=1))

@@ -18,7 +18,7 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 UNCHECKED_STATUS = 3  # of the process, where nothing but today's setting could be advised
 
 
-@click.command("tune", short_help="Find the batch and learning rate that train fastest in some memory.")
+@click.command("tune", short_help="Find the batch and learning rate that train fastest in a budget.")
 @click.argument("script", metavar="FILE.py", type=FILE)
 @click.option("--memory", required=True, help='Device memory for the whole step: "16GiB", "80%", or bytes.')
 @click.option(

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -129,6 +130,8 @@ def wrong_calls(files: dict[str, Path], folder: Path) -> list[tuple[list[str | P
         (["machine", "--folder", folder / "nowhere"], "there is no folder"),
         (["machine", "--device", "abacus"], "is no device"),
         (["demo", "--planner", "magic"], "there is no planner 'magic'"),
+        (["estimate", f"{folder / 'bad.py'}:step", "--memory", "lots"], "'lots' is not a size"),
+        (["plan", files["trace"], "--machine", "a1000", "--memory", "1GiB"], "no machine file a1000; name a file or"),
     ]
 
 
@@ -195,10 +198,28 @@ def test_arguments_of_a_script_and_whatever_it_raises(tmp_path: Path) -> None:
     assert isinstance(debugged.exception, KeyError)
 
 
+def test_a_plan_for_a_machine_that_comes_with_the_package(files: dict[str, Path], tmp_path: Path) -> None:
+    plan = tmp_path / "p.json"
+    facts = call_json("plan", files["trace"], "--machine", "a100", "--memory", "20MiB", "-o", plan)
+    assert facts["predicted_peak_bytes"] <= 20 * 1024**2
+    explained = call_json("explain", plan, "--trace", files["trace"], "--machine", "a100")
+    assert explained["values"]
+
+
+def test_a_misspelt_verb_is_recognised() -> None:
+    for verb, says in (("estiamte", "did you mean estimate?"), ("zzz", "outcore --help lists them")):
+        result = call(verb, "--json")
+        assert result.exit_code == 2
+        assert f"there is no command '{verb}'; {says}" in result.stderr
+
+
 def test_every_verb_teaches() -> None:
     listed = call("--help").stdout
-    for verb in main.commands:
-        assert verb in listed
+    assert "outcore estimate train.py:step" in listed
+    assert "..." not in listed.partition("Commands:")[2]
+    for verb in main.list_commands(click.Context(main)):
+        summary = next(line for line in listed.splitlines() if line.startswith(f"  {verb} "))
+        assert summary.endswith(".")
         help_text = call(verb, "--help").stdout
         assert len(help_text.split()) > 30, f"{verb} --help says too little"
 
