@@ -1,7 +1,7 @@
 """The public function: limit(model, memory=...) -> Limited, the object that a training loop holds.
 
 The first step of a kind is recorded with the leanest schedule. When a step of that kind comes again, it is planned, and
-all later ones follow the plan. `outcore.fitting` runs the steps; this file has only the public interface.
+all later ones follow the plan or a better one. `outcore.fitting` runs the steps; this file is the public interface.
 """
 
 from __future__ import annotations

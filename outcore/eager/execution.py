@@ -39,12 +39,6 @@ from outcore.memory.store import Store
 from outcore.memory.tensors import has_memory
 
 
-def is_distributed() -> bool:
-    """Whether there may be collectives, which write into their arguments without declaring it. All ops of a step are
-    then observed."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
 class Execution:
     """One step that follows a program."""
 

@@ -52,8 +52,8 @@ class LoopView:
 
     @property
     def plan(self) -> Plan | None:
-        """The last step's plan. It is made when a recorded step occurs again; on CUDA the first plan is a brief one
-        (`priced`)."""
+        """The last step's plan. It is made when a recorded step occurs again. With the planner `hybrid` the first
+        plan is a brief one (`priced`)."""
         return self.prepared.plan if self.prepared is not None else None
 
     @property

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from outcore.eager.execution import is_distributed
+import torch
+
 from outcore.errors import BudgetTooSmall
 from outcore.planning import plan
 from outcore.planning.families.scaling import Family
@@ -149,4 +150,9 @@ def swap_s_per_byte(simulated: Iterable[Point], measured_s: Iterable[float], in_
 
 def _as_run(trace: Trace) -> Trace:
     """Returns the step that `limit` plans for: on a GPU without other workers, gradients are summed in place."""
-    return trace if trace.device == "cpu" or is_distributed() else sums_in_place(trace)
+    return trace if trace.device == "cpu" or _is_distributed() else sums_in_place(trace)
+
+
+def _is_distributed() -> bool:
+    """Whether there may be collectives, which hold gradients, so that autograd does not add in place."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
