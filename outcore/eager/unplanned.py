@@ -49,7 +49,7 @@ class UnplannedSaves:
         is_filled = is_filled or tensor.requires_grad or not tensor.is_floating_point()
         if not is_filled:  # for example noise that is saved before it is drawn
             return Kept(tensor, -1, run)
-        if self._contents.is_exposed(tensor):
+        if self._contents.is_exposed(tensor) or not tensor.untyped_storage().resizable():  # NumPy's own memory, say
             return Kept(tensor, -1, run)
         # Not the cell of another view: views of a storage may have their own version counters (`unsafe_chunk`, used by
         # recurrent networks), and writes through one since the cell was swapped are not in it.
