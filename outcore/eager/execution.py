@@ -95,6 +95,11 @@ class Execution:
             self._looks_away = plan.position.looks_away = True
             watch(ops=False, writes=False)
 
+    def complete(self) -> None:
+        """The step ends. Where its program goes on, or backwards came later, what those will ask for is put away."""
+        if self.plan.has_more or (self.plan.on_plan and self.asked_late):
+            self._unplanned.put_away_all(self, self.plan.cells, saw_writes=not self._looks_away)
+
     def close(self) -> None:
         """Ends the step. Handles that outlive it still work."""
         self.is_over = True
@@ -144,10 +149,7 @@ class Execution:
         if times is not None:
             times.stop(started)
         if self.meter is not None:
-            everything = self.meter.knows_existing
-            made = tensors_in((result,)) if everything else outputs_of(func, args, kwargs, result)[0]
-            for tensor in filter(has_memory, made):
-                self.meter.see(tensor)
+            _count(self.meter, func, args, kwargs, result)
         return result
 
     def enter_graph(self, kernels: Sequence[Kernel]) -> PlannedLaunches:
@@ -243,12 +245,11 @@ class Execution:
                     plan.leave(f"autograd asked for saved tensor {handle.pack} out of the planned order")
         if tick is None and self.is_over and handle.pack >= 0:
             self.asked_late.add(plan.program.pack_values[handle.pack])
-        handle = handle if plan.on_plan else self._unplanned.find(handle)
+        handle = handle if plan.on_plan and not self.is_over else self._unplanned.find(handle)
         if isinstance(handle, Kept):
             if tick is not None and tick.is_busy:
                 self.follow(tick)
-            found = handle.find()
-            plan.contents.hand(found)
+            plan.contents.hand(found := handle.find())
             return found
         if tick is not None and tick.moves is not None:
             plan.places.move(tick.moves)
@@ -287,6 +288,12 @@ class Execution:
         if self._stops_watching:
             watch(ops=switch.program.last_watched >= self.plan.position.num_ops, writes=True)
         return True
+
+
+def _count(meter: LiveBytes, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    made = tensors_in((result,)) if meter.knows_existing else outputs_of(func, args, kwargs, result)[0]
+    for tensor in filter(has_memory, made):
+        meter.see(tensor)
 
 
 def _is_saved_at(tick: PlannedTick, tensor: torch.Tensor) -> bool:

@@ -131,6 +131,12 @@ class FollowedPlan:
         self.on_the_way_out.clear()
         return switch
 
+    @property
+    def has_more(self) -> bool:
+        """Whether the program does not end here."""
+        self.position.stop()
+        return self.on_plan and length_hint(self.ticks) > 0
+
     def close(self) -> None:
         """Ends the step. Handles that outlive it still work."""
         self.position.stop()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
 
-from outcore.eager.branching import Spare
+from outcore.eager.branching import Spare, put_away
 from outcore.eager.cells import SMALL_BYTES, Cell, Handle, Kept, View, cell_of, kept, version_of
 from outcore.eager.overwriting import Contents
 from outcore.eager.replay import below_everything
@@ -37,6 +37,16 @@ class UnplannedSaves:
             handle = self.pack(tensor, run, is_filled=is_filled) if version_of(tensor) == one.version else None
             if isinstance(handle, Handle):
                 self._moved[one], one.tensor = handle, torch.empty(0)
+
+    def put_away_all(self, run: Any, cells: Mapping[int, weakref.ref[Cell]], *, saw_writes: bool) -> None:
+        """No plan of a later step knows of what is saved by now: all of it is put away."""
+        self._spare = Spare(int, self._store)
+        with below_everything():
+            for mark in list(cells.values()):
+                cell = mark()
+                if cell is not None and cell.data is not None:
+                    put_away(cell, self._store)
+        self.take_over(run, saw_writes=saw_writes)
 
     def find(self, handle: Handle | Kept) -> Handle | Kept:
         """Returns the present handle of a tensor."""

@@ -253,12 +253,13 @@ class RunningStep:
 
     def complete(self) -> None:
         """Called when the step has ended without an exception: passes what it has shown to its kind."""
+        if isinstance(self.listener, Execution):
+            self.listener.complete()
         self.leave()
         kind, listener, kinds = self._kind, self.listener, self.owner.kinds
         if kind is None:
             _warn_if_transformed(self._is_transformed)
-            return
-        if isinstance(listener, Recorder):
+        elif isinstance(listener, Recorder):
             self.owner.last = _was_recorded(self.owner, kind, self._call, listener, had_state=self._had_state)
         elif isinstance(listener, Execution):
             has_left = not listener.plan.on_plan
