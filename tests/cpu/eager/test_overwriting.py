@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -116,6 +117,27 @@ class ReadsShared(Reads):
 
 def test_a_numpy_array_from_before_the_step_changes_a_buffer() -> None:
     assert_same_steps(ReadsShared, loss_of, num_steps=5)
+
+
+class SavesShared(nn.Module):
+    """A constant that is no buffer lies in NumPy's memory, and is saved in a step that does more than was recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.step = nn.Linear(32, 32), nn.Linear(32, 32), 0
+        self.array = np.full((64, 32), 0.3, np.float32)
+        self.scale = torch.from_numpy(self.array)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.one(x) * self.scale
+        if self.step >= FIRST:
+            h = torch.sin(h) * self.scale
+            self.array *= 0.5
+        return torch.tanh(self.other(h))
+
+
+def test_a_numpy_array_that_was_saved_changes_in_a_step_that_leaves_its_plan() -> None:
+    assert_same_steps(SavesShared, loss_of, num_steps=5)
 
 
 @pytest.mark.parametrize("change", UNVERSIONED, ids=lambda door: door.__name__)
