@@ -279,8 +279,7 @@ class RunningStep:
         kind.num_steps += 1
         self.owner.last = kind
         self.owner.kinds.followed(kind, self._call.scalars)
-        ready = kind.phase.ready
-        if ready is None or execution.plan.has_switched:
+        if (ready := kind.phase.ready) is None or execution.plan.has_switched:
             return
         kind.is_watched = kind.is_watched or (ready.sums_in_place and bool(execution.is_watched))
         if isinstance(execution, TimedExecution) and execution.times is not None:
