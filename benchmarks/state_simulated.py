@@ -143,6 +143,7 @@ def in_core(shape: Shape, machine: Machine, slower: float) -> float:
 @click.option("--rows", default="3b-16k,3b-8k,1b-16k", show_default=True)
 @click.option("--host-gib", default=HOST_GIB, show_default=True)
 @click.option("--clip/--no-clip", default=False, help="Updates wait: gradients are clipped.")
+@click.option("--by-cpu/--by-device", default=False, help="The CPU updates what has a home.")
 @click.option("--cached/--not-cached", default=False, help="autocast keeps the casts of weights.")
 @click.option("--checkpoints/--no-checkpoints", default=False)
 @click.option("--slower", default=SLOWER, show_default=True, help="Ops take this many times their estimate.")
@@ -152,6 +153,7 @@ def main(
     rows: str,
     host_gib: float,
     clip: bool,
+    by_cpu: bool,
     cached: bool,
     checkpoints: bool,
     slower: float,
@@ -168,10 +170,12 @@ def main(
         trace = trace.at(slower)
         made_s = time.perf_counter() - began
         budget = Budget(int(reach * shape.memory_gib * GIB), int(host_gib * GIB))
-        early = () if clip else [number for number, unit in enumerate(units) if unit.gradient_bytes]
-        head = {"row": row, "clip": clip, "in_core_s": alone_s, "ops": len(trace.ops)}
+        early = () if clip or by_cpu else [number for number, unit in enumerate(units) if unit.gradient_bytes]
+        head = {"row": row, "clip": clip, "by_cpu": by_cpu, "in_core_s": alone_s, "ops": len(trace.ops)}
         try:
-            chosen = choose_residency(trace, least_of(units), machine, budget, fast, early=early)
+            chosen = choose_residency(
+                trace, replace(least_of(units), by_cpu=by_cpu), machine, budget, fast, early=early
+            )
         except BudgetTooSmall as error:
             print(row, error)
             continue

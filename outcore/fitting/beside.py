@@ -100,6 +100,7 @@ class StateBeside:
             "state_resident_bytes": residency.resident_bytes,
             "state_streamed_bytes": residency.streamed_bytes,
             "state_window_bytes": residency.window_bytes,
+            "state_host_bytes": residency.home_bytes_on("host"),
             "state_disk_bytes": residency.home_bytes_on("disk"),
             "state_written_bytes": self.written_bytes,
             "state_in_bytes": self.moved_bytes["in"],
@@ -116,21 +117,18 @@ class StateBeside:
             *([("of them updated by the CPU", f"{residency.num_by_cpu} parameters")] if residency.by_cpu else []),
             ("at a time at most", format_bytes(residency.window_bytes)),
             ("a step brings, sends home", " and ".join(format_bytes(self.moved_bytes[way]) for way in ("in", "out"))),
-            *self._disk_rows(residency),
+            *self._home_rows(residency),
             *((f"cannot leave it: {why}", f"{count} parameters") for why, count in cannot.items()),
         ]
         return render(rows_table("weights, gradients and optimizer state", rows))
 
-    def _disk_rows(self, residency: Residency) -> list[tuple[str, str]]:
-        """Writing wears a disk out."""
-        on_disk_bytes = residency.home_bytes_on("disk")
+    def _home_rows(self, residency: Residency) -> list[tuple[str, str]]:
+        """Where the streamed state is kept, and how much a step wears the disk."""
+        kept = {tier: residency.home_bytes_on(tier) for tier in ("host", "disk")}
+        rows = [(f"memory for it on the {tier}", format_bytes(num)) for tier, num in kept.items() if num]
         terabytes = 1000 * self.written_bytes / TB
         written = f"{format_bytes(self.written_bytes)} ({terabytes:.3g} TB in 1,000 steps)"
-        return (
-            [("of them on the disk", format_bytes(on_disk_bytes)), ("a step writes to it", written)]
-            if on_disk_bytes
-            else []
-        )
+        return [*rows, ("a step writes to the disk", written)] if kept["disk"] else rows
 
     # -- where it lies ------------------------------------------------------------------------------------------------
 

@@ -24,8 +24,9 @@ from outcore.memory.device_kind import wait_for
 from outcore.state.gradient import OF_MANY, Scaling
 from outcore.state.kept import KeptState
 from outcore.state.optimizers import Optimizer, Splitting, Substep, try_out
+from outcore.state.pieces import home_of, new_homes
 from outcore.state.reading import depart
-from outcore.state.unit import Unit, can_move
+from outcore.state.unit import Due, Unit, can_move
 from outcore.state.window import Item, Window
 
 CPU = torch.device("cpu")
@@ -75,6 +76,7 @@ class HostUpdates:
         self._optimizer, self._window, self._homes = optimizer, window, window.homes
         self._kept, self._splitting = kept, splitting
         self._substep: HostSubstep | None = None
+        self._reserved: list[torch.Tensor] = []  # homes of state that the update that runs will create
         self._thread = ThreadPoolExecutor(1, "outcore-update")
         weakref.finalize(self, self._thread.shutdown, wait=False)
 
@@ -103,15 +105,31 @@ class HostUpdates:
         wait_for(self._homes.device)
         self._substep = HostSubstep(self._optimizer)
 
-    def start(self, unit: Unit, group: int) -> Future[dict[str, Any]]:
-        """Starts the update of a unit. The result is the optimizer's state afterwards."""
+    def due(self, unit: Unit, group: int) -> Due:
+        """Starts the update of a unit unless it has no state yet: by the time its weight is read, the unit may stay on
+        the device, and need no home for its state."""
         assert self._substep is not None
+        made = self.start(unit, group) if self.has_state(unit) else None
+        return Due(self._substep, group, as_a_whole=False, more_bytes=0, by_cpu=True, on_host=made)
+
+    def started(self, unit: Unit, asked: Due) -> Future[dict[str, Any]]:
+        """Starts a due update if it has not begun."""
+        if asked.on_host is not None:
+            return asked.on_host
+        wait_for(self._homes.device)
+        return self.start(unit, asked.group, asked)
+
+    def start(self, unit: Unit, group: int, asked: Due | None = None) -> Future[dict[str, Any]]:
+        """Starts the update of a unit. The result is the optimizer's state afterwards. The gradient of one that was due
+        is at home, whatever has become of `parameter.grad`."""
+        substep = self._substep if asked is None else asked.substep
+        assert substep is not None
         if not self.has_state(unit):
-            self._homes.check_room(self._splitting.state_bytes(unit.parameter), f"the optimizer's state of {unit.name}")
+            self._reserved = new_homes(unit, self._splitting)
         homes, gradient = self._homes, unit.gradient
         part = nn.Parameter(homes.on_host(unit.weight.home))
         scalings: list[Scaling] = []
-        if unit.has_gradient_at_home and gradient is not None:
+        if gradient is not None and (asked is not None or unit.has_gradient_at_home):
             part.grad = homes.on_host(gradient.home)
             scalings = [(func, _on_cpu(args), _on_cpu(kwargs)) for func, args, kwargs in gradient.scalings]
             gradient.scalings.clear()
@@ -121,7 +139,7 @@ class HostUpdates:
             name: homes.on_host(unit.kept[name].home) if name in unit.kept else _own(kept)
             for name, kept in self._kept.of(unit.parameter).items()
         }
-        return self._thread.submit(self.run_all, self._substep, group, part, known, scalings)
+        return self._thread.submit(self.run_all, substep, group, part, known, scalings)
 
     def run_all(
         self, substep: Substep, group: int, part: nn.Parameter, known: dict[str, Any], scalings: Sequence[Scaling]
@@ -144,7 +162,7 @@ class HostUpdates:
             if name in unit.kept:
                 state[name] = unit.kept[name].home
             elif can_move(kept, CPU):
-                home = self._homes.empty_like(unit.weight.home, kept.dtype)
+                home = home_of(kept.dtype, unit.weight.home, self._reserved, unit)
                 self._homes.fill(home, kept)
                 unit.kept[name] = Item(unit.window, home)
                 state[name] = home
@@ -152,6 +170,7 @@ class HostUpdates:
                 state[name] = before[name].copy_(kept)
             else:
                 state[name] = self._placed(unit, kept)
+        self._reserved = []
         self._kept.keep(unit.parameter, before, state)
 
     def _placed(self, unit: Unit, kept: Any) -> Any:

@@ -37,6 +37,7 @@ class Piece:
             assert unit.gradient is not None
             self._gradient = self._part(unit.gradient)
         self._kept = {name: self._part(item) for name, item in unit.kept.items()}
+        self._reserved: list[torch.Tensor] = []  # homes of state that the update will create
 
     def _part(self, item: Item) -> Item:
         return item if self.span is None else Item(item.window, flat(item.home)[self.span])
@@ -52,6 +53,11 @@ class Piece:
         self.unit.fetch_weight()
         for item in self._items():
             item.fetch()
+
+    def reserve(self, splitting: Splitting) -> None:
+        """Allocates the homes that the update will need, so that an error leaves everything as it is."""
+        if not self._known:
+            self._reserved = new_homes(self.unit, splitting)
 
     def give_up(self) -> None:
         self.unit.give_up()
@@ -106,10 +112,29 @@ class Piece:
         unit = self.unit
         if name not in unit.kept or self.span is None:
             like = kept if self.span is None else unit.weight.home
-            unit.kept[name] = Item(unit.window, unit.window.homes.empty_like(like, kept.dtype, unit.tier))
+            unit.kept[name] = Item(unit.window, home_of(kept.dtype, like, self._reserved, unit))
         item = self._part(unit.kept[name])
         item.hold(kept)
         return item
+
+
+def new_homes(unit: Unit, splitting: Splitting) -> list[torch.Tensor]:
+    """Allocates homes for the optimizer state of a unit that has none yet."""
+    homes, weight = unit.window.homes, unit.weight.home
+    return [] if unit.kept else [homes.empty_like(weight, dtype) for dtype in splitting.state_dtypes]
+
+
+def home_of(dtype: torch.dtype, like: torch.Tensor, reserved: list[torch.Tensor], unit: Unit) -> torch.Tensor:
+    """Returns a home for a tensor of the optimizer state, one of the reserved ones if it fits."""
+    for at, home in enumerate(reserved):
+        if home.dtype == dtype and home.size() == like.size() and home.stride() == like.stride():
+            return reserved.pop(at)
+    return unit.window.homes.empty_like(like, dtype, unit.tier)
+
+
+def kept_bytes_of(unit: Unit, splitting: Splitting) -> int:
+    """Returns the bytes of a unit's optimizer state, also before it exists."""
+    return sum(item.num_bytes for item in unit.kept.values()) or splitting.state_bytes(unit.parameter)
 
 
 def spans_of(unit: Unit, kept_bytes: int, most_bytes: float, splitting: Splitting) -> Sequence[slice | None]:

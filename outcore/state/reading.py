@@ -239,8 +239,8 @@ class Reading:
         gradient_bytes = need.weight.num_bytes if isinstance(need, Unit) and is_backward else 0  # it is made next
         for other in following:
             unit = other if isinstance(other, Unit) else other.unit
-            if unit.due is not None and unit.due.on_host is not None:
-                if not unit.due.on_host.done():
+            if unit.due is not None and unit.due.by_cpu:
+                if unit.due.on_host is None or not unit.due.on_host.done():
                     break
                 self._updates.run_due([unit])
             if not self._window.has_room_ahead(other.missing_bytes() + gradient_bytes):

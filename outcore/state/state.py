@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ class State:
         self.sizes = tuple(self._size_of(name, parameter) for name, parameter in self._movable.items())
         on_disk = self._check_room(resident_bytes)
         self.resident: frozenset[int] = frozenset()  # numbers of the parameters that are on the device
-        self.units = [self._unit_at_home(number, on_disk) for number in range(len(self.sizes))]
+        self.units = _all_at_home(partial(self._unit_at_home, on_disk=on_disk), len(self.sizes))
         self.is_late = later and self.splitting.later
         self._updates = Updates(
             self.optimizer,
@@ -304,6 +305,19 @@ def _least_window_bytes(model: nn.Module, sizes: Sequence[StateUnit], *, by_part
     update_bytes = largest.gradient_bytes + largest.kept_bytes + TEMPORARIES * largest.weight_bytes
     spans = largest.weight_bytes if by_parts else update_bytes
     return max(chains) + max(spans, largest.gradient_bytes) + largest.weight_bytes
+
+
+def _all_at_home(unit_at_home: Callable[[int], Unit], count: int) -> list[Unit]:
+    """Moves units home one after the other. After an error they are on the device again."""
+    units: list[Unit] = []
+    try:
+        units.extend(map(unit_at_home, range(count)))  # those made before an error are in the list
+    except BaseException:
+        for unit in units:
+            if not unit.was_at_home:
+                unit.bring_back()
+        raise
+    return units
 
 
 def _rehome(unit: Unit, updates: Updates, *, on_disk: bool) -> None:

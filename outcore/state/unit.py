@@ -36,7 +36,8 @@ class Due(NamedTuple):
     group: int
     as_a_whole: bool  # not in spans of the parameter
     more_bytes: int  # bytes on the device while it runs, besides those fetched ahead
-    on_host: Future[dict[str, Any]] | None = None  # the CPU runs it at home; the optimizer's state afterwards
+    by_cpu: bool = False  # the CPU runs it at home
+    on_host: Future[dict[str, Any]] | None = None  # the optimizer's state afterwards, if the CPU has begun
 
 
 class RanEarly(Protocol):

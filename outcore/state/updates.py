@@ -22,7 +22,7 @@ from outcore.state.early import EarlyUpdates
 from outcore.state.host_updates import HostUpdates
 from outcore.state.kept import KeptState
 from outcore.state.optimizers import ELEMENTWISE, Optimizer, Splitting, Substep
-from outcore.state.pieces import Piece, share_of, spans_of
+from outcore.state.pieces import Piece, kept_bytes_of, share_of, spans_of
 from outcore.state.reading import depart
 from outcore.state.settings import STATE
 from outcore.state.takeover import Takeover, call_post_hooks, call_pre_hooks
@@ -117,7 +117,7 @@ class Updates:
         self._update_resident(substep, resident)
         self._run(now)
         if self.host is not None and by_host:
-            self._run_on_host(self.host, substep, by_host)
+            self._run_on_host(self.host, by_host)
         self.kept.put_in_order(is_whole=not self._due)
         self._window.settle_all()
         self.early.finish_step(is_calm=is_calm)
@@ -137,17 +137,15 @@ class Updates:
         self, unit: Unit, substep: Substep, group: int, gradient: torch.Tensor | None, spans: Sequence[slice | None]
     ) -> list[Work]:
         known = self.kept.of(unit.parameter)
-        new_bytes = 0 if known else self._kept_bytes(unit)
+        new_bytes = 0 if known else kept_bytes_of(unit, self.splitting)
         new_bytes = share_of(unit, spans[0], new_bytes + unit.temporary_bytes(substep.groups[group]))
         return [(substep, group, Piece(unit, span, known, gradient, new_bytes)) for span in spans]
 
     def _spans(self, unit: Unit) -> Sequence[slice | None]:
         """Returns spans of a unit whose update exceeds a third of the window; otherwise [None], the whole unit."""
-        return spans_of(unit, self._kept_bytes(unit), self._window.limit_bytes / STATE.window_parts, self.splitting)
-
-    def _kept_bytes(self, unit: Unit) -> int:
-        """Returns the bytes of a unit's optimizer state, also before it is created."""
-        return sum(item.num_bytes for item in unit.kept.values()) or self.splitting.state_bytes(unit.parameter)
+        return spans_of(
+            unit, kept_bytes_of(unit, self.splitting), self._window.limit_bytes / STATE.window_parts, self.splitting
+        )
 
     def _run(self, work: Sequence[Work]) -> None:
         """Updates pieces one after the other, fetching the next ones and sending the previous ones home meanwhile."""
@@ -165,6 +163,7 @@ class Updates:
     def _update(self, substep: Substep, group: int, piece: Piece) -> None:
         unit, parameter = piece.unit, piece.unit.parameter
         seen, state = parameter.grad, self.kept.of(parameter)
+        piece.reserve(self.splitting)
         try:
             part, known = piece.parameter(), piece.state()
             self._begun.add(unit)
@@ -179,29 +178,27 @@ class Updates:
             )
             depart(unit)
 
-    def _run_on_host(self, host: HostUpdates, substep: Substep, units: Sequence[tuple[Unit, int]]) -> None:
-        """Updates that create state, or whose tensors somebody holds, run now. The others run during the next step, in
-        the order in which it reads the weights."""
+    def _run_on_host(self, host: HostUpdates, units: Sequence[tuple[Unit, int]]) -> None:
+        """Updates whose tensors somebody holds run now. The others run during the next step, in the order in which it
+        reads the weights."""
         host.begin([unit for unit, _ in units])
         later: dict[Unit, int] = {}
         for unit, group in units:
-            if self.later and unit.has_gradient_at_home and host.has_state(unit) and not self._is_watched(unit):
+            if self.later and unit.has_gradient_at_home and not self._is_watched(unit):
                 later[unit] = group
             else:
                 host.take(unit, host.start(unit, group))
         for unit in _in_order(self._order(), later):
-            self._wait(
-                unit, Due(substep, later[unit], as_a_whole=False, more_bytes=0, on_host=host.start(unit, later[unit]))
-            )
+            self._wait(unit, host.due(unit, later[unit]))
 
     # -- updates that wait --------------------------------------------------------------------------------------------
 
     def _put_off(self, unit: Unit, substep: Substep, group: int) -> None:
         span, more_bytes = self._spans(unit)[0], unit.temporary_bytes(substep.groups[group])
         if span is not None:
-            more_bytes = share_of(unit, span, more_bytes + unit.weight.num_bytes + self._kept_bytes(unit))
+            more_bytes = share_of(unit, span, more_bytes + unit.weight.num_bytes + kept_bytes_of(unit, self.splitting))
         elif not self.kept.of(unit.parameter):
-            more_bytes += self._kept_bytes(unit)
+            more_bytes += kept_bytes_of(unit, self.splitting)
         self._wait(unit, Due(substep, group, span is None, more_bytes))
 
     def _wait(self, unit: Unit, asked: Due) -> None:
@@ -228,7 +225,7 @@ class Updates:
         work: list[Work] = []
         waiting = {unit: unit.due for unit in units if unit.due is not None and unit.gradient is not None}
         for unit, asked in waiting.items():
-            if asked.on_host is None:
+            if not asked.by_cpu:
                 spans = [None] if asked.as_a_whole else self._spans(unit)
                 work += self._work(unit, asked.substep, asked.group, None, spans)
             unit.due = None
@@ -240,9 +237,10 @@ class Updates:
         try:
             with torch.inference_mode(False):
                 for unit, asked in waiting.items():
-                    if self.host is not None and asked.on_host is not None:
+                    if self.host is not None and asked.by_cpu:
+                        made = self.host.started(unit, asked)
                         self._begun.add(unit)
-                        self.host.take(unit, asked.on_host)
+                        self.host.take(unit, made)
                 self._run(work)
         except BaseException:
             for unit, asked in waiting.items():

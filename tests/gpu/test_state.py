@@ -14,12 +14,14 @@ import torch
 from torch import nn
 
 from outcore.memory.home import Homes, is_at_home
+from outcore.memory.pinning import reads_any_host_memory
 from outcore.memory.settings import MEMORY
 from outcore.state.optimizers import splitting_of
 from outcore.state.state import State
 from outcore.units import GIB, KIB, MIB
 from tests.cpu.state import test_same_training as loops
 from tests.cpu.state import training
+from tests.cpu.state.test_spill import small_host  # noqa: F401 (a fixture)
 from tests.cpu.state.training import MakeOptimizer, Training, When, plain_loop, train
 
 pytestmark = [
@@ -201,6 +203,24 @@ def test_every_network(net: Callable[[], nn.Module], later: When) -> None:
 @pytest.mark.parametrize("name", ["momentum", "fused", "foreach", "adagrad"])
 def test_clipping_accumulation_and_a_scheduler(name: str, later: When) -> None:
     assert_same(loops.clipped_loop, loops.OPTIMIZERS[name], later=later, delay_s=0.001)
+
+
+@pytest.mark.parametrize("loop", [plain_loop(6), loops.clipped_loop], ids=["plain", "clipped"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_cpu_updates_what_is_at_home(fused: bool, loop: training.Loop) -> None:
+    """It rounds differently. With SGD a difference in the last bits stays one."""
+    make_optimizer = partial(torch.optim.SGD, lr=0.05, momentum=0.9, fused=fused)
+    ours, plain = train(loop, make_optimizer, folder=Path(), by_cpu=True), train(loop, make_optimizer)
+    assert ours.counts["state_by_cpu"] > 0
+    for name, weight in plain.weights.items():
+        torch.testing.assert_close(ours.weights[name], weight, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.skipif(not reads_any_host_memory(CUDA), reason="needs a GPU that can access files")
+@pytest.mark.usefixtures("small_host")
+@pytest.mark.parametrize("delay_s", [0.0, 0.003])
+def test_the_same_numbers_from_host_and_disk(delay_s: float, later: When) -> None:
+    assert_same(loops.clipped_loop, later=later, delay_s=delay_s)
 
 
 def test_the_device_holds_no_more_than_the_window(later: When) -> None:

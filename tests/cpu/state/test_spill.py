@@ -185,10 +185,12 @@ def test_a_user_sees_the_wear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert ooc.state is not None
     stats, on_disk_bytes = ooc.stats(), ooc.state.residency.home_bytes_on("disk")
     assert 0 < on_disk_bytes == stats["state_disk_bytes"]
+    assert 0 < stats["state_host_bytes"] == stats["state_streamed_bytes"] - on_disk_bytes <= HOST
     assert stats["state_written_bytes"] == on_disk_bytes
     assert ooc.predicted is not None
     assert ooc.predicted.state_written_bytes == on_disk_bytes
     told = " ".join(str(ooc).split())
-    assert "of them on the disk" in told
+    assert "memory for it on the host" in told
+    assert "memory for it on the disk" in told
     assert f"({1000 * on_disk_bytes / TB:.3g} TB in 1,000 steps)" in told
     ooc.close()

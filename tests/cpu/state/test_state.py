@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import tests.cpu.state.test_same_training as same
 from outcore.errors import OutcoreError, StoreError
 from outcore.memory.home import Homes, is_at_home
 from outcore.state.optimizers import splitting_of
@@ -368,6 +369,71 @@ def test_a_full_disk_is_an_error_and_the_model_is_whole(tmp_path: Path, monkeypa
     with pytest.raises(StoreError, match="has no room for"):
         State(model, adamw(model.parameters()), window_bytes=MIB, home_bytes=GIB, folder=tmp_path)
     assert all(map(torch.equal, before, model.parameters()))
+
+
+def fills_up(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """The disk has room for so many tensors more."""
+    reserve, number = os.posix_fallocate, iter(range(10**6))
+
+    def full(handle: int, offset: int, size: int) -> None:
+        if next(number) >= after:
+            raise OSError(28, "No space left on device")
+        reserve(handle, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+
+
+def test_a_disk_that_is_full_half_way_gives_everything_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make()
+    before = [p.clone() for p in model.parameters()]
+    fills_up(monkeypatch, after=2)
+    with pytest.raises(StoreError, match="has no room for"):
+        State(model, adamw(model.parameters()), window_bytes=MIB, home_bytes=GIB, folder=tmp_path)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert not any(is_at_home(p) for p in model.parameters())
+
+
+@pytest.mark.parametrize("by_cpu", [False, True])
+@pytest.mark.parametrize("after", [0, 1, 3, 4])
+def test_a_disk_that_fills_up_in_an_update_changes_nothing(
+    after: int, by_cpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Updates that find no room for what they create are due as before, and run when there is room."""
+    state, other = (make_state(tmp_path, by_cpu=by_cpu) for _ in range(2))
+    for one in (state, other):
+        backward(one)
+        one.optimizer.step()
+    other.flush()
+    with monkeypatch.context() as patch:
+        fills_up(patch, after)
+        for _ in range(2):
+            with pytest.raises(StoreError, match=r"has no room for .* of the training state"):
+                state.model.state_dict()
+    for name, tensor in other.model.state_dict().items():
+        assert torch.equal(tensor, state.model.state_dict()[name]), name
+    for mine, theirs in zip(state.optimizer.state.values(), other.optimizer.state.values()):
+        assert all(map(torch.equal, mine.values(), theirs.values()))
+    state.close()
+    other.close()
+
+
+def test_gradients_have_the_width_of_their_parameters(tmp_path: Path) -> None:
+    """Two bytes in a model of bfloat16: at home, in the plan, and on the way."""
+    model = make(same.Half)
+    state = State(model, adamw(model.parameters()), window_bytes=600 * KIB, home_bytes=GIB, folder=tmp_path)
+    assert all(size.gradient_bytes == size.weight_bytes for size in state.sizes)
+    train(state, 2)
+    copied_bytes = state.window.homes.copied_bytes["out"]
+    backward(state)
+    weights_bytes = sum(unit.parameter.numel() * torch.bfloat16.itemsize for unit in state.units)
+    for unit in state.units:
+        assert unit.gradient is not None
+        assert unit.gradient.home.dtype == torch.bfloat16
+        assert unit.parameter.grad is not None
+        assert unit.parameter.grad.dtype == torch.bfloat16
+    late_bytes = 3 * weights_bytes  # weight and two moments, which the last update changed
+    assert state.window.homes.copied_bytes["out"] - copied_bytes == late_bytes + weights_bytes
+    state.close()
 
 
 def test_aliased_parameters_stay_on_the_device(tmp_path: Path) -> None:
