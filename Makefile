@@ -51,7 +51,7 @@ package: $(READY)  # sdist, a wheel from it; the wheel is installed into a fresh
 	rm -rf dist build/package
 	$(BIN)/python -m build --outdir dist .
 	$(PYTHON) -m venv build/package
-	build/package/bin/pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls dist/*.whl)[demo]"
+	build/package/bin/pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
 	cd build/package && bin/outcore --version && bin/outcore demo
 	cp tests/typed_user.py build/package  # away from the source: what is installed must bring its types
 	cd build/package && $(abspath $(BIN))/mypy --strict --python-executable bin/python typed_user.py
