@@ -48,16 +48,18 @@ def limit(
     `memory` is the peak of allocated bytes over the whole step, including parameters, gradients and optimizer state:
     `"16GiB"`, a number of bytes, `"80%"` of the device, or `"auto"`, which is 90 % of the memory that is free now, plus
     what the model already uses. `outcore.estimate` shows which budgets work, and what each costs. `host` limits pinned
-    host memory. `disk` names a folder for a swap file that is used when the host's share is full; on the CPU it is the
-    only place to swap to, and defaults to the folder for temporary files. `plan`, a Plan or the file of one, is used
-    instead of planning if it was made for the same step. With `measure`, every step is measured; otherwise only the
-    first planned steps are. `cache` is the folder in which recorded steps and their plans are kept for later runs of
-    the same training; True means `$OUTCORE_CACHE` or the user's cache folder, and False disables it. With `optimizer`,
-    the optimizer of the loop, weights, gradients and optimizer state may leave the device, too: the part that stays is
-    planned with the rest, and the other part is brought when it is used. State that does not fit into `host` is kept in
-    `disk`, if the GPU can access files; on the CPU all of it is, except `host` bytes. The cache is not used then. With
-    `update="cpu"`, PyTorch's fused CPU kernels update the parameters whose state is not on the device (SGD, Adam,
-    AdamW, Adagrad): fewer bytes are copied, and results differ in their last bits from those of the device's kernels.
+    host memory. `disk` names an existing folder for a swap file that is used when the host's share is full; on the CPU
+    it is the only place to swap to, and defaults to the folder for temporary files. `planner` decides what is kept,
+    swapped and recomputed: `hybrid`, `priced`, `swap`, `pooch`, `exact`, `keep-all`, `swap-all` or `recompute-all`.
+    `plan`, a Plan or the file of one, is used instead of planning if it was made for the same step. With `measure`,
+    every step is measured; otherwise only the first planned steps are. `cache` is the folder in which recorded steps
+    and their plans are kept for later runs of the same training; True means `$OUTCORE_CACHE` or the user's cache
+    folder, and False disables it. With `optimizer`, the optimizer of the loop, weights, gradients and optimizer state
+    may leave the device, too: the part that stays is planned with the rest, and the other part is brought when it is
+    used. State that does not fit into `host` is kept in `disk`, if the GPU can access files; on the CPU all of it is,
+    except `host` bytes. The cache is not used then. With `update="cpu"`, PyTorch's fused CPU kernels update the
+    parameters whose state is not on the device (SGD, Adam, AdamW, Adagrad): fewer bytes are copied, and results differ
+    in their last bits from those of the device's kernels.
 
     A model has one limit at a time; an earlier one is closed.
 

@@ -16,6 +16,7 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"(?:<!-- not run: (?P<why>.+?) -->\n+)?```python\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
 NEEDS = {"hugging-face": "transformers", "accelerate": "accelerate", "lightning": "lightning"}
+PRINTED = {"getting-started": "no plan fits 6.00 MiB on cpu: "}  # an error that a page shows must be raised by its code
 ELSEWHERE = {"tour.md"}  # test_tour.py runs it, and looks at what it prints
 PAGES = sorted(
     path
@@ -25,7 +26,9 @@ PAGES = sorted(
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS).with_suffix("")))
-def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_blocks_of_a_page_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     if page.stem in NEEDS:
         pytest.importorskip(NEEDS[page.stem], reason=f"the guide is for users of {NEEDS[page.stem]}")
     monkeypatch.chdir(tmp_path)
@@ -43,6 +46,9 @@ def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytes
                 exec(compiled, names)
                 num += 1
     assert num or "not run" in text
+    printed = PRINTED.get(page.stem, "")
+    assert printed in text
+    assert printed in capsys.readouterr().out
 
 
 def test_every_block_is_found() -> None:

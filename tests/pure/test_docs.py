@@ -12,7 +12,9 @@ from posixpath import normpath
 import click
 import pytest
 
+import outcore
 from outcore.cli import main
+from outcore.planning import PLANNERS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -146,6 +148,13 @@ def test_messages_that_are_explained_are_those_of_the_code() -> None:
     known = sentences()
     for message in explained():
         assert message in known, f"no code says: {message}"
+
+
+def test_every_planner_is_described() -> None:
+    page, doc = (DOCS / "reference" / "limit.md").read_text(), outcore.limit.__doc__ or ""
+    for planner in PLANNERS:
+        assert f"| `{planner}` |" in page
+        assert f"`{planner}`" in doc
 
 
 def test_every_message_is_explained() -> None:
