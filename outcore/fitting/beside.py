@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from outcore.errors import BudgetTooSmall, OutcoreError, StoreError
+from outcore.errors import BudgetTooSmall, OutcoreError, StoreError, warn
 from outcore.fitting.kinds import Kind
 from outcore.fitting.phases import Phase, Recorded, Timed
 from outcore.fitting.preparing import Preparer
@@ -40,6 +40,7 @@ class StateBeside:
         self._written_bytes = state.window.homes.written_bytes
         self.written_bytes = 0  # to files, by the last step and its update
         self.moved_bytes = {"in": 0, "out": 0}  # by the last step and its update
+        self._num_updated = self._count_updated()
         self._be_lean()
 
     @property
@@ -61,6 +62,22 @@ class StateBeside:
         written_bytes = self.state.window.homes.written_bytes
         self.written_bytes, self._written_bytes = written_bytes - self._written_bytes, written_bytes
         self.state.begin()
+        if self._count_updated() != self._num_updated:
+            self._num_updated = self._count_updated()
+            self._tell_of_later_parameters()
+
+    def _count_updated(self) -> int:
+        return sum(len(group["params"]) for group in self.state.optimizer.param_groups)
+
+    def _tell_of_later_parameters(self) -> None:
+        known = {size.name for size in self.state.sizes} | self.state.kept_for.keys()
+        later = [parameter for name, parameter in self.state.model.named_parameters() if name not in known]
+        if later:
+            added = _params(len(later), sum(parameter.nbytes for parameter in later))
+            warn(
+                f"{added} were added after limit() and stay on the device with their gradients and optimizer state; "
+                "close the limit and make another one to plan for them"
+            )
 
     def watch(self, watcher: Watcher) -> None:
         """Called when a step is recorded: `watcher` sees what the window moves."""

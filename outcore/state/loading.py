@@ -11,18 +11,19 @@ import json
 import os
 import struct
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from outcore.errors import BadFile, OutcoreError
+from outcore.errors import BadFile, OutcoreError, StoreError
 from outcore.memory.device_kind import default_device, numbered
 from outcore.memory.home import Homes, host_view
 from outcore.memory.machine import host_bytes_granted, room_for_homes
 from outcore.state.unit import SMALL_BYTES
-from outcore.units import ENDLESS_BYTES, parse_bytes
+from outcore.units import ENDLESS_BYTES, format_bytes, parse_bytes
 from outcore.values import Budget
 
 _NAMES = {
@@ -112,13 +113,21 @@ def save(model: nn.Module, file: str | Path) -> None:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     part = Path(f"{file}.part")  # the old file stays until the new one is complete
-    with part.open("wb") as out:
-        out.write(struct.pack("<Q", len(text)) + text)
-        for tensor in state.values():
-            view = host_view(tensor) if tensor.is_contiguous() else None
-            content = view if view is not None else tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-            out.write(content.numpy().data)
-    os.replace(part, file)
+    try:
+        with part.open("wb") as out:
+            out.write(struct.pack("<Q", len(text)) + text)
+            for tensor in state.values():
+                view = host_view(tensor) if tensor.is_contiguous() else None
+                content = view if view is not None else tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+                out.write(content.numpy().data)
+        os.replace(part, file)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise StoreError(
+            f"cannot write {format_bytes(8 + len(text) + at)} to {file} ({error.strerror}); free some space, or name "
+            "another file"
+        ) from None
 
 
 class _Nothing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,18 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(OutcoreError, match="which safetensors files do not hold"):
         outcore.save(broken, file)
     assert file.read_bytes() == before
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
+    try:
+        with pytest.raises(StoreError, match=r"cannot write .* to .*model.safetensors \(.*\); free some space"):
+            outcore.save(make(), file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert file.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [file]
+    with pytest.raises(StoreError, match="No such file or directory"):
+        outcore.save(make(), tmp_path / "no folder" / "model.safetensors")
 
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
