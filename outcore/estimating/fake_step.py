@@ -222,7 +222,11 @@ def step_on(model: torch.nn.Module, batch: Any) -> Step:
     try:
         inspect.signature(model.forward).bind(*by_position, **by_name)
     except TypeError as error:
-        given = f"the names {', '.join(by_name)}" if by_name else f"{len(by_position)} argument(s)"
+        given = (
+            f"the names {', '.join(by_name)}"
+            if by_name
+            else f"{len(by_position)} argument{'s' * (len(by_position) != 1)}"
+        )
         raise OutcoreError(
             f"{type(model).__name__} was called with {given}, because that is in the batch, and does not take them "
             f"({error}); give what the model takes, or a step: lambda: loss_fn(model(x), y).backward()"

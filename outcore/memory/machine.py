@@ -44,7 +44,7 @@ def tiers_below(device: torch.device, host: int | str, disk: str | Path | None) 
     A step on the CPU can swap only to the disk, by default to the folder of temporary files.
     """
     if disk is not None and not Path(disk).is_dir():  # a folder that is misspelt may be on another disk
-        raise StoreError(f"there is no folder {disk} to swap to; make it, or name another one with disk=...")
+        raise StoreError(f"there is no folder {str(disk)!r} to swap to; make it, or name another one with disk=...")
     if device.type == "cuda":
         granted_bytes = host_bytes_granted()
         host_bytes = granted_bytes if host == "auto" else parse_bytes(host, of_bytes=granted_bytes)

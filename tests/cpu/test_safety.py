@@ -115,7 +115,7 @@ def test_an_unwritable_folder_is_said_at_once() -> None:
 
 def test_a_folder_that_is_not_there_is_refused_and_not_made(tmp_path: Path) -> None:
     """Its name may be misspelt, and another disk would be swapped to."""
-    with pytest.raises(StoreError, match=r"there is no folder .*typo to swap to; make it, or name another one"):
+    with pytest.raises(StoreError, match=r"there is no folder .*typo' to swap to; make it, or name another one"):
         limit(nn.Linear(2, 2), "1GiB", disk=tmp_path / "typo")
     assert not (tmp_path / "typo").exists()
 

@@ -104,7 +104,7 @@ def test_what_cannot_be_estimated_is_said_in_a_sentence() -> None:
 def test_a_batch_that_the_model_does_not_take_is_said_to_be_one() -> None:
     """A loader's batch has labels, which the model does not take."""
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
-    with pytest.raises(OutcoreError, match=r"Linear was called with 2 argument\(s\), because .* or a step: lambda"):
+    with pytest.raises(OutcoreError, match=r"Linear was called with 2 arguments, because .* or a step: lambda"):
         outcore.estimate(model, (x, torch.zeros(2)), machine=MACHINE)
     with pytest.raises(OutcoreError, match="Linear was called with the names x, labels"):
         outcore.estimate(model, {"x": x, "labels": x}, machine=MACHINE)
