@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from outcore.eager.branching import Spare, put_away
-from outcore.eager.cells import SMALL_BYTES, Cell, Handle, Kept, View, cell_of, kept, version_of
+from outcore.eager.cells import SMALL_BYTES, Cell, Handle, Kept, View, bring, cell_of, kept, swap_out_now, version_of
 from outcore.eager.overwriting import Contents
 from outcore.eager.replay import below_everything
+from outcore.memory.meter import see_brought
 from outcore.memory.store import Store
 from outcore.memory.tensors import is_plain, source_of
 
@@ -44,7 +45,11 @@ class UnplannedSaves:
         with below_everything():
             for mark in list(cells.values()):
                 cell = mark()
-                if cell is not None and cell.data is not None:
+                if cell is not None and cell.is_saved and cell.recipe is not None and cell.parcel is None:
+                    bring(cell, see_brought)  # nobody watches what a rerun would read once the step is over
+                    if swap_out_now(cell, self._store):
+                        cell.recipe = None
+                elif cell is not None and cell.data is not None:
                     put_away(cell, self._store)
         self.take_over(run, saw_writes=saw_writes)
 
