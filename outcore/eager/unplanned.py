@@ -40,16 +40,17 @@ class UnplannedSaves:
                 self._moved[one], one.tensor = handle, torch.empty(0)
 
     def put_away_all(self, run: Any, cells: Mapping[int, weakref.ref[Cell]], *, saw_writes: bool) -> None:
-        """No plan of a later step knows of what is saved by now: all of it is put away."""
+        """No plan of a later step knows of what is saved by now: all of it is put away, but for small tensors, which
+        stay on the device as in recorded steps."""
         self._spare = Spare(int, self._store)
         with below_everything():
             for mark in list(cells.values()):
                 cell = mark()
                 if cell is not None and cell.is_saved and cell.recipe is not None and cell.parcel is None:
-                    bring(cell, see_brought)  # nobody watches what a rerun would read once the step is over
-                    if swap_out_now(cell, self._store):
+                    data = bring(cell, see_brought)  # nobody watches what a rerun would read once the step is over
+                    if data.nbytes < SMALL_BYTES or swap_out_now(cell, self._store):
                         cell.recipe = None
-                elif cell is not None and cell.data is not None:
+                elif cell is not None and cell.data is not None and cell.data.nbytes >= SMALL_BYTES:
                     put_away(cell, self._store)
         self.take_over(run, saw_writes=saw_writes)
 
