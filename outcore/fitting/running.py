@@ -92,7 +92,7 @@ class RunningStep:
         self._call = no_forward(name, seen_from_the_start=False)
         self._kind: Kind | None = None
         self._is_transformed = False  # the model was called inside a transform of torch.func
-        self._had_state = True  # whether optimizers had state when the recording began
+        self._num_states = 0  # parameters with optimizer state when the recording began
         self.listener: Recorder | Execution | None = None
         self._watch: _Watch | None = None
 
@@ -194,7 +194,7 @@ class RunningStep:
         return owner.kinds.find(call.signature, call.scalars)
 
     def _record(self, before_bytes: int) -> None:
-        owner, beside, self._had_state = self.owner, self.owner.beside, self.owner.memory.optimizers.have_state
+        owner, beside, self._num_states = self.owner, self.owner.beside, self.owner.memory.optimizers.num_states
         owner.calls.know_parameters()
         recorder = Recorder(
             owner.model,
@@ -260,7 +260,7 @@ class RunningStep:
         if kind is None:
             _warn_if_transformed(self._is_transformed)
         elif isinstance(listener, Recorder):
-            self.owner.last = _was_recorded(self.owner, kind, self._call, listener, had_state=self._had_state)
+            self.owner.last = _was_recorded(self.owner, kind, self._call, listener, self._num_states)
         elif isinstance(listener, Execution):
             has_left = not listener.plan.on_plan
             self.owner.tally.counts["unplanned" if kind.is_given_up else "left" if has_left else "planned"] += 1
@@ -369,14 +369,14 @@ def _warn_if_transformed(is_transformed: object) -> None:
     )
 
 
-def _was_recorded(owner: Owner, kind: Kind, call: Call, recorder: Recorder, *, had_state: bool) -> Kind:
-    """Stores a recording and returns the kind that the step belongs to. `had_state`: whether optimizers had their state
-    when the step began."""
+def _was_recorded(owner: Owner, kind: Kind, call: Call, recorder: Recorder, num_states: int) -> Kind:
+    """Stores a recording and returns the kind that the step belongs to. `num_states`: the number of parameters with
+    optimizer state when the step began."""
     owner.tally.counts["recorded"] += 1
     trace = recorder.finish(know_host(owner.preparer))
     kind = owner.kinds.was_recorded(kind, call.scalars, trace, recorder.saves.asked_late)
     kind.excess.replaced_bytes = recorder.replaced_bytes
-    if owner.memory.optimizers.have_state and not had_state:
+    if owner.memory.optimizers.num_states > num_states:
         log.info("the step made the optimizer's state, which no later step does: the next one is recorded, too")
         kind.record_again()
     else:

@@ -107,9 +107,9 @@ class Optimizers:
         return iter(self._ours)
 
     @property
-    def have_state(self) -> bool:
-        """Whether one of them has made its state, which most do in their first step."""
-        return any(len(optimizer.state) for optimizer in self)
+    def num_states(self) -> int:
+        """The number of parameters that have optimizer state. Most get it in the first step of their optimizer."""
+        return sum(len(optimizer.state) for optimizer in self)
 
     def remove(self) -> None:
         self._hook.remove()

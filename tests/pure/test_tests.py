@@ -35,11 +35,11 @@ def private_names_patched(tree: ast.AST) -> list[str]:
         and isinstance(node.args[1], ast.Constant)
         and str(node.args[1].value).startswith("_")
         and not str(node.args[1].value).startswith("__")
-        and ast.unparse(node.args[0]) not in PYTORCHS
+        and ast.unparse(node.args[0]) not in OF_PYTORCH
     ]
 
 
-PYTORCHS = ("torch._C", "convert_frame")
+OF_PYTORCH = ("torch._C", "convert_frame")
 
 
 @pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))

@@ -31,6 +31,22 @@ def test_an_optimizer_that_steps_inside_the_block_is_counted_once() -> None:
         assert ooc.timeline.peak_bytes <= ooc.budget.device_bytes
 
 
+def test_the_state_of_a_second_optimizer_is_counted_once() -> None:
+    """That of the first one is there when the first step of the second one is recorded."""
+    model, x = nn.ModuleList([layers(), layers()]), torch.randn(64, 256)
+    optimizers = [torch.optim.AdamW(half.parameters()) for half in model]
+    weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    with limit(model, int(3.8 * weights_bytes), measure=True) as ooc:  # weights, moments, one half's gradients and more
+        for number in range(10):
+            at = number % 2
+            with ooc.step(f"half {at}", batch=x):
+                model[at](x).square().mean().backward()
+                optimizers[at].step()
+                optimizers[at].zero_grad()
+        assert (ooc.stats()["recorded"], ooc.stats()["planned"]) == (4, 6)
+        assert ooc.stats()["peak_bytes"] <= ooc.budget.device_bytes
+
+
 def accumulate(budget_bytes: int) -> int:
     """Trains with two micro-batches a step and returns the highest measured peak."""
     model, x = layers(), torch.randn(64, 256)
