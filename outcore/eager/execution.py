@@ -96,7 +96,8 @@ class Execution:
             watch(ops=False, writes=False)
 
     def complete(self) -> None:
-        """The step ends. Where its program goes on, or backwards came later, what those will ask for is put away."""
+        """Called when the step ends. If its program continues, or backwards came after such steps before, moves off
+        the device what they will ask for."""
         if self.plan.has_more or (self.plan.on_plan and self.asked_late):
             self._unplanned.put_away_all(self, self.plan.cells, saw_writes=not self._looks_away)
 
